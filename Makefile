@@ -1,0 +1,56 @@
+# The same verbs as CI. `make demo` and `make test` work on a fresh machine with Python 3.11 or newer, make and a package
+# index. To take torch from another index: make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
+
+.PHONY: demo test gpu-test check docs bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/accel demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -d build/site
+
+# On a machine with an NVIDIA GPU: the tests that need one, then the benchmark, into docs/benchmarks/gpu.json. GPU_PYTHON has
+# torch and onnxruntime-gpu for CUDA (`pip install ".[cuda]"` and pytest).
+GPU_PYTHON ?= $(PYTHON)
+gpu-test:
+	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py
+	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs serve
+
+bench: $(VENV)/.run
+	$(BIN)/python docs/benchmarks/wrapper_cost.py
+	$(BIN)/python docs/benchmarks/length_sorting.py
+	$(BIN)/python docs/benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv docs/benchmarks/tune-demo.json --tuned build/tuned
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first and alone: its constraint decides between CPU and CUDA before anything else asks for it.
+$(VENV)/.run: $(VENV)/.venv pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) -e ".[onnxruntime]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) -e ".[dev]"
+	touch $@

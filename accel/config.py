@@ -1,0 +1,255 @@
+"""Settings of the stages and of sessions: frozen, validated when made, and round-tripped through JSON."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError, did_you_mean
+
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Pooling = Literal["mean", "cls", "max", "last"]
+Level = Literal["O1", "O2", "O3", "O4"]
+Calibration = Literal["minmax", "moving_average", "entropy", "percentile"]
+
+
+def _check_type(owner: str, name: str, value: object, hint: Any) -> None:
+    """Refuse a number where text is meant, and the like; `Literal`s are checked by `_check_choice`."""
+    options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    allowed: list[type] = []
+    for option in options:
+        origin = get_origin(option) or option
+        if origin is Literal or not isinstance(origin, type):
+            return
+        allowed += [int, float] if origin is float else [origin]
+    # `True` is an int to Python, and not a number of threads.
+    wrong = not isinstance(value, tuple(allowed)) or (isinstance(value, bool) and bool not in allowed)
+    items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
+    if not wrong and isinstance(value, tuple) and isinstance(items, type):
+        wrong = not all(isinstance(item, items) for item in value)
+    if wrong:
+        words = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
+        raise ConfigError(
+            f"{owner}.{name} is {value!r}.", fix=f"use {words}{f' of {items.__name__}' if items else ''}."
+        )
+
+
+def _check_choice(owner: str, name: str, value: object, hint: Any) -> None:
+    """Refuse a value that is none of the `Literal`s in `hint`."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return
+        literals = [arg for arg in get_args(hint) if get_origin(arg) is Literal]
+        if not literals:
+            return
+        hint = literals[0]
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        choices = [str(choice) for choice in get_args(hint)]
+        raise ConfigError(
+            f"{owner}.{name} is {value!r}.{did_you_mean(str(value), choices)}", fix=f"use one of {', '.join(choices)}."
+        )
+
+
+class JsonConfig:
+    """Validation of `Literal` fields, and `to_dict` / `from_dict`, for the dataclasses below."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = getattr(self, item.name)
+            _check_type(type(self).__name__, item.name, value, hints[item.name])
+            _check_choice(type(self).__name__, item.name, value, hints[item.name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Settings from `to_dict` or from a file.
+
+        Raises:
+            ConfigError: A key that is no setting, or a value that cannot work.
+        """
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"{cls.__name__} has no setting {key!r}.{did_you_mean(key, known)}",
+                    fix=f"use one of {', '.join(known)}.",
+                )
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig(JsonConfig):
+    """How a model is captured.
+
+    Attributes:
+        dtype: Element type of the weights in the graph.
+        opset: ONNX opset; the exporter's default when `None`.
+        pooling: For embeddings: puts pooling into the graph, output `sentence_embedding`. `None` reads it from a
+            sentence-transformers folder, and for `sentence-similarity` falls back to `mean`.
+        normalize: For embeddings: divides by the Euclidean norm in the graph. `None` as for `pooling`.
+        atol: Largest absolute difference from the PyTorch model that is accepted; `None` takes 1e-4 for float32,
+            1e-2 for float16 and 1e-1 for bfloat16, times the largest reference value where that is above 1.
+        external_data: Whether weights are kept in `model.onnx.data` beside the graph. `False` puts them into the
+            file, which protobuf limits to 2 GiB, and is refused above 1 GiB.
+    """
+
+    dtype: Dtype = "float32"
+    opset: int | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    atol: float | None = None
+    external_data: bool = True
+
+    def __post_init__(self) -> None:
+        super(ExportConfig, self).__post_init__()
+        if self.opset is not None and not 18 <= self.opset <= 25:
+            raise ConfigError(
+                f"ExportConfig.opset is {self.opset}.", fix="use an opset from 18 to 25, or leave it out."
+            )
+        if self.atol is not None and self.atol <= 0:
+            raise ConfigError(f"ExportConfig.atol is {self.atol}.", fix="use a number above 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizeConfig(JsonConfig):
+    """Which optimizations a graph gets.
+
+    Attributes:
+        level: `O1` general, `O2` adds transformer fusions, `O3` adds approximations, `O4` adds float16.
+        disable: Named fusions to leave out.
+        enable: Named fusions to add to the level's own.
+        atol: Largest absolute difference from the parent that is accepted; `None` takes 1e-4 up to O2 and 1e-2 from O3,
+            times the largest reference value where that is above 1.
+    """
+
+    level: Level = "O2"
+    disable: tuple[str, ...] = ()
+    enable: tuple[str, ...] = ()
+    atol: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig(JsonConfig):
+    """How a graph is quantized.
+
+    Attributes:
+        scheme: A scheme that the backend declares: `dynamic-int8`, `static-int8`, `weight-int8`, `weight-int4`, ...
+        preset: The CPU or accelerator to quantize for; `auto` reads this machine's.
+        per_channel: One scale for each output channel of a weight; `None` takes the preset's.
+        symmetric: Symmetric weights; `None` takes the preset's.
+        operators: Operator types to quantize; `None` takes the preset's.
+        exclude: Node names, or `re:` and a regular expression, to leave in float.
+        calibration: How activation ranges are found from the calibration data.
+        percentile: For `percentile`: the share of values kept, in percent.
+        samples: Calibration rows at most.
+        seed: Seed of the choice of rows.
+        format: For `static-int8`: Q/DQ pairs, or integer operators.
+        smooth_quant: For `static-int8`: move activation outliers into the weights (Xiao et al., 2022, SmoothQuant);
+            the exponent, 0 to 1, or `None` for off.
+        block_size: For 4-bit weights: values that share a scale.
+        algorithm: For 4-bit weights.
+        ratio: Share of the layers that get the low precision, the rest 8 bits.
+        scale_estimation: For 4-bit weights: fit each scale to calibration data (NNCF).
+        max_drop: Largest accepted loss of the measure that the caller passes as `evaluate`, for backends that put
+            layers back into float until it holds; `None` quantizes everything.
+    """
+
+    scheme: str = "dynamic-int8"
+    preset: str = "auto"
+    per_channel: bool | None = None
+    symmetric: bool | None = None
+    operators: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    calibration: Calibration = "minmax"
+    percentile: float = 99.99
+    samples: int = 256
+    seed: int = 0
+    format: Literal["qdq", "qoperator"] = "qdq"
+    smooth_quant: float | None = None
+    block_size: int = 32
+    algorithm: Literal["rtn", "hqq", "awq", "gptq"] = "rtn"
+    ratio: float = 1.0
+    scale_estimation: bool = False
+    max_drop: float | None = None
+
+    def __post_init__(self) -> None:
+        super(QuantizeConfig, self).__post_init__()
+        if not 50 < self.percentile <= 100:
+            raise ConfigError(f"QuantizeConfig.percentile is {self.percentile}.", fix="use a percentage in (50, 100].")
+        if self.samples < 1:
+            raise ConfigError(f"QuantizeConfig.samples is {self.samples}.", fix="use at least 1.")
+        if self.smooth_quant is not None and not 0 <= self.smooth_quant <= 1:
+            raise ConfigError(f"QuantizeConfig.smooth_quant is {self.smooth_quant}.", fix="use a number from 0 to 1.")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"QuantizeConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(f"QuantizeConfig.ratio is {self.ratio}.", fix="use a number in (0, 1].")
+        if self.max_drop is not None and self.max_drop < 0:
+            raise ConfigError(f"QuantizeConfig.max_drop is {self.max_drop}.", fix="use a number from 0 on.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions(JsonConfig):
+    """How a graph is run; the words are the same for every backend.
+
+    Attributes:
+        threads: Threads that work on one call. `None`: the processors this process may use, from its CPU affinity
+            and its cgroup's quota.
+        inter_op_threads: Threads that run independent operators at once; 1 runs them in order.
+        compute_dtype: What the kernels compute in; `None` is the artifact's own dtype. A backend that cannot refuses.
+        buckets: Lengths that the `sequence` axis is padded up to, smallest first. Empty: no padding.
+        graph_optimization: How much the runtime may rewrite the graph when it loads it.
+        spinning: Whether idle threads spin: lower latency, and a busy processor.
+        profile: Folder that gets the runtime's own profile, or `None`.
+        native: Settings of the vendor's runtime by their own names, passed on as they are.
+    """
+
+    threads: int | None = None
+    inter_op_threads: int = 1
+    compute_dtype: Dtype | None = None
+    buckets: tuple[int, ...] = ()
+    graph_optimization: Literal["none", "basic", "extended", "all"] = "all"
+    spinning: bool = True
+    profile: str | None = None
+    native: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super(SessionOptions, self).__post_init__()
+        for name in ("threads", "inter_op_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"SessionOptions.{name} is {value}.", fix="use at least 1, or leave it out.")
+        if any(b < 1 for b in self.buckets) or list(self.buckets) != sorted(set(self.buckets)):
+            raise ConfigError(
+                f"SessionOptions.buckets is {list(self.buckets)}.",
+                fix="use rising positive lengths, such as (16, 32, 64).",
+            )
+
+
+def available_processors() -> int:
+    """Processors that this process may use: its CPU affinity, limited by its cgroup's quota, at least 1.
+
+    Runtimes size their thread pools from the whole machine, which in a container is too many.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_QUOTA.read_text(encoding="ascii").split()[:2]
+        if quota != "max":
+            count = min(count, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(count, 1)

@@ -1,0 +1,315 @@
+"""The contract of a backend as a test suite. It ships in the wheel, and asks for capabilities, never for vendors.
+
+A plugin's own tests are five lines:
+
+    from accel.testing.conformance import BackendConformance
+
+    class TestMyBackend(BackendConformance):
+        backend = "mine"
+
+Tests that the backend does not claim the capability for are skipped with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from accel import registry
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.errors import ConfigError, InputError, SessionClosedError
+from accel.exporting import export
+from accel.interfaces import Backend, Session, State
+from accel.specs import BackendSpec, Capability, DeviceSpec, Probe
+
+from .models import tiny_model
+
+
+class BackendConformance:
+    """Subclass it, set `backend`, and run it with pytest.
+
+    Attributes:
+        backend: Name of the backend.
+        device: Device to test on; the first probed when `None`.
+        tolerance: Largest absolute difference from PyTorch float32 that is accepted.
+        artifact_format: Format to export when the backend has no exporter of its own.
+    """
+
+    backend: ClassVar[str]
+    device: ClassVar[str | None] = None
+    tolerance: ClassVar[float] = 1e-4
+    artifact_format: ClassVar[str] = "onnx"
+
+    # Fixtures
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls) -> BackendSpec:
+        """What the plugin says about itcls."""
+        return registry.describe(cls.backend)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run_capability(cls, spec: BackendSpec, artifact: Artifact) -> Capability:
+        """What it claims about running the artifact's format."""
+        capability = spec.capability("run", artifact.format)
+        assert capability is not None, f"{spec.name} declares no capability to run {artifact.format}"
+        return capability
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def implementation(cls, spec: BackendSpec) -> Backend:
+        """The plugin's class."""
+        probe = registry.probe(spec)
+        if not probe.available:
+            pytest.skip(f"{spec.name} is not available here: {'; '.join(map(str, probe.reasons))}")
+        return registry.load(spec)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, spec: BackendSpec, implementation: Backend) -> DeviceSpec:
+        """The device tested on."""
+        devices = registry.probe(spec).devices
+        if cls.device is None:
+            return devices[0]
+        return next(device for device in devices if str(device) == cls.device)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def original(cls) -> Any:
+        """The PyTorch model behind the artifact."""
+        return tiny_model("bert")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def artifact(cls, spec: BackendSpec, original: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+        """A tiny classifier in the backend's format."""
+        made = [c.produces for c in spec.capabilities if c.stage == "export" and c.produces]
+        folder = tmp_path_factory.mktemp("conformance") / "artifact"
+        backend = cls.backend if made else None
+        return export(original, folder, backend=backend, format=made[0] if made else cls.artifact_format)
+
+    @pytest.fixture
+    def session(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> Iterator[Session]:
+        """A fresh session."""
+        opened = self.open(implementation, artifact, where)["model"]
+        yield opened
+        opened.close()
+
+    def open(
+        self, implementation: Backend, artifact: Artifact, where: DeviceSpec, shapes: Mapping[str, int] | None = None
+    ) -> Mapping[str, Session]:
+        """Open the artifact; override it to pass options."""
+        return implementation.open(artifact, device=where, options={}, session=SessionOptions(), shapes=shapes)
+
+    @staticmethod
+    def feeds(session: Session, batch: int = 2, sequence: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Inputs of the tiny classifier, with padding in the last row."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(4, 100, (batch, sequence), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, sequence // 2 + 1 :] = 0
+        ids[mask == 0] = 0
+        types = torch.randint(0, 2, ids.shape, generator=generator)
+        values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+        return {spec.name: values[spec.name] for spec in session.inputs}
+
+    # Description and probe
+
+    def test_spec_describes_itself(self, spec: BackendSpec) -> None:
+        assert spec.name == self.backend
+        assert spec.summary
+        assert any(capability.stage == "run" for capability in spec.capabilities), "a backend must run something"
+
+    def test_probe_gives_devices_or_reasons(self, spec: BackendSpec) -> None:
+        probe = registry.probe(spec)
+        assert isinstance(probe, Probe)
+        assert probe.devices or probe.reasons, "no device and no reason: nobody can tell why"
+        assert all(reason.remedy for reason in probe.reasons if not probe.devices), "each reason needs a remedy"
+
+    # Session.run
+
+    def test_opens_every_component(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> None:
+        sessions = self.open(implementation, artifact, where)
+        assert set(sessions) == {component.name for component in artifact.components}
+        for opened in sessions.values():
+            assert isinstance(opened, Session)
+            opened.close()
+
+    def test_runs_where_it_says(self, session: Session, where: DeviceSpec) -> None:
+        assert (session.device.type, session.device.index) == (where.type, where.index)
+
+    def test_parity_with_pytorch(self, session: Session, original: Any) -> None:
+        for batch, sequence in [(1, 1), (1, 3), (3, 17), (2, 64)]:
+            feeds = self.feeds(session, batch, sequence)
+            with torch.inference_mode():
+                expected = original(**feeds).logits
+            found = session.run(feeds)["logits"].cpu()
+            assert (found - expected).abs().max() <= self.tolerance
+
+    def test_declares_inputs_and_outputs(self, session: Session, artifact: Artifact) -> None:
+        component = artifact.component("model")
+        assert [spec.name for spec in session.inputs] == [spec.name for spec in component.inputs]
+        assert [spec.name for spec in session.outputs] == [spec.name for spec in component.outputs]
+        assert all("batch" in spec.shape for spec in session.inputs)
+
+    def test_missing_input_is_named(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        name = session.inputs[-1].name
+        del feeds[name]
+        with pytest.raises(InputError, match=name):
+            session.run(feeds)
+
+    def test_extra_input_is_named(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        feeds["not_an_input"] = torch.zeros(1)
+        with pytest.raises(InputError, match="not_an_input"):
+            session.run(feeds)
+
+    def test_wrong_rank_is_an_input_error(self, session: Session) -> None:
+        feeds = {name: tensor[0] for name, tensor in self.feeds(session).items()}
+        with pytest.raises(InputError):
+            session.run(feeds)
+
+    def test_float_for_integer_is_an_input_error(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        name = session.inputs[0].name
+        with pytest.raises(InputError, match=name):
+            session.run({**feeds, name: feeds[name].float()})
+
+    def test_accepts_integer_widths(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        narrow = {name: tensor.to(torch.int32) for name, tensor in feeds.items()}
+        assert torch.equal(session.run(narrow)["logits"], session.run(feeds)["logits"])
+
+    def test_accepts_strides(self, session: Session) -> None:
+        feeds = self.feeds(session, batch=3)
+        strided = {name: tensor.t().contiguous().t() for name, tensor in feeds.items()}
+        assert not strided["input_ids"].is_contiguous()
+        assert torch.equal(session.run(strided)["logits"], session.run(feeds)["logits"])
+
+    def test_outputs_do_not_alias_the_next_call(self, session: Session) -> None:
+        first = session.run(self.feeds(session, seed=1))["logits"]
+        kept = first.clone()
+        session.run(self.feeds(session, seed=2))
+        assert torch.equal(first, kept)
+
+    def test_outputs_keep_the_declared_dtype(self, session: Session) -> None:
+        result = session.run(self.feeds(session))
+        assert {name: str(t.dtype).removeprefix("torch.") for name, t in result.items()} == {
+            spec.name: spec.dtype for spec in session.outputs
+        }
+
+    def test_rows_do_not_depend_on_their_batch(self, session: Session) -> None:
+        feeds = self.feeds(session, batch=7)
+        together = session.run(feeds)["logits"]
+        for row in range(7):
+            alone = session.run({name: tensor[row : row + 1] for name, tensor in feeds.items()})["logits"]
+            assert (alone[0] - together[row]).abs().max() <= self.tolerance
+
+    def test_selects_outputs(self, session: Session) -> None:
+        assert list(session.run(self.feeds(session), outputs=["logits"])) == ["logits"]
+        with pytest.raises(InputError, match="nothing_like_it"):
+            session.run(self.feeds(session), outputs=["nothing_like_it"])
+
+    def test_writes_into_given_buffers(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        expected = session.run(feeds)["logits"]
+        buffer = torch.full_like(expected, float("nan"))
+        result = session.run(feeds, out={"logits": buffer})
+        assert result["logits"].data_ptr() == buffer.data_ptr()
+        assert torch.equal(buffer, expected)
+
+    def test_threads(self, session: Session, run_capability: Capability) -> None:
+        if not run_capability.thread_safe:
+            pytest.skip(f"{self.backend} does not claim thread safety")
+        cases = [self.feeds(session, batch=1 + i % 3, sequence=3 + i, seed=i) for i in range(8)]
+        expected = [session.run(case)["logits"] for case in cases]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda case: session.run(case)["logits"], cases * 5))
+        for have, want in zip(found, expected * 5, strict=True):
+            assert (have - want).abs().max() <= self.tolerance
+
+    def test_compute_dtype_is_the_artifacts(self, session: Session, artifact: Artifact) -> None:
+        assert session.compute_dtype == artifact.dtype == "float32"
+
+    def test_close(self, session: Session) -> None:
+        feeds = self.feeds(session)
+        session.close()
+        session.close()
+        with pytest.raises(SessionClosedError):
+            session.run(feeds)
+
+    # Opening
+
+    def test_unknown_option_is_named(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> None:
+        with pytest.raises(ConfigError, match="no_such_option"):
+            implementation.open(artifact, device=where, options={"no_such_option": 1}, session=SessionOptions())
+
+    def test_fixed_shapes_compute_the_same(
+        self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
+    ) -> None:
+        fixed = self.open(implementation, artifact, where, shapes={"batch": 2, "sequence": 8})["model"]
+        feeds = self.feeds(session, batch=2, sequence=8)
+        assert (fixed.run(feeds)["logits"] - session.run(feeds)["logits"]).abs().max() <= self.tolerance
+        fixed.close()
+
+    # State, for backends that keep any
+
+    def stateful_artifact(self, folder: Path) -> Artifact | None:
+        """An artifact whose session keeps a state; override it in a backend that has one."""
+        return None
+
+    @pytest.fixture
+    def stateful(self, implementation: Backend, where: DeviceSpec, tmp_path: Path) -> Iterator[Session]:
+        """A session with a state."""
+        artifact = self.stateful_artifact(tmp_path / "stateful")
+        if artifact is None:
+            pytest.skip(f"{self.backend} offers no stateful artifact")
+        opened = self.open(implementation, artifact, where)["model"]
+        yield opened
+        opened.close()
+
+    def _continue(self, session: Session, state: State, feeds: Mapping[str, torch.Tensor], cut: slice) -> torch.Tensor:
+        part = {name: tensor[:, cut] for name, tensor in feeds.items()}
+        return session.run(part, state=state)["logits"]
+
+    def test_state_continues_a_sequence(self, stateful: Session) -> None:
+        feeds = self.feeds(stateful, batch=2, sequence=8)
+        state = stateful.new_state(2)
+        assert isinstance(state, State)
+        assert state.length == 0
+        whole = self._continue(stateful, stateful.new_state(2), feeds, slice(0, 8))
+        self._continue(stateful, state, feeds, slice(0, 5))
+        assert state.length == 5
+        resumed = self._continue(stateful, state, feeds, slice(5, 8))
+        assert state.length == 8
+        assert (whole - resumed).abs().max() <= self.tolerance
+
+    def test_state_clones_and_crops(self, stateful: Session) -> None:
+        feeds = self.feeds(stateful, batch=2, sequence=8)
+        state = stateful.new_state(2)
+        self._continue(stateful, state, feeds, slice(0, 5))
+        copy = state.clone()
+        expected = self._continue(stateful, copy, feeds, slice(5, 8))
+        assert (copy.length, state.length) == (8, 5), "a clone must not move its original"
+        self._continue(stateful, state, feeds, slice(0, 2))
+        state.crop(5)
+        assert state.length == 5
+        assert (self._continue(stateful, state, feeds, slice(5, 8)) - expected).abs().max() <= self.tolerance
+
+    def test_state_reorders(self, stateful: Session) -> None:
+        feeds = self.feeds(stateful, batch=2, sequence=8)
+        swapped = {name: tensor.flip(0) for name, tensor in feeds.items()}
+        state = stateful.new_state(2)
+        self._continue(stateful, state, feeds, slice(0, 5))
+        state.reorder(torch.tensor([1, 0]))
+        found = self._continue(stateful, state, swapped, slice(5, 8))
+        expected = self._continue(stateful, stateful.new_state(2), swapped, slice(0, 8))
+        assert (found - expected).abs().max() <= self.tolerance

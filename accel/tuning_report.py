@@ -1,0 +1,223 @@
+"""What a search found: its types, its table, and the message when nothing fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from .artifact import Artifact
+from .benchmarking import VariantResult
+from .errors import BudgetError, ConfigError
+
+Objective = Literal["latency", "throughput", "size", "cost"]
+
+_UNITS = {
+    "max_drop": "points",
+    "min_accuracy": "",
+    "max_latency_ms": "ms",
+    "max_memory_mb": "MB",
+    "max_size_mb": "MB",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a winner must satisfy.
+
+    Attributes:
+        max_drop: Points of the metric lost against PyTorch float32.
+        min_accuracy: Least value of the metric, on its own scale.
+        max_latency_ms: Median of the slowest workload.
+        max_memory_mb: Peak memory of the process, interpreter and PyTorch included, in 10^6 bytes.
+        max_size_mb: Files, in 10^6 bytes.
+    """
+
+    max_drop: float | None = None
+    min_accuracy: float | None = None
+    max_latency_ms: float | None = None
+    max_memory_mb: float | None = None
+    max_size_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value}.", fix="give a number from 0 on.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One candidate.
+
+    Attributes:
+        name: Backend, recipe and run options.
+        backend: Who runs it.
+        device: Where.
+        options: The session's options.
+        digest: Of its artifact.
+        bytes: Of its files.
+        speed: The objective relative to PyTorch float32 in the screen: 2 is twice as good.
+        result: Its last measurement; `None` where it was only screened.
+        value: Its metric on all rows.
+        drop: Points lost against PyTorch float32.
+        drop_interval: Confidence interval of the drop, in points.
+        agreement: Share of predictions that are PyTorch float32's.
+        front: Whether nothing measured is both faster and at least as accurate.
+        winner: Whether it was kept.
+        reason: Why it was not.
+    """
+
+    name: str
+    backend: str
+    device: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+    bytes: int | None = None
+    speed: float | None = None
+    result: VariantResult | None = None
+    value: float | None = None
+    drop: float | None = None
+    drop_interval: tuple[float, float] | None = None
+    agreement: float | None = None
+    front: bool = False
+    winner: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What a search found.
+
+    Attributes:
+        artifact: The winner, in its folder.
+        winner: Its trial.
+        trials: Every candidate, best first.
+        task: Of the model.
+        metric: What was measured.
+        rows: On how many rows.
+        reference: PyTorch float32's value.
+        baseline: PyTorch float32, timed beside the survivors.
+        objective: What was minimised or maximised.
+        constraints: What the winner satisfies.
+        machine: Facts that the numbers depend on.
+        settings: Workloads and threads.
+        seconds: For everything.
+        resumed: Measurements that earlier runs had made.
+    """
+
+    artifact: Artifact
+    winner: Trial
+    trials: tuple[Trial, ...]
+    task: str
+    metric: str
+    rows: int
+    reference: float
+    baseline: VariantResult
+    objective: Objective
+    constraints: Constraints
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    seconds: float
+    resumed: int
+
+    @property
+    def front(self) -> tuple[Trial, ...]:
+        """The Pareto front, best objective first."""
+        return tuple(trial for trial in self.trials if trial.front)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, in the form that `accel.reporting` reads."""
+        measured = [t for t in self.trials if t.result is not None]
+        return {
+            "task": self.task,
+            "baseline": self.baseline.name,
+            "machine": dict(self.machine),
+            "settings": dict(self.settings),
+            "variants": [
+                {**asdict(self.baseline), "accuracy": self.reference},
+                *({**asdict(t.result), "name": t.name, "accuracy": t.value} for t in measured if t.result is not None),
+            ],
+            "rejected": [{"name": t.name, "reason": t.reason} for t in self.trials if not t.winner],
+            "trials": [asdict(replace(t, result=None)) for t in self.trials],
+            "path": str(self.artifact.path),
+            "winner": self.winner.name,
+            "metric": self.metric,
+            "rows": self.rows,
+            "reference": self.reference,
+            "objective": self.objective,
+            "constraints": asdict(self.constraints),
+            "seconds": self.seconds,
+            "resumed": self.resumed,
+        }
+
+
+def no_fit(missed: Sequence[tuple[str, Mapping[str, float], bool]], limits: Mapping[str, float | None]) -> BudgetError:
+    """The error when no candidate satisfies all constraints: which ones bind, and by how much.
+
+    Args:
+        missed: Of each candidate its name, by how much it misses each constraint, and whether its accuracy was measured.
+        limits: The constraints.
+    """
+    if not missed:
+        return BudgetError("No candidate could be measured.", fix="run `accel tune --verbose` to see why.")
+    lines = []
+    for name, limit in limits.items():
+        if limit is None:
+            continue
+        needs_accuracy = name in ("max_drop", "min_accuracy")
+        about = [(who, by.get(name, 0.0)) for who, by, known in missed if known or not needs_accuracy]
+        if not about:
+            lines.append(f"  {name} {limit:g}: not reached, because every candidate fails another constraint")
+            continue
+        who, by = min(about, key=lambda item: item[1])
+        alone = sum(set(other) == {name} for _, other, known in missed if known or not needs_accuracy)
+        if by > 0:
+            unit = f" {_UNITS[name]}".rstrip()
+            lines.append(f"  {name} {limit:g} binds: the closest candidate misses it by {by:.4g}{unit} ({who})")
+        elif alone:
+            lines.append(f"  {name} {limit:g} binds together with others: {alone} candidates miss only this one")
+        else:
+            lines.append(f"  {name} {limit:g}: satisfied by {sum(b <= 0 for _, b in about)} candidates")
+    return BudgetError(
+        f"No candidate satisfies all constraints; {len(missed)} were measured.\n" + "\n".join(lines),
+        fix="relax the constraint that binds, or give calibration data so that more recipes can be tried.",
+    )
+
+
+def render(tuning: Tuning) -> str:
+    """The Pareto front, the winner and the rest, for a terminal."""
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [cell.workload for cell in tuning.baseline.cells]
+    table = Table(title=f"Pareto front: {tuning.objective} against {tuning.metric} on {tuning.rows} rows")
+    table.add_column("candidate")
+    for head in (*(f"{name} ms" for name in names), "x PyTorch", tuning.metric, "drop (95 % interval)", "MB"):
+        table.add_column(head, justify="right")
+    base = tuning.baseline
+    size = f"{base.bytes / 1e6:.1f}" if base.bytes else ""
+    row = [f"{cell.latency.median:.2f}" for cell in base.cells]
+    table.add_row(base.name, *row, "1.00", f"{tuning.reference:.4f}", "", size)
+    for trial in tuning.trials:
+        if not trial.front or trial.result is None or trial.value is None or trial.drop is None:
+            continue
+        low, high = trial.drop_interval or (math.nan, math.nan)
+        table.add_row(
+            f"{'* ' if trial.winner else ''}{trial.name}",
+            *(f"{cell.latency.median:.2f}" for cell in trial.result.cells),
+            f"{trial.speed:.2f}",
+            f"{trial.value:.4f}",
+            f"{trial.drop:.2f} ({low:.2f} to {high:.2f})",
+            f"{(trial.bytes or 0) / 1e6:.1f}",
+        )
+    stream = StringIO()
+    Console(file=stream, width=150).print(table)
+    rejected = "\n".join(f"  {trial.name}: {trial.reason}" for trial in tuning.trials if not trial.winner)
+    return (
+        f"{stream.getvalue()}Rejected:\n{rejected}\n"
+        f"Kept: {tuning.winner.name}, in {tuning.artifact.path} ({tuning.seconds:.0f} s, "
+        f"{tuning.resumed} results from earlier runs)."
+    )

@@ -1,0 +1,27 @@
+"""ONNX Runtime on NVIDIA GPUs."""
+
+from accel.specs import BackendSpec, Capability
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+SPEC = BackendSpec(
+    name="cuda",
+    summary="ONNX Runtime on NVIDIA GPUs (CUDA provider)",
+    extra="cuda",
+    impl="accel_plugins.cuda.backend:CudaBackend",
+    priority=20,
+    auto=True,
+    requires=("onnxruntime",),
+    aliases=("CUDAExecutionProvider",),
+    capabilities=(
+        Capability(
+            stage="optimize",
+            consumes="onnx",
+            produces="onnx",
+            devices=("cuda",),
+            dtypes=_FLOATS,
+            schemes=("O1", "O2", "O3", "O4"),
+        ),
+        Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+    ),
+)

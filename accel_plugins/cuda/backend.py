@@ -1,0 +1,133 @@
+"""ONNX Runtime's CUDA provider."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+
+import onnxruntime as ort
+
+from accel.artifact import Artifact, Component
+from accel.config import SessionOptions
+from accel.errors import ConfigError
+from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.specs import DeviceSpec, Probe, Reason
+
+from ..ort.gpu_optimizer import GpuOptimizer
+from ..ort.graphs import load_graph
+from ..ort.session import OPTIONS_OBJECT
+from .options import CudaOptions, read_options
+from .probe import judge, survey
+from .runtime import Runtime
+from .session import CudaSession
+
+# Kernels that multiply 8-bit integers. Quantize/Dequantize pairs and packed weights are computed in floating point.
+_INTEGER_KERNELS = {
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "QAttention",
+    "QGemm",
+    "ConvInteger",
+}
+
+# ONNX Runtime 1.31 warns at every session that no plugin device is registered for its built-in CUDA provider.
+_ERRORS_ONLY = 3
+
+
+class CudaBackend:
+    """Runs ONNX graphs on NVIDIA GPUs."""
+
+    def __init__(self) -> None:
+        # Sessions of one graph with the same options share its weights: shape buckets, several loads of a model.
+        self._runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
+
+    def probe(self) -> Probe:
+        """The GPUs, or every reason why they cannot be used. Makes no CUDA context."""
+        try:
+            return judge(survey())
+        # Foreign libraries in unknown states: whatever they raise is a reason, not a crash.
+        except Exception as error:  # noqa: BLE001
+            return Probe(
+                reasons=(
+                    Reason(
+                        "probe-failed",
+                        f"looking for GPUs failed: {type(error).__name__}: {error}",
+                        "check that `nvidia-smi` and `python -c 'import onnxruntime, torch'` work",
+                    ),
+                )
+            )
+
+    def exporter(self) -> Exporter | None:
+        """None: the CPU backend exports ONNX."""
+        return None
+
+    def optimizer(self) -> Optimizer:
+        """Fusions for CUDA kernels, and float16."""
+        return GpuOptimizer("cuda")
+
+    def quantizer(self) -> Quantizer | None:
+        """None yet."""
+        return None
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+    ) -> Mapping[str, CudaSession]:
+        """Open every component; see `accel.interfaces.Backend.open`.
+
+        `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
+        """
+        checked = read_options(options, device)
+        if session.compute_dtype not in (None, artifact.dtype):
+            raise ConfigError(
+                f"The graph computes in {artifact.dtype}, which a CUDA session cannot change to {session.compute_dtype}.",
+                fix=f"make a {session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
+                f"accel export --dtype {session.compute_dtype}.",
+            )
+        ort.set_default_logger_severity(_ERRORS_ONLY)
+        return {
+            component.name: CudaSession(
+                self._runtime(artifact, component, device, checked, session),
+                device,
+                _compute_dtype(artifact, component, checked),
+            )
+            for component in artifact.components
+        }
+
+    def _runtime(
+        self,
+        artifact: Artifact,
+        component: Component,
+        device: DeviceSpec,
+        options: CudaOptions,
+        session: SessionOptions,
+    ) -> Runtime:
+        path = artifact.path / component.file
+        if OPTIONS_OBJECT in session.native:
+            return Runtime(path, component, device, options, session)
+        key = json.dumps(
+            [str(path), component.files[0].sha256, device.index, options.cuda_graphs, options.padding,
+             dict(options.provider), session.to_dict()],
+            default=str, sort_keys=True,
+        )  # fmt: skip
+        found = self._runtimes.get(key)
+        if found is None:
+            found = self._runtimes[key] = Runtime(path, component, device, options, session)
+        return found
+
+
+def _compute_dtype(artifact: Artifact, component: Component, options: CudaOptions) -> str:
+    """What the kernels compute in: TF32 where it was asked for, int8 only where a kernel multiplies integers."""
+    if artifact.manifest.quantization is not None:
+        model = load_graph(artifact, component)
+        if any(node.op_type in _INTEGER_KERNELS for graph in model.graphs() for node in graph):
+            return "int8"
+    dtype = artifact.dtype if artifact.dtype != "int8" else "float32"
+    return "tf32" if options.tf32 and dtype == "float32" else dtype

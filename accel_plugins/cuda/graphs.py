@@ -1,0 +1,133 @@
+"""CUDA graphs: all kernels of a run for one input shape, replayed with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from accel.errors import SessionError
+
+from ..ort.masks import Form, flags_of
+from .runtime import Runtime, device_tensor
+
+
+class CaptureError(SessionError):
+    """A run that cannot be captured, or whose replay computes something else."""
+
+
+class MaskCheck:
+    """Finds out what a mask on the GPU holds while the GPU is busy with the call that assumes it.
+
+    Args:
+        mask: The fixed buffer that holds each call's mask.
+    """
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._flags = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._view = self._flags.numpy()
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(mask.device)
+        with torch.cuda.stream(self._stream):
+            self._flags.copy_(flags_of(mask), non_blocking=True)
+            self._stream.synchronize()
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._flags.copy_(flags_of(mask), non_blocking=True)
+            self._graph.capture_end()
+
+    def mark(self, current: torch.cuda.Stream) -> None:
+        """The mask is in its buffer once `current` gets here."""
+        self._ready.record(current)
+
+    def flags(self) -> tuple[int, int]:
+        """What `flags_of` finds in the marked mask; waits for that alone, not for the work enqueued after it."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            self._graph.replay()
+            self._done.record(self._stream)
+        self._done.synchronize()
+        return int(self._view[0]), int(self._view[1])
+
+
+class ShapeGraphs:
+    """The graphs of one input shape, one for each form of the model, over the same fixed buffers.
+
+    Args:
+        runtime: What is captured.
+        inputs: Tensors of the shape; their values are used for a first run.
+        outputs: Shape and type of each output.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    ) -> None:
+        self._runtime = runtime
+        self.inputs = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
+        self.input_list = list(self.inputs.values())
+        self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
+        self.load(list(inputs.values()))
+        self.graphs: dict[Form, torch.cuda.CUDAGraph] = {}
+        self.expected: Form = "general"
+        mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
+        self.check = MaskCheck(mask) if mask is not None and runtime.options.padding == "check" else None
+
+    def load(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy inputs, in order, into the fixed buffers, on the current stream; see `on_device` about pinned memory."""
+        for buffer, value in zip(self.input_list, values, strict=True):
+            buffer.copy_(value, non_blocking=not value.is_pinned())
+
+    def capture(self, form: Form) -> torch.cuda.CUDAGraph:
+        """The graph of a form, made from what the input buffers hold when it is first asked for.
+
+        Takes a few runs.
+
+        Raises:
+            CaptureError: It cannot be captured, or replays something else than it ran.
+        """
+        found = self.graphs.get(form)
+        if found is not None:
+            return found
+        runtime, stream = self._runtime, self._runtime.stream
+        binding = runtime.bind(form, self.inputs, self.outputs)
+        stream.wait_stream(torch.cuda.current_stream(runtime.device))
+        # The first run allocates what every later one uses again.
+        for _ in range(2):
+            runtime.enqueue(form, binding)
+        torch.cuda.synchronize(runtime.device)
+        expected = {name: tensor.clone() for name, tensor in self.outputs.items()}
+        for tensor in self.outputs.values():
+            tensor.zero_()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(runtime.device)
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads may allocate meanwhile.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    runtime.enqueue(form, binding)
+                finally:
+                    graph.capture_end()
+                graph.replay()
+        # Whatever ONNX Runtime or CUDA raise: the run itself worked above, so the call goes on without a graph.
+        except Exception as error:
+            raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
+        torch.cuda.synchronize(runtime.device)
+        for name, tensor in self.outputs.items():
+            if not _agree(tensor, expected[name]):
+                raise CaptureError(f"replaying the captured run gives another {name}")
+        self.graphs[form] = graph
+        return graph
+
+
+def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to what atomics and algorithm choice may change between two runs."""
+    if not found.is_floating_point():
+        return torch.equal(found, expected)
+    scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-2 * scale, equal_nan=True)

@@ -1,0 +1,116 @@
+"""Options of the CUDA backend: ours, and ONNX Runtime's own for its CUDA provider."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
+
+from accel.errors import ConfigError, did_you_mean
+from accel.specs import DeviceSpec
+
+Padding = Literal["check", "right", "any"]
+
+# https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#configuration-options
+PROVIDER_OPTIONS = (
+    "arena_extend_strategy",
+    "cudnn_conv1d_pad_to_nc1d",
+    "cudnn_conv_algo_search",
+    "cudnn_conv_use_max_workspace",
+    "device_id",
+    "do_copy_in_default_stream",
+    "enable_skip_layer_norm_strict_mode",
+    "fuse_conv_bias",
+    "gpu_mem_limit",
+    "prefer_nhwc",
+    "sdpa_kernel",
+    "tunable_op_enable",
+    "tunable_op_max_tuning_duration_ms",
+    "tunable_op_tuning_enable",
+    "use_tf32",
+)
+OWN_OPTIONS = ("cuda_graphs", "padding")
+_TAKEN = {
+    "enable_cuda_graph": "use cuda_graphs=0 to turn CUDA graphs off.",
+    "user_compute_stream": "leave it out: calls are ordered on torch's current stream.",
+}
+_TRUE, _FALSE = ("1", "true"), ("0", "false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """Checked options.
+
+    Attributes:
+        cuda_graphs: How many input shapes may have a CUDA graph; 0 turns them off. A graph replays all kernels of a run
+            with one launch. Its buffers stay allocated.
+        padding: What may be assumed about the padding mask. `check` looks at each call's mask and picks the fastest
+            kernels that are right for it; `right` promises that padding only ever stands on the right of at least one
+            token (a wrong promise gives wrong results); `any` never looks and always takes the general kernels.
+        tf32: Whether float32 matrix products may round their inputs to 10 bits of mantissa (TF32). ONNX Runtime's
+            default is yes; ours is no.
+        provider: ONNX Runtime's options, as strings.
+    """
+
+    cuda_graphs: int = 16
+    padding: Padding = "check"
+    tf32: bool = False
+    provider: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptions:
+    """Check names and values.
+
+    Raises:
+        ConfigError: An option that does not exist, a value that cannot work, or a `device_id` other than the device's.
+    """
+    known = (*PROVIDER_OPTIONS, *OWN_OPTIONS)
+    for name in options:
+        if name in _TAKEN:
+            raise ConfigError(f"{name!r} is set by accel.", fix=_TAKEN[name])
+        if name not in known:
+            raise ConfigError(
+                f"CUDAExecutionProvider has no option {name!r}.{did_you_mean(name, known)}",
+                fix=f"use one of {', '.join(known)}.",
+            )
+    index = _integer("device_id", options.get("device_id", device.index))
+    if index != device.index:
+        raise ConfigError(
+            f"device_id={index} contradicts the device {device}.", fix=f"pass device='cuda:{index}' instead."
+        )
+    padding = str(options.get("padding", "check"))
+    if padding not in get_args(Padding):
+        raise ConfigError(
+            f"padding is {padding!r}.{did_you_mean(padding, get_args(Padding))}",
+            fix=f"use one of {', '.join(get_args(Padding))}.",
+        )
+    tf32 = _truth("use_tf32", options.get("use_tf32", False))
+    provider = {
+        name: _provider_value(value)
+        for name, value in options.items()
+        if name not in OWN_OPTIONS and name != "use_tf32"
+    }
+    return CudaOptions(
+        cuda_graphs=_integer("cuda_graphs", options.get("cuda_graphs", 16)),
+        padding=cast("Padding", padding),
+        tf32=tf32,
+        provider={**provider, "device_id": str(index), "use_tf32": "1" if tf32 else "0"},
+    )
+
+
+def _provider_value(value: object) -> str:
+    return ("1" if value else "0") if isinstance(value, bool) else str(value)
+
+
+def _integer(name: str, value: object) -> int:
+    text = str(value)
+    if not text.isdigit():
+        raise ConfigError(f"{name} is {value!r}.", fix="use a whole number from 0 on.")
+    return int(text)
+
+
+def _truth(name: str, value: object) -> bool:
+    text = str(value).lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{name} is {value!r}.", fix="use True or False.")
+    return text in _TRUE

@@ -1,0 +1,156 @@
+"""ONNX Runtime's sessions of one graph on one GPU: one for each form of the graph that calls have needed so far."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import torch
+
+from accel.artifact import Component
+from accel.config import SessionOptions
+from accel.errors import SessionError
+from accel.specs import DeviceSpec
+
+from ..ort.masks import Form, in_form, mask_input
+from ..ort.session import open_runtime
+from .options import CudaOptions
+from .probe import PROVIDER
+
+logger = logging.getLogger(__name__)
+
+# Element types by their numbers in ONNX's TensorProto, which ONNX Runtime's binding takes.
+ELEMENT_TYPES: Mapping[torch.dtype, int] = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+    torch.bfloat16: 16,
+}
+
+
+def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory on the GPU, not initialised."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the GPU; the caller may change the original as soon as this returns."""
+    # From pageable memory CUDA takes its copy before it returns; from pinned memory it reads later.
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
+
+
+class Runtime:
+    """A graph on one GPU, shared by the sessions that run it.
+
+    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream. `lock` is held while a
+    call is enqueued. Runs use the same memory one after another, so a call on another stream than the last one's waits, on
+    the GPU, for that one (`follow`).
+
+    Args:
+        path: The graph file.
+        component: What the artifact says about it.
+        device: The GPU.
+        options: The backend's options.
+        session: How to run.
+    """
+
+    def __init__(
+        self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
+    ) -> None:
+        self.component = component
+        self.options = options
+        self.device = torch.device("cuda", device.index)
+        self.lock = threading.RLock()
+        # Never the default stream: work on it cannot be captured, and ONNX Runtime takes its number for "none given".
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.Stream | None = None
+        self.mask = mask_input(path)
+        self._path = path
+        self._session_options = session
+        self._sessions: dict[Form, ort.InferenceSession] = {}
+        self.graph_obstacle: str | None = None if options.cuda_graphs else "cuda_graphs=0"
+        self._run_options = ort.RunOptions()
+        # Graphs are captured by us, for each shape; ONNX Runtime's own capture stays out of it.
+        self._run_options.add_run_config_entry("gpu_graph_id", "-1")
+        # The order on the stream is all that is needed; nothing waits for the GPU.
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self.session("full" if self.mask and options.padding == "check" else self.safe_form)
+
+    def follow(self, current: torch.cuda.Stream) -> None:
+        """Order `current` behind the stream of the call before."""
+        if self._last != current:
+            if self._last is not None:
+                current.wait_stream(self._last)
+            self._last = current
+
+    @property
+    def safe_form(self) -> Form:
+        """The form that is right for every mask that the options allow."""
+        return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
+
+    def session(self, form: Form) -> ort.InferenceSession:
+        """ONNX Runtime's session of a form of the graph; opened, weights and all, when it is first needed."""
+        found = self._sessions.get(form)
+        if found is None:
+            model = in_form(self._path, form) if form != "general" else None
+            found = self._sessions[form] = self._open(model)
+        return found
+
+    def _open(self, model: bytes | None) -> ort.InferenceSession:
+        """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
+        if self.graph_obstacle is None:
+            try:
+                return self._open_with(model, enable_cuda_graph="1")
+            except SessionError as error:
+                session = self._open_with(model)
+                self.graph_obstacle = f"ONNX Runtime cannot run all of it on the GPU ({error.message[-300:]})"
+                logger.info("no CUDA graphs for %s: %s", self._path.name, self.graph_obstacle)
+                return session
+        return self._open_with(model)
+
+    def _open_with(self, model: bytes | None, **extra: str) -> ort.InferenceSession:
+        provider_options = {**self.options.provider, **extra, "user_compute_stream": str(self.stream.cuda_stream)}
+        return open_runtime(
+            self._path,
+            self.component,
+            provider=PROVIDER,
+            provider_options=provider_options,
+            options=self._session_options,
+            model=model,
+        )
+
+    def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:
+        """ONNX Runtime's binding of tensors on the GPU by their addresses; `None` lets it allocate an output."""
+        binding = self.session(form).io_binding()
+        index = self.device.index
+        for name, tensor in inputs.items():
+            kind = ELEMENT_TYPES[tensor.dtype]
+            binding.bind_input(name, "cuda", index, kind, tuple(tensor.shape), tensor.data_ptr())
+        for name, given in outputs.items():
+            if given is None:
+                binding.bind_output(name, "cuda", index)
+            else:
+                kind = ELEMENT_TYPES[given.dtype]
+                binding.bind_output(name, "cuda", index, kind, tuple(given.shape), given.data_ptr())
+        return binding
+
+    def enqueue(self, form: Form, binding: Any) -> None:
+        """Put a run on `stream`; returns before the GPU is done."""
+        self.session(form).run_with_iobinding(binding, self._run_options)
+
+    def close(self) -> None:
+        """Wait for the GPU and give ONNX Runtime's memory back."""
+        with self.lock:
+            if self._sessions:
+                self.stream.synchronize()
+            self._sessions.clear()

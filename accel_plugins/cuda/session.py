@@ -1,0 +1,381 @@
+"""A session on an NVIDIA GPU: torch tensors in and out by their addresses, CUDA graphs for shapes that come again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from accel.errors import InputError, SessionClosedError, SessionError, did_you_mean
+from accel.interfaces import Feeds, State
+from accel.specs import DeviceSpec, TensorSpec
+
+from ..ort.masks import Form, flags_of, form_of, form_of_flags
+from ..ort.session import ort_value_as_tensor
+from .graphs import CaptureError, ShapeGraphs
+from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
+
+logger = logging.getLogger(__name__)
+
+_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+_RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
+    "full": ("full",),
+    "lengths": ("full", "lengths"),
+    "general": ("full", "lengths", "general"),
+}
+"""Masks by what they hold that a form of the graph computes rightly."""
+Key = tuple[torch.Size, ...]
+
+
+class CudaSession:
+    """Runs a graph on one GPU. Calls are ordered on torch's current stream and return before the GPU is done.
+
+    A call may come from any thread and any stream: enqueueing is serialized, and a call on another stream than the one
+    before waits, on the GPU, for that one.
+
+    Args:
+        runtime: The graph on its GPU.
+        device: That GPU.
+        compute_dtype: What its kernels compute in.
+    """
+
+    def __init__(self, runtime: Runtime, device: DeviceSpec, compute_dtype: str) -> None:
+        component = runtime.component
+        self._runtime: Runtime | None = runtime
+        self._inputs = component.inputs
+        self._outputs = component.outputs
+        self._device = device
+        self._where = runtime.device
+        self._compute_dtype = compute_dtype
+        self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
+        self._names = list(self._dtypes)
+        self._mask_position = self._names.index(runtime.mask) if runtime.mask is not None else -1
+        self._output_names = [spec.name for spec in component.outputs]
+        self._output_dtypes: dict[str, torch.dtype] = {s.name: getattr(torch, s.dtype) for s in component.outputs}
+        unsupported = [d for d in (*self._dtypes.values(), *self._output_dtypes.values()) if d not in ELEMENT_TYPES]
+        if unsupported:
+            raise SessionError(f"Tensors of {unsupported[0]} cannot be bound on the GPU.")
+        axes = {axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)}
+        self._known_shapes = all(isinstance(d, int) or d in axes for s in component.outputs for d in s.shape)
+        self._graphs: dict[Key, ShapeGraphs] = {}
+        self._seen: set[Key] = set()
+        self._told: set[str] = set()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The GPU."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels compute in."""
+        return self._compute_dtype
+
+    @property
+    def graph_count(self) -> int:
+        """Input shapes that have a CUDA graph."""
+        return len(self._graphs)
+
+    @property
+    def last_graph(self) -> torch.cuda.CUDAGraph:
+        """The CUDA graph that the next call of the shape captured last starts with; for measuring it alone.
+
+        Raises:
+            SessionError: Nothing was captured yet.
+        """
+        if not self._graphs:
+            raise SessionError("No CUDA graph was captured yet.", fix="call it twice with one input shape.")
+        last = list(self._graphs.values())[-1]
+        return last.graphs[last.expected]
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `accel.interfaces.Session.run`.
+
+        A shape that comes for the second time is captured as a CUDA graph, and from then on replayed; each input and
+        output is then copied once on the device. A shape seen once runs kernel by kernel, without any copy.
+        """
+        runtime = self._runtime
+        if runtime is None:
+            self._closed()
+        if state is not None:
+            raise InputError("This graph keeps no state.", fix="leave state=... out.")
+        names = self._output_names if outputs is None else self._wanted(outputs)
+        if out:
+            self._check_buffers(out, names)
+        # What comes before the first launch is what a small model waits for, so the common case does little here.
+        try:
+            values = [feeds[name] for name in self._names]
+            usual = len(feeds) == len(values) and all(map(self._fits, values, self._dtypes.values()))
+        except KeyError:
+            usual = False
+        if not usual:
+            values = self._converted(feeds)
+        key: Key = tuple([tensor.shape for tensor in values])
+        with runtime.lock:
+            if torch.cuda.current_device() != self._where.index:
+                with torch.cuda.device(self._where):
+                    return self._enqueue(runtime, key, values, names, out or {})
+            return self._enqueue(runtime, key, values, names, out or {})
+
+    def _fits(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether a tensor can be copied or bound as it is."""
+        return tensor.dtype is dtype and tensor.device == self._where and not tensor.requires_grad
+
+    def _enqueue(
+        self,
+        runtime: Runtime,
+        key: Key,
+        values: list[torch.Tensor],
+        names: Sequence[str],
+        out: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        current = torch.cuda.current_stream(self._where)
+        runtime.follow(current)
+        graphs = self._graphs.get(key)
+        try:
+            if graphs is None:
+                tensors = {name: value.contiguous() for name, value in zip(self._names, values, strict=True)}
+                graphs = self._new_graphs(runtime, key, tensors)
+                if graphs is None:
+                    return self._run_kernels(runtime, tensors, names, out, current)
+            return self._replay(runtime, graphs, values, names, out, current)
+        except _RUN_ERRORS as error:
+            shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
+            raise self._mapped(error, shapes) from error
+
+    # Replaying
+
+    def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
+        """Buffers for a shape that comes for the second time, or `None`."""
+        self._check_shapes(tensors)
+        if runtime.graph_obstacle is not None:
+            return None
+        if not self._known_shapes:
+            self._tell("no CUDA graphs: the sizes of its outputs are not known before it runs")
+            return None
+        if key not in self._seen:
+            # Lengths that come once only must not fill the memory of what keeps track of them.
+            if len(self._seen) < 4096:
+                self._seen.add(key)
+            return None
+        if len(self._graphs) >= runtime.options.cuda_graphs:
+            self._tell(
+                f"{len(self._graphs)} input shapes have a CUDA graph; others run without "
+                "(raise cuda_graphs, or use buckets to have fewer shapes)"
+            )
+            return None
+        shapes = self._output_shapes(tensors)
+        graphs = ShapeGraphs(
+            runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
+        )
+        graphs.expected = self._form(runtime, tensors)
+        try:
+            graphs.capture(graphs.expected)
+        except CaptureError as error:
+            runtime.graph_obstacle = error.message
+            logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
+            return None
+        self._graphs[key] = graphs
+        return graphs
+
+    def _replay(
+        self,
+        runtime: Runtime,
+        graphs: ShapeGraphs,
+        values: list[torch.Tensor],
+        names: Sequence[str],
+        out: Mapping[str, torch.Tensor],
+        current: torch.cuda.Stream,
+    ) -> dict[str, torch.Tensor]:
+        """Copy in, replay, copy out. With a mask on the GPU the form that was right last time is replayed before it is
+        known to be right this time, and another one after it where it was not.
+        """
+        if all(tensor.is_cuda for tensor in values):
+            torch._foreach_copy_(graphs.input_list, values)
+        else:
+            graphs.load(values)
+        check, form = graphs.check, graphs.expected
+        if check is not None:
+            mask = values[self._mask_position]
+            if mask.is_cuda:
+                check.mark(current)
+            else:
+                graphs.expected = form = form_of(mask)
+                check = None
+        (graphs.graphs.get(form) or graphs.capture(form)).replay()
+        results = {name: self._copied(graphs.outputs[name], out.get(name)) for name in names}
+        if check is not None:
+            holds = form_of_flags(check.flags(), mask.shape[1])
+            graphs.expected = holds
+            if holds not in _RIGHT_FOR[form]:
+                graphs.capture(holds).replay()
+                for name, result in results.items():
+                    result.copy_(graphs.outputs[name])
+        return results
+
+    @staticmethod
+    def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+        return value.clone() if buffer is None else buffer.copy_(value)
+
+    def _form(self, runtime: Runtime, tensors: Feeds) -> Form:
+        """The form for these inputs; waits for the GPU where the mask is there."""
+        if runtime.mask is None or runtime.options.padding != "check":
+            return runtime.safe_form
+        mask = tensors[runtime.mask]
+        if not mask.is_cuda:
+            return form_of(mask)
+        leading, behind_gap = flags_of(mask).tolist()
+        return form_of_flags((leading, behind_gap), mask.shape[1])
+
+    # Running kernel by kernel
+
+    def _run_kernels(
+        self,
+        runtime: Runtime,
+        tensors: Feeds,
+        names: Sequence[str],
+        out: Mapping[str, torch.Tensor],
+        current: torch.cuda.Stream,
+    ) -> dict[str, torch.Tensor]:
+        form = self._form(runtime, tensors)
+        inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
+        results: dict[str, torch.Tensor | None] = dict.fromkeys(names)
+        if self._known_shapes:
+            shapes = self._output_shapes(inputs)
+            for name in names:
+                given = out.get(name)
+                dtype = self._output_dtypes[name]
+                results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
+        binding = runtime.bind(form, inputs, results)
+        runtime.stream.wait_stream(current)
+        runtime.enqueue(form, binding)
+        current.wait_stream(runtime.stream)
+        if self._known_shapes:
+            return {name: value for name, value in results.items() if value is not None}
+        found = dict(zip(names, binding.get_outputs(), strict=True))
+        made = {name: ort_value_as_tensor(value) for name, value in found.items()}
+        # ONNX Runtime may use its memory again as soon as the tensor is gone: the caller gets a copy.
+        return {name: self._copied(tensor, out.get(name)) for name, tensor in made.items()}
+
+    def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:
+        sizes: dict[int | str, int] = {}
+        for spec in self._inputs:
+            sizes.update(zip(spec.shape, tensors[spec.name].shape, strict=True))
+        return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self._outputs}
+
+    # Checking
+
+    def _converted(self, feeds: Feeds) -> list[torch.Tensor]:
+        """The inputs in the graph's order, of the declared type, on this GPU or on the host."""
+        tensors = []
+        for name, dtype in self._dtypes.items():
+            tensor = feeds.get(name)
+            if tensor is None:
+                raise self._wrong_names(feeds)
+            if tensor.dtype is not dtype:
+                if tensor.is_floating_point() and not dtype.is_floating_point:
+                    raise InputError(
+                        f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
+                    )
+                tensor = tensor.to(dtype)
+            if tensor.is_cuda and tensor.device != self._where:
+                tensor = tensor.to(self._where)
+            tensors.append(tensor.detach())
+        if len(feeds) != len(tensors):
+            raise self._wrong_names(feeds)
+        return tensors
+
+    def _check_shapes(self, tensors: Feeds) -> None:
+        """Ranks, fixed sizes, and one size for each axis."""
+        sizes: dict[str, int] = {}
+        for spec in self._inputs:
+            shape = tuple(tensors[spec.name].shape)
+            fits = len(shape) == len(spec.shape)
+            if fits:
+                for wanted, size in zip(spec.shape, shape, strict=True):
+                    fits = fits and (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted) == size
+            if not fits:
+                known = f" with {sizes}" if sizes else ""
+                raise InputError(f"Input {spec.name!r} has shape {shape}; the graph takes {spec.shape}{known}.")
+
+    def _wrong_names(self, feeds: Feeds) -> InputError:
+        missing = [name for name in self._names if feeds.get(name) is None]
+        extra = [name for name in feeds if name not in self._dtypes]
+        return InputError(
+            f"The graph takes {self._names} and was given {list(feeds)}"
+            f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
+            fix="pass exactly the inputs that the graph takes.",
+        )
+
+    def _wanted(self, outputs: Sequence[str]) -> list[str]:
+        unknown = [name for name in outputs if name not in self._output_names]
+        if unknown:
+            raise InputError(
+                f"The graph returns {self._output_names}, not {unknown}.{did_you_mean(unknown[0], self._output_names)}"
+            )
+        return list(outputs)
+
+    def _check_buffers(self, out: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+        unknown = [name for name in out if name not in names]
+        if unknown:
+            raise InputError(f"out holds {unknown}; the outputs are {list(names)}.")
+        for name, buffer in out.items():
+            wanted = self._output_dtypes[name]
+            if not buffer.is_contiguous() or buffer.device != self._where or buffer.dtype != wanted:
+                raise InputError(
+                    f"The buffer for {name!r} is {buffer.dtype} on {buffer.device}; it must be contiguous {wanted} on {self._where}."
+                )
+
+    @staticmethod
+    def _mapped(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
+        return SessionError(
+            f"ONNX Runtime failed on the GPU on inputs {shapes}: {' '.join(str(error).split())[:600]}",
+            fix="with too little memory: use smaller batches, or raise gpu_mem_limit.",
+        )
+
+    def _tell(self, reason: str) -> None:
+        """Log a reason once."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("%s", reason)
+
+    def new_state(self, batch: int) -> State:
+        """These graphs keep no state.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError("This graph keeps no state between calls.")
+
+    def close(self) -> None:
+        """Give the graphs' buffers back, and ONNX Runtime's memory once no other session shares it."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            return
+        with runtime.lock:
+            if self._graphs:
+                torch.cuda.synchronize(self._where)
+            self._graphs.clear()
+
+    def _closed(self) -> NoReturn:
+        raise SessionClosedError("This session is closed.", fix="open the model again.")

@@ -1,0 +1,152 @@
+"""OpenVINO's devices."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from accel.artifact import Artifact, Component
+from accel.config import SessionOptions
+from accel.errors import ConfigError, SessionError, TargetMismatchError
+from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.specs import DeviceSpec, Probe, Reason
+
+from .cache import cached
+from .options import properties
+from .runtime import core, device_name, devices, executing_device, one_line, read_model, reshape
+from .session import OpenVinoSession
+
+logger = logging.getLogger(__name__)
+
+
+class OpenVinoBackend:
+    """Runs OpenVINO IR and ONNX graphs."""
+
+    def probe(self) -> Probe:
+        """The devices that OpenVINO lists, and `auto`."""
+        versions = {"openvino": ov.__version__}
+        try:
+            return Probe(devices=devices(), versions=versions)
+        except RuntimeError as error:
+            reason = Reason("runtime", f"OpenVINO lists no device: {one_line(error)}", "pip install -U openvino")
+            return Probe(reasons=(reason,), versions=versions)
+
+    def exporter(self) -> Exporter:
+        """Captures from torch."""
+        from .exporter import OpenVinoExporter
+
+        return OpenVinoExporter()
+
+    def optimizer(self) -> Optimizer | None:
+        """None: OpenVINO optimizes a graph when it compiles it."""
+        return None
+
+    def quantizer(self) -> Quantizer:
+        """NNCF."""
+        from .quantizer import NncfQuantizer
+
+        return NncfQuantizer()
+
+    def adopt(self, folder: Path, *, task: str) -> Artifact:
+        """An artifact for a folder with `openvino_model.xml`; see `layouts.adopt`."""
+        from .layouts import adopt
+
+        return adopt(folder, task=task)
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+    ) -> Mapping[str, OpenVinoSession]:
+        """Compile every component; see `accel.interfaces.Backend.open`. Takes 0.1 to 1 s for encoders."""
+        name = device_name(device)
+        settings = properties(name, options, session, _compute_dtype(artifact, name, session))
+        folder = settings.pop("CACHE_DIR", None)
+        sessions = {}
+        for component in artifact.components:
+            if artifact.manifest.target is not None:
+                compiled = _import(artifact, component, name, settings)
+            elif folder is not None:
+                compiled = cached(
+                    Path(folder), artifact, component, device=name, settings=settings, shapes=shapes or {},
+                    compile_=lambda c=component: _compile(artifact, c, name, settings, shapes or {}),  # type: ignore[misc]
+                )  # fmt: skip
+            else:
+                compiled = _compile(artifact, component, name, settings, shapes or {})
+            sessions[component.name] = OpenVinoSession(
+                compiled, component, executing_device(compiled, device), shapes=shapes or {}, profile=session.profile
+            )
+        return sessions
+
+
+def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> str:
+    """What to compute in: as asked, else the artifact's dtype, or float32 where the device does not have that.
+
+    Raises:
+        ConfigError: The device does not compute in the dtype asked for.
+    """
+    wanted = session.compute_dtype or artifact.dtype
+    if wanted == "float32":
+        return wanted
+    word = {"float16": "FP16", "bfloat16": "BF16"}[wanted]
+    # `AUTO` may take any of them.
+    names = core().available_devices if device == "AUTO" else [device]
+    have = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
+    if word in have:
+        return wanted
+    if session.compute_dtype is not None:
+        able = [ours for ours, w in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if w in have]
+        raise ConfigError(f"{device} does not compute in {wanted} here.", fix=f"use one of {', '.join(able)}.")
+    # OpenVINO would take bfloat16 for float16 without a word.
+    return "float32"
+
+
+def _compile(
+    artifact: Artifact, component: Component, device: str, settings: Mapping[str, Any], shapes: Shapes
+) -> ov.CompiledModel:
+    """Read the graph, fix the axes in `shapes`, compile.
+
+    Raises:
+        ConfigError: OpenVINO refuses a setting.
+        SessionError: It refuses the graph.
+    """
+    model = read_model(artifact, component)
+    if shapes:
+        reshape(model, component, shapes)
+    try:
+        return core().compile_model(model, device, dict(settings))
+    except RuntimeError as error:
+        text = one_line(error)
+        if "roperty" in text or "option" in text:
+            raise ConfigError(f"OpenVINO refuses a setting: {text}", fix="check the options' values.") from error
+        raise SessionError(
+            f"OpenVINO cannot compile {artifact.path} for {device}: {text}",
+            fix="export the model again, or use the device 'cpu'.",
+        ) from error
+
+
+def _import(artifact: Artifact, component: Component, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
+    """A model that was compiled before, for this device by this OpenVINO.
+
+    Raises:
+        TargetMismatchError: It was compiled for another.
+    """
+    target, here = artifact.manifest.target, {"device": device, "openvino": ov.__version__}
+    if target != here:
+        raise TargetMismatchError(f"{artifact.path} was compiled for {target}; this is {here}.", fix="export it again.")
+    with (artifact.path / component.file).open("rb") as file:
+        try:
+            return core().import_model(io.BytesIO(file.read()), device, dict(settings))
+        except RuntimeError as error:
+            raise SessionError(
+                f"OpenVINO cannot load {file.name}: {one_line(error)}", fix="export it again."
+            ) from error

@@ -1,0 +1,85 @@
+"""Compiled models kept on disk, checked when they are read.
+
+OpenVINO's own model cache has no checksum: a blob with changed bytes in its weights loads and computes something else,
+and a truncated one is compiled anew without a word. So the folder is ours: one blob and one line with its checksum for
+each model, device, OpenVINO version and set of properties.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from accel.artifact import Artifact, Component
+from accel.errors import ConfigError
+
+from .runtime import core
+
+logger = logging.getLogger(__name__)
+
+
+def cached(
+    folder: Path,
+    artifact: Artifact,
+    component: Component,
+    *,
+    device: str,
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, int],
+    compile_: Callable[[], ov.CompiledModel],
+) -> ov.CompiledModel:
+    """The compiled model from the folder, or a new one, which is then kept there. A damaged entry is made again, with
+    one warning.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    key = {
+        "artifact": artifact.digest,
+        "component": component.name,
+        "device": [device, str(core().get_property(device, "FULL_DEVICE_NAME"))],
+        "openvino": ov.__version__,
+        "settings": {name: str(value) for name, value in sorted(settings.items())},
+        "shapes": dict(sorted(shapes.items())),
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    blob, checksum = folder / f"{name}.blob", folder / f"{name}.crc32"
+    if blob.exists() or checksum.exists():
+        try:
+            return _load(blob, checksum, device, settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the compiled model %s is damaged (%s): compiling it again.", blob, error)
+    compiled = compile_()
+    content = compiled.export_model().getvalue()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(blob, content)
+        _write(checksum, f"{zlib.crc32(content):08x}\n".encode())
+    except OSError as error:
+        raise ConfigError(f"cache_dir {folder} cannot be written: {error}.", fix="name another folder.") from error
+    return compiled
+
+
+def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
+    content = blob.read_bytes()
+    expected, found = checksum.read_text(encoding="ascii").strip(), f"{zlib.crc32(content):08x}"
+    if expected != found:
+        raise ValueError(f"checksum {found} instead of {expected or 'one'}")
+    return core().import_model(io.BytesIO(content), device, dict(settings))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Into a file beside it first, so that a reader in another process never sees half of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

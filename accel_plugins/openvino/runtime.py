@@ -1,0 +1,148 @@
+"""OpenVINO's core object, its devices, and its errors as ours."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import openvino as ov
+
+from accel.artifact import Artifact, Component
+from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
+from accel.specs import DeviceSpec
+
+_PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
+
+
+@functools.cache
+def core() -> ov.Core:
+    """The process's one `openvino.Core`: plugins are loaded once."""
+    return ov.Core()
+
+
+_abandoned: list[ov.Core] = []
+
+
+def _after_fork() -> None:
+    """Its threads do not survive a fork: the child makes its own, and never tears down the inherited one, which would
+    wait for them.
+    """
+    if core.cache_info().currsize:
+        _abandoned.append(core())
+        core.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def device_name(device: DeviceSpec) -> str:
+    """OpenVINO's word for a device.
+
+    Raises:
+        BackendUnavailableError: OpenVINO does not list it; the message says what it lists.
+    """
+    if device.type == "auto":
+        return "AUTO"
+    have = core().available_devices
+    wanted = device.type.upper()
+    names = [name for name in have if name.split(".")[0] == wanted]
+    numbered = f"{wanted}.{device.index}"
+    if numbered in names:
+        return numbered
+    if device.index == 0 and wanted in names:
+        return wanted
+    raise BackendUnavailableError(
+        f"OpenVINO has no device {device}{did_you_mean(wanted, have)}; it lists {', '.join(have)} and AUTO.",
+        fix="use one of these, in lower case, as device=...; a GPU or an NPU needs its driver.",
+    )
+
+
+def devices() -> tuple[DeviceSpec, ...]:
+    """What OpenVINO lists, the host first, and `auto`, which lets OpenVINO choose among them."""
+    found = []
+    for name in sorted(core().available_devices, key=lambda name: (name != "CPU", name)):
+        kind, _, index = name.partition(".")
+        capabilities = core().get_property(name, "OPTIMIZATION_CAPABILITIES")
+        found.append(
+            DeviceSpec(
+                kind.lower(),
+                int(index) if index.isdigit() else 0,
+                name=str(core().get_property(name, "FULL_DEVICE_NAME")),
+                arch="+".join(_PRECISIONS[word] for word in _PRECISIONS if word in capabilities),
+            )
+        )
+    return (*found, DeviceSpec("auto", name="OpenVINO's choice among the devices above"))
+
+
+def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpec:
+    """The device that a compiled model runs on, as OpenVINO says; `asked` where it does not say."""
+    names = [str(name).strip("()") for name in compiled.get_property("EXECUTION_DEVICES")]
+    kind, _, index = (names[0] if names else "").partition(".")
+    wanted = (kind.lower(), int(index) if index.isdigit() else 0)
+    return next((device for device in devices() if (device.type, device.index) == wanted), asked)
+
+
+def read_model(artifact: Artifact, component: Component) -> ov.Model:
+    """A component's graph, with the axes that the manifest fixes fixed; weights stay in the mapped file.
+
+    Raises:
+        IntegrityError: The graph, or the file with its weights, is missing or damaged.
+    """
+    path = artifact.path / component.file
+    weights = path.with_suffix(".bin")
+    if path.suffix == ".xml" and not weights.is_file():
+        raise missing_weights(path)
+    try:
+        model = core().read_model(str(path))
+        reshape(model, component, {})
+    except RuntimeError as error:
+        raise IntegrityError(
+            f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
+        ) from error
+    return model
+
+
+def missing_weights(path: Path) -> IntegrityError:
+    """The error about an `.xml` without its `.bin`."""
+    return IntegrityError(
+        f"{path.name} keeps its weights in {path.with_suffix('.bin').name}, which is missing from {path.parent}.",
+        fix="copy that file beside the graph, or export the model again.",
+    )
+
+
+def reshape(model: ov.Model, component: Component, sizes: Mapping[str, int]) -> None:
+    """Fix the named axes in `sizes`, and those that the manifest gives as numbers; leave the others open."""
+    wanted: dict[str, list[int]] = {}
+    for spec in component.inputs:
+        wanted[spec.name] = [size if isinstance(size, int) else sizes.get(size, -1) for size in spec.shape]
+    current = {
+        port.any_name: [d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in model.inputs
+    }
+    if {name: shape for name, shape in wanted.items() if name in current} != current:
+        model.reshape({name: ov.PartialShape(shape) for name, shape in wanted.items() if name in current})
+
+
+def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> list[int]:
+    """Positions of the ports of these names.
+
+    Raises:
+        SessionError: The graph has no port of a name that the manifest declares.
+    """
+    by_name = {name: index for index, port in enumerate(ports) for name in port.get_names()}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise SessionError(
+            f"The graph has no {what} {missing}, which its manifest declares; it has {sorted(by_name)}.",
+            fix="export the model again.",
+        )
+    return [by_name[name] for name in names]
+
+
+def one_line(error: Exception) -> str:
+    """An OpenVINO error without its C++ source locations and line breaks."""
+    lines = [
+        line for line in str(error).splitlines() if line.strip() and not line.startswith(("Exception from", "Check '"))
+    ]
+    return " ".join(" ".join(lines or str(error).splitlines()).split())[:600]

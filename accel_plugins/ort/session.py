@@ -1,0 +1,406 @@
+"""An ONNX Runtime session behind `accel.interfaces.Session`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from accel.artifact import Component
+from accel.config import SessionOptions, available_processors
+from accel.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    InputError,
+    SessionClosedError,
+    SessionError,
+    did_you_mean,
+)
+from accel.interfaces import Feeds, State
+from accel.specs import DeviceSpec, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+OPTIONS_OBJECT = "onnxruntime.SessionOptions"
+"""Key of `SessionOptions.native` that carries the user's own `onnxruntime.SessionOptions`, used as it is."""
+DISABLED_OPTIMIZERS = "disabled_optimizers"
+"""Key of `SessionOptions.native` with names of ONNX Runtime's graph optimizers to leave out."""
+
+_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+_LEVELS = {
+    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+_NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
+    """ONNX Runtime's own options for ours, and the graph optimizers to leave out.
+
+    Every attribute of `onnxruntime.SessionOptions` can be set through `native`, and every configuration entry
+    (`session.…`, `mlas.…`) by its key.
+
+    Raises:
+        ConfigError: A setting that ONNX Runtime does not have.
+    """
+    disabled = tuple(options.native.get(DISABLED_OPTIMIZERS, ()))
+    if OPTIONS_OBJECT in options.native:
+        return options.native[OPTIONS_OBJECT], disabled
+    made = ort.SessionOptions()
+    made.intra_op_num_threads = options.threads or available_processors()
+    made.inter_op_num_threads = options.inter_op_threads
+    if options.inter_op_threads > 1:
+        made.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    made.graph_optimization_level = _LEVELS[options.graph_optimization]
+    made.log_severity_level = 4  # what fails is raised; ONNX Runtime would print it as well
+    made.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    if options.profile is not None:
+        made.enable_profiling = True
+        made.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
+    known = [name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))]
+    for name, value in options.native.items():
+        if name == DISABLED_OPTIMIZERS:
+            continue
+        if "." in name:
+            made.add_session_config_entry(name, str(value))
+        elif name in known:
+            setattr(made, name, value)
+        else:
+            raise ConfigError(
+                f"onnxruntime.SessionOptions has no {name!r}.{did_you_mean(name, known)}",
+                fix=f"use one of {', '.join(known)}, or a configuration key with a dot in it.",
+            )
+    return made, disabled
+
+
+def open_session(
+    path: Path,
+    component: Component,
+    *,
+    device: DeviceSpec,
+    provider: str,
+    provider_options: Mapping[str, object],
+    options: SessionOptions,
+    compute_dtype: str,
+    disabled_optimizers: Sequence[str] = (),
+    shapes: Mapping[str, int] | None = None,
+) -> OrtSession:
+    """Open a graph on one provider and wrap it; see `open_runtime`."""
+    session = open_runtime(
+        path,
+        component,
+        provider=provider,
+        provider_options=provider_options,
+        options=options,
+        disabled_optimizers=disabled_optimizers,
+        shapes=shapes,
+    )
+    return OrtSession(session, component, device, compute_dtype)
+
+
+def open_runtime(
+    path: Path,
+    component: Component,
+    *,
+    provider: str,
+    provider_options: Mapping[str, object],
+    options: SessionOptions,
+    disabled_optimizers: Sequence[str] = (),
+    shapes: Mapping[str, int] | None = None,
+    model: bytes | None = None,
+) -> ort.InferenceSession:
+    """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
+
+    Args:
+        path: The graph file.
+        component: What the artifact says about it.
+        provider: ONNX Runtime's name of the execution provider.
+        provider_options: Its options.
+        options: How to run.
+        disabled_optimizers: Names of ONNX Runtime's graph optimizers to leave out.
+        shapes: Fixed sizes for named axes.
+        model: The serialized graph to open instead of the file's, with its weights in the file's folder.
+
+    Raises:
+        ConfigError: An option that ONNX Runtime does not have.
+        SessionError: The graph is refused.
+        BackendUnavailableError: The provider did not load.
+    """
+    native, disabled = native_options(options)
+    if model is not None:
+        native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.parent))
+    for axis, size in (shapes or {}).items():
+        for symbol in _symbols(path, component, axis):
+            native.add_free_dimension_override_by_name(symbol, size)
+    strings = {key: str(value) for key, value in provider_options.items()}
+    try:
+        session = ort.InferenceSession(
+            str(path) if model is None else model,
+            native,
+            providers=[(provider, strings)],
+            disabled_optimizers=[*disabled_optimizers, *disabled] or None,
+        )
+    except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
+        raise SessionError(
+            f"ONNX Runtime refuses {path}: {_one_line(error)}", fix="export the model again; see docs/troubleshooting."
+        ) from error
+    except (ort_errors.InvalidArgument, ort_errors.NotImplemented, ort_errors.RuntimeException, ValueError) as error:
+        raise SessionError(
+            f"ONNX Runtime cannot open {path}: {_one_line(error)}",
+            fix="check the session and provider options; `accel doctor` shows the versions installed.",
+        ) from error
+    active = session.get_providers()[0]
+    if active != provider:
+        raise BackendUnavailableError(
+            f"ONNX Runtime runs {path.name} on {active} although {provider} was asked for: its libraries did not load.",
+            fix="run `accel doctor`.",
+        )
+    return session
+
+
+def _symbols(path: Path, component: Component, axis: str) -> set[str]:
+    """What the graph file calls an axis: a foreign graph's own name, where ours is a translation."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    declared = {spec.name: spec.shape for spec in component.inputs}
+    return {
+        dim.dim_param
+        for value in graph.input
+        for position, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param and value.name in declared and declared[value.name][position] == axis
+    }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
+
+
+class OrtSession:
+    """Runs a graph on host memory. Thread-safe: ONNX Runtime's `run` is."""
+
+    def __init__(
+        self, session: ort.InferenceSession, component: Component, device: DeviceSpec, compute_dtype: str
+    ) -> None:
+        self._session: ort.InferenceSession | None = session
+        self._inputs = component.inputs
+        self._outputs = component.outputs
+        self._device = device
+        self._compute_dtype = compute_dtype
+        self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
+        self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
+        self._output_names = [spec.name for spec in component.outputs]
+        # `InferenceSession.run` checks the names again and catches provider failures: 20 microseconds with cold caches.
+        self._run = session._sess.run
+        # NumPy has no bfloat16 and no float8: such graphs go through IO binding.
+        self._plain = all(
+            getattr(torch, spec.dtype) in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs)
+        )
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The provider's device."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels compute in."""
+        return self._compute_dtype
+
+    @property
+    def runtime(self) -> ort.InferenceSession:
+        """ONNX Runtime's own session.
+
+        Raises:
+            SessionClosedError: After `close`.
+        """
+        if self._session is None:
+            self._closed()
+        return self._session
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `accel.interfaces.Session.run`. Inputs of the declared type on the host are read in place.
+
+        Written for cold caches: after a few milliseconds of matrix products every attribute looked up here comes from
+        main memory, so the common case does as little as it can and the rest is in `_run_unusual`.
+        """
+        if outputs is not None or out is not None or state is not None or not self._plain:
+            return self._run_unusual(feeds, outputs, out, state)
+        try:
+            arrays = {name: feeds[name].numpy() for name in self._dtypes}
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            arrays = {}
+        if len(feeds) != len(arrays) or [array.dtype for array in arrays.values()] != self._numpy_dtypes:
+            arrays = {name: tensor.numpy() for name, tensor in self._checked(feeds).items()}
+        try:
+            results = self._run(self._output_names, arrays, None)
+        except _RUN_ERRORS as error:
+            raise self._mapped(error, feeds) from error
+        return dict(zip(self._output_names, map(torch.from_numpy, results), strict=True))
+
+    def _run_unusual(
+        self,
+        feeds: Feeds,
+        outputs: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+        state: State | None,
+    ) -> dict[str, torch.Tensor]:
+        """A subset of the outputs, given buffers, or types that NumPy does not have."""
+        session = self.runtime
+        if state is not None:
+            raise InputError("This graph keeps no state.", fix="leave state=... out.")
+        tensors = self._checked(feeds)
+        names = self._output_names if outputs is None else self._wanted(outputs)
+        try:
+            return self._run_bound(session, tensors, names, out or {})
+        except _RUN_ERRORS as error:
+            raise self._mapped(error, tensors) from error
+
+    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        """The inputs in the graph's order, on the host, contiguous and of the declared type."""
+        tensors = {}
+        for name, dtype in self._dtypes.items():
+            tensor = feeds.get(name)
+            if tensor is None:
+                raise self._wrong_names(feeds)
+            if tensor.dtype is not dtype:
+                tensor = self._converted(name, tensor, dtype)
+            tensors[name] = tensor.detach().cpu().contiguous()
+        if len(feeds) != len(tensors):
+            raise self._wrong_names(feeds)
+        return tensors
+
+    def _wrong_names(self, feeds: Feeds) -> InputError:
+        declared = list(self._dtypes)
+        missing = [name for name in declared if feeds.get(name) is None]
+        extra = [name for name in feeds if name not in declared]
+        return InputError(
+            f"The graph takes {declared} and was given {list(feeds)}"
+            f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
+            fix="pass exactly the inputs that the graph takes.",
+        )
+
+    @staticmethod
+    def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tensor.is_floating_point() and not dtype.is_floating_point:
+            raise InputError(
+                f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
+            )
+        return tensor.to(dtype)
+
+    def _wanted(self, outputs: Sequence[str]) -> list[str]:
+        unknown = [name for name in outputs if name not in self._output_names]
+        if unknown:
+            raise InputError(
+                f"The graph returns {self._output_names}, not {unknown}.{did_you_mean(unknown[0], self._output_names)}"
+            )
+        return list(outputs)
+
+    def _run_bound(
+        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Run through IO binding: into given buffers, or with types that NumPy does not have."""
+        unknown = [name for name in out if name not in names]
+        if unknown:
+            raise InputError(f"out holds {unknown}; the outputs are {names}.")
+        binding = session.io_binding()
+        for name, tensor in tensors.items():
+            binding.bind_ortvalue_input(name, _as_ort_value(tensor))
+        for name in names:
+            if name in out:
+                buffer = out[name]
+                if not buffer.is_contiguous() or buffer.device.type != "cpu":
+                    raise InputError(f"The buffer for {name!r} must be contiguous and on the CPU.")
+                binding.bind_ortvalue_output(name, _as_ort_value(buffer))
+            else:
+                binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        return {name: out[name] if name in out else ort_value_as_tensor(values[name]) for name in names}
+
+    def _mapped(self, error: Exception, tensors: Feeds) -> InputError | SessionError:
+        """ONNX Runtime's error as ours: shapes that do not fit are the caller's, the rest is the runtime's."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        declared = {spec.name: spec.shape for spec in self._inputs}
+        sizes: dict[str, set[int]] = {}
+        for name, shape in shapes.items():
+            wanted = declared[name]
+            fits = len(shape) == len(wanted) and all(
+                isinstance(w, str) or w == s for s, w in zip(shape, wanted, strict=True)
+            )
+            if not fits or 0 in shape:
+                return InputError(
+                    f"Input {name!r} has shape {shape}; the graph takes {wanted}.",
+                    fix="check the shapes of the inputs.",
+                )
+            for size, axis in zip(shape, wanted, strict=True):
+                if isinstance(axis, str):
+                    sizes.setdefault(axis, set()).add(size)
+        if unequal := {axis: sorted(found) for axis, found in sizes.items() if len(found) > 1}:
+            return InputError(f"Axes differ among the inputs {shapes}: {unequal}.", fix="give each axis one size.")
+        return SessionError(f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}")
+
+    def new_state(self, batch: int) -> State:
+        """These graphs keep no state.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError("This graph keeps no state between calls.")
+
+    def close(self) -> None:
+        """Give ONNX Runtime's memory back."""
+        self._session = None
+        self._run = self._closed
+
+    def _closed(self, *_: object) -> NoReturn:
+        raise SessionClosedError("This session is closed.", fix="open the model again.")
+
+
+def _as_ort_value(tensor: torch.Tensor) -> Any:
+    """A torch tensor's memory as an `OrtValue`; it must outlive the value."""
+    is_bool = tensor.dtype is torch.bool
+    capsule = torch.utils.dlpack.to_dlpack(tensor.view(torch.uint8) if is_bool else tensor)  # type: ignore[attr-defined]
+    return ort.OrtValue(ort_errors.OrtValue.from_dlpack(capsule, is_bool))
+
+
+def ort_value_as_tensor(value: Any) -> torch.Tensor:
+    """An `OrtValue`'s memory as a torch tensor, on its device."""
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor

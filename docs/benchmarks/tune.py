@@ -1,0 +1,107 @@
+"""The bars of `accel benchmark` and `accel tune`, as JSON: A/A test, harness cost, the search, its resumption, its winner.
+
+    python docs/benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts aa,cost,tune,winner] [--tuned FOLDER]
+
+Run it on a quiet machine; each part adds its numbers to OUT.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import accel
+from accel.artifact import Artifact
+from accel.benchmarking import Variant, benchmark
+from accel.doctor import machine
+from accel.workers import timed
+
+
+def cost() -> dict[str, float]:
+    """Microseconds that the timed region adds to a call: a call that does nothing, timed as any other."""
+    runs = [statistics.median(timed(lambda **_: None, [{"a": 1}] * 20_000)) * 1000 for _ in range(5)]
+    started = time.perf_counter()
+    timed(lambda **_: None, [{"a": 1}] * 200_000)
+    return {"inside_us": min(runs), "per_call_us": (time.perf_counter() - started) / 0.2}
+
+
+def a_a(folder: Path, runs: int) -> dict[str, object]:
+    """Two copies of one variant, several times."""
+    ratios = []
+    for _ in range(runs):
+        pair = [Variant(name=name, path=folder, task="text-classification") for name in ("A", "A again")]
+        found = benchmark(pair, sequence=[32]).variants[1].cells[0].ratio
+        assert found is not None
+        ratios.append([found.value, found.low, found.high])
+    return {
+        "runs": runs,
+        "covers_one": sum(low <= 1 <= high for _, low, high in ratios),
+        "largest_difference": max(abs(value - 1) for value, _, _ in ratios),
+        "median_difference": statistics.median(abs(value - 1) for value, _, _ in ratios),
+        "ratios": ratios,
+    }
+
+
+def winner(folder: Path, data: str) -> dict[str, object]:
+    """The winner in new processes: latency beside PyTorch, and accuracy."""
+    artifact = Artifact.load(folder)
+    run = artifact.manifest.run
+    assert run is not None
+    found = benchmark(artifact, sequence=[32, 128])
+    base, tuned = found.variants
+    evaluation = accel.evaluate(folder, data)
+    return {
+        "name": json.loads((folder / "tune.json").read_text())["winner"],
+        "recorded_ms": dict(run.measured["median_ms"]),
+        "recorded_pytorch_ms": dict(run.measured["pytorch_float32_ms"]),
+        "measured_ms": {cell.workload: cell.latency.median for cell in tuned.cells},
+        "measured_pytorch_ms": {cell.workload: cell.latency.median for cell in base.cells},
+        "ratio": {
+            cell.workload: [cell.ratio.value, cell.ratio.low, cell.ratio.high] for cell in tuned.cells if cell.ratio
+        },
+        "recorded_accuracy": run.measured["value"],
+        "measured_accuracy": evaluation.value,
+        "drop": run.measured["drop"],
+        "rows": evaluation.rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("model", "data", "calibration", "out"):
+        parser.add_argument(name)
+    parser.add_argument("--parts", default="cost,tune,winner,aa")
+    parser.add_argument("--tuned", default="tuned")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--time-limit", type=float, default=600.0)
+    given = parser.parse_args()
+    out, tuned = Path(given.out), Path(given.tuned)
+    values = json.loads(out.read_text()) if out.is_file() else {}
+    facts = machine()
+    values["machine"] = {key: facts[key] for key in ("accel", "python", "processors", "libraries")}
+    for part in given.parts.split(","):
+        if part == "cost":
+            values["cost"] = cost()
+        elif part == "tune":
+            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
+            values["tune"] = {"seconds": found.seconds, "winner": found.winner.name, "speed": found.winner.speed,
+                              "drop": found.winner.drop, "rows": found.rows, "candidates": len(found.trials)}  # fmt: skip
+        elif part == "resume":
+            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            again = accel.tune(
+                given.model, tuned.with_name(f"{tuned.name}-again"), time_limit_s=given.time_limit, **how
+            )
+            values["resume"] = {"seconds": again.seconds, "winner": again.winner.name, "resumed": again.resumed}
+        elif part == "winner":
+            values["winner"] = winner(tuned, given.data)
+        elif part == "aa":
+            values["aa"] = a_a(tuned, given.runs)
+        out.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Puts the real output of `accel demo` into README.md and docs/index.md.
+
+    python docs/tools/demo_table.py                 # run the demo, keep its report in docs/benchmarks/demo.json, paste it
+    python docs/tools/demo_table.py --check         # exit 1 when a page does not hold what demo.json says
+    python docs/tools/demo_table.py --check --run   # run it again, too, and compare what does not depend on the machine's speed
+
+The pages hold the table between two comments, `demo:begin` and `demo:end`; nothing between them is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accel.config import available_processors
+from accel.demo import DemoReport, DemoRow, render
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "benchmarks" / "demo.json"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+_BLOCK = re.compile(r"(?<=<!-- demo:begin -->\n).*?(?=<!-- demo:end -->)", re.DOTALL)
+_LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino")
+# Fields of a row that the machine's speed decides.
+_TIMES = ("median_ms", "p5_ms", "p95_ms", "speedup")
+
+
+def machine() -> str:
+    """The processor, how many of them, how busy they are, and the versions, in one line."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        flags = next(line for line in lines if line.startswith("flags"))
+        known = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+        name += " with " + ", ".join(flag for flag in known if f" {flag} " in f"{flags} ")
+    except (OSError, StopIteration):
+        pass
+    versions = []
+    for library in _LIBRARIES:
+        try:
+            versions.append(f"{library} {metadata.version(library)}")
+        except metadata.PackageNotFoundError:
+            continue
+    load = f"; load average {os.getloadavg()[0]:.1f} before the run" if hasattr(os, "getloadavg") else ""
+    return f"{available_processors()} processors of {name}{load}; Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def run() -> dict[str, Any]:
+    """The demo's report as JSON, from the command that users run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "accel.cli", "demo", "--json"], capture_output=True, text=True, check=True
+    )
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def block(record: dict[str, Any]) -> str:
+    """What a page holds between the comments."""
+    report = record["report"]
+    rows = tuple(DemoRow(**row) for row in report["rows"])
+    table = render(DemoReport(**{**report, "rows": rows, "shape": tuple(report["shape"])}))
+    text = "\n".join(line.rstrip() for line in table.splitlines())
+    return f"\n```text\n$ accel demo\n{text}\n```\n\nMeasured on: {record['machine']}.\n\n"
+
+
+def problems(record: dict[str, Any]) -> list[str]:
+    """Pages whose text is not the record's."""
+    wanted = block(record)
+    found = []
+    for page in PAGES:
+        match = _BLOCK.search(page.read_text(encoding="utf-8"))
+        if match is None:
+            found.append(f"{page.name} has no demo:begin and demo:end comments")
+        elif match[0] != wanted:
+            found.append(f"{page.name} does not hold what {RECORD.name} says")
+    if {field.name for field in fields(DemoRow)} != set(record["report"]["rows"][0]):
+        found.append("the demo's rows have other fields now")
+    return found
+
+
+def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What the demo says now and did not say then, leaving out times."""
+
+    def lasting(report: dict[str, Any]) -> dict[str, Any]:
+        return {
+            row["name"]: {
+                key: round(value, 3) if isinstance(value, float) else value
+                for key, value in row.items()
+                if key not in _TIMES
+            }
+            for row in report["rows"]
+        }
+
+    then, found = lasting(record["report"]), lasting(now)
+    return [
+        f"{name}: {then.get(name)} then, {found.get(name)} now"
+        for name in sorted({*then, *found})
+        if then.get(name) != found.get(name)
+    ]
+
+
+def main() -> int:
+    """Run and paste, or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--run", action="store_true", help="with --check: run the demo, too")
+    args = parser.parse_args()
+    if not args.check:
+        record = {"machine": machine(), "report": run()}
+        RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        text = block(record)
+        for page in PAGES:
+            if page.is_file():
+                page.write_text(_BLOCK.sub(lambda _: text, page.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    found = problems(record) + (drift(record, run()) if args.run else [])
+    for problem in found:
+        print(f"{problem}. Fix: python docs/tools/demo_table.py")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The backend behind the spec: an exporter, a session, a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
+from accel.capture import Source, capture_program, reference
+from accel.config import ExportConfig, SessionOptions
+from accel.errors import ConfigError, InputError, SessionClosedError, SessionError
+from accel.interfaces import Exporter, Feeds, Optimizer, Quantizer, Shapes
+from accel.specs import DeviceSpec, Probe, TensorSpec
+
+GRAPH = "model.pt2"
+
+
+class ToyBackend:
+    """Runs on the CPU, wherever PyTorch runs."""
+
+    def probe(self) -> Probe:
+        """Import the vendor's library here, look for devices, and say what is missing. Never raise."""
+        return Probe(devices=(DeviceSpec("cpu", name="the host"),), versions={"torch": torch.__version__})
+
+    def exporter(self) -> Exporter:
+        """A backend with its own format brings its own exporter."""
+        return ToyExporter()
+
+    def optimizer(self) -> Optimizer | None:
+        """No optimizer."""
+        return None
+
+    def quantizer(self) -> Quantizer | None:
+        """No quantizer."""
+        return None
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+    ) -> Mapping[str, ToySession]:
+        """Open every component. PyTorch gains nothing from fixed shapes: they are only checked."""
+        if options:
+            raise ConfigError(f"The toy backend has no options, not {sorted(options)}.", fix="leave them out.")
+        if session.compute_dtype not in (None, artifact.dtype):
+            raise ConfigError(f"The toy backend computes in {artifact.dtype}, not in {session.compute_dtype}.")
+        return {
+            component.name: ToySession(artifact.path / component.file, component, artifact.dtype, device, shapes or {})
+            for component in artifact.components
+        }
+
+
+class ToyExporter:
+    """Saves the traced program."""
+
+    def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
+        """Capture with the core's sample, write the file, then the manifest."""
+        program = capture_program(source)
+        torch.export.save(program, out / GRAPH)
+        outputs = reference(source.model, source.sample({"batch": 2, "sequence": 5}))
+        component = Component(
+            name="model",
+            file=GRAPH,
+            files=record_files(out, [GRAPH]),
+            inputs=tuple(_spec(name, tensor, source.axes.get(name, {})) for name, tensor in source.example.items()),
+            outputs=tuple(_spec(name, tensor, {0: "batch"}) for name, tensor in outputs.items()),
+            max_sizes=source.max_sizes,
+            unused_inputs=source.unused_inputs,
+        )
+        manifest = Manifest(
+            format="torch_program",
+            task=task,
+            architecture=source.architecture,
+            dtype=source.dtype,
+            source=source.origin,
+            components=(component,),
+            steps=(Step(stage="export", backend="toy", config=config.to_dict(), versions=tool_versions("torch")),),
+        )
+        return Artifact.create(out, manifest)
+
+
+def _spec(name: str, tensor: torch.Tensor, axes: Mapping[int, str]) -> TensorSpec:
+    shape = tuple(axes.get(i, size) for i, size in enumerate(tensor.shape))
+    role = "mask" if name == "attention_mask" else "data"
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, role=role)
+
+
+class History:
+    """The state: every token seen so far. A real backend keeps keys and values instead."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.seen: dict[str, torch.Tensor] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return next((int(tensor.shape[1]) for tensor in self.seen.values()), 0)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes row `index[i]`."""
+        self.seen = {name: tensor[index] for name, tensor in self.seen.items()}
+
+    def crop(self, length: int) -> None:
+        """Forget everything from `length` on."""
+        self.seen = {name: tensor[:, :length] for name, tensor in self.seen.items()}
+
+    def clone(self) -> History:
+        """An independent copy."""
+        copy = History(self.batch)
+        copy.seen = dict(self.seen)
+        return copy
+
+    def extend(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Append new tokens; return all of them."""
+        if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
+            raise InputError(f"The state is for {self.batch} rows.")
+        self.seen = {
+            name: torch.cat([self.seen[name], tensor], dim=1) if name in self.seen else tensor
+            for name, tensor in feeds.items()
+        }
+        return self.seen
+
+
+class ToySession:
+    """One program, opened."""
+
+    def __init__(
+        self, path: Path, component: Component, dtype: str, device: DeviceSpec, shapes: Mapping[str, int]
+    ) -> None:
+        try:
+            self._module: torch.nn.Module | None = torch.export.load(path).module()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise SessionError(f"{path} cannot be loaded: {error}", fix="export the model again.") from error
+        self._component = component
+        self._dtype = dtype
+        self._device = device
+        self._shapes = shapes
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As the manifest declares them."""
+        return self._component.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As the manifest declares them."""
+        return self._component.outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The host."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """PyTorch computes in the weights' type."""
+        return self._dtype
+
+    @torch.inference_mode()
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: History | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Check, run, return; the contract is in `accel.interfaces.Session`."""
+        if self._module is None:
+            raise SessionClosedError("This session is closed.", fix="open the model again.")
+        tensors = self._checked(feeds)
+        names = [spec.name for spec in self.outputs]
+        unknown = [name for name in (*(outputs or ()), *(out or ())) if name not in names]
+        if unknown:
+            raise InputError(f"The graph returns {names}, not {unknown}.")
+        if state is not None:
+            tensors = state.extend(tensors)
+        found = self._module(**tensors)
+        result = {name: found[name] for name in outputs or names}
+        for name, buffer in (out or {}).items():
+            result[name] = buffer.copy_(result[name])
+        return result
+
+    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        declared = {spec.name: spec for spec in self.inputs}
+        if set(feeds) != set(declared):
+            raise InputError(f"The graph takes {sorted(declared)} and was given {sorted(feeds)}.")
+        tensors = {}
+        for name, spec in declared.items():
+            tensor, dtype = feeds[name], getattr(torch, spec.dtype)
+            wanted = [self._shapes.get(size, None) if isinstance(size, str) else size for size in spec.shape]
+            if tensor.ndim != len(wanted) or any(w not in (None, n) for w, n in zip(wanted, tensor.shape, strict=True)):
+                raise InputError(f"Input {name!r} has shape {tuple(tensor.shape)}; the graph takes {spec.shape}.")
+            if tensor.is_floating_point() and not dtype.is_floating_point:
+                raise InputError(f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.")
+            tensors[name] = tensor.to(dtype)
+        return tensors
+
+    def new_state(self, batch: int) -> History:
+        """An empty history."""
+        return History(batch)
+
+    def close(self) -> None:
+        """Free the program."""
+        self._module = None

@@ -1,0 +1,16 @@
+"""The toy backend through the conformance suite: all that a plugin's own tests need."""
+
+from pathlib import Path
+
+from accel.artifact import Artifact
+from accel.exporting import export
+from accel.testing.conformance import BackendConformance
+from accel.testing.models import tiny_model
+
+
+class TestToy(BackendConformance):
+    backend = "toy"
+
+    # Only for backends that keep a state.
+    def stateful_artifact(self, folder: Path) -> Artifact:
+        return export(tiny_model("bert"), folder, backend="toy")

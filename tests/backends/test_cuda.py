@@ -1,0 +1,266 @@
+"""The CUDA backend on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel import capture, registry
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.errors import ConfigError, SessionError
+from accel.interfaces import Session
+from accel.specs import DeviceSpec
+from accel.steps import optimize
+from accel.testing.conformance import BackendConformance
+
+pytestmark = pytest.mark.gpu
+
+Open = Callable[..., Session]
+GPU = DeviceSpec("cuda", 0)
+
+
+class TestCuda(BackendConformance):
+    backend = "cuda"
+    device = "cuda:0"
+
+
+@pytest.fixture
+def open_on_gpu() -> Iterator[Open]:
+    opened: list[Session] = []
+
+    def get(artifact: Artifact, session: SessionOptions | None = None, **options: object) -> Session:
+        backend = registry.load(registry.describe("cuda"))
+        sessions = backend.open(artifact, device=GPU, options=options, session=session or SessionOptions())
+        opened.extend(sessions.values())
+        return sessions["model"]
+
+    yield get
+    for session in opened:
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+    """Artifacts optimized for CUDA, made when first asked for."""
+    root = tmp_path_factory.mktemp("fused")
+    made: dict[tuple[str, str, str], Artifact] = {}
+
+    def get(family: str = "bert", task: str = "text-classification", level: str = "O2") -> Artifact:
+        key = (family, task, level)
+        if key not in made:
+            made[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
+        return made[key]
+
+    return get
+
+
+def feeds_of(artifact: Artifact, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    sizes = {"batch": batch, "sequence": sequence}
+    return capture.feeds_for(artifact.components[0].inputs, sizes, seed=seed, folder=artifact.path)
+
+
+def on_gpu(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in feeds.items()}
+
+
+def on_cpu(artifact: Artifact, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    backend = registry.load(registry.describe("cpu"))
+    session = backend.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    return session.run({name: tensor.cpu() for name, tensor in feeds.items()})
+
+
+def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    return max(float((found[name].cpu().float() - expected[name].float()).abs().max()) for name in expected)
+
+
+def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The same tokens with padding of every kind; what is on the right comes first and last, between the others."""
+    sequence = feeds["attention_mask"].shape[1]
+    right = feeds["attention_mask"]
+    hole = torch.ones_like(right)
+    hole[0, sequence // 3 : sequence // 2] = 0
+    empty = right.clone()
+    empty[-1] = 0
+    kinds = [("right", right), ("full", torch.ones_like(right)), ("left", right.flip(1)), ("right", right)]
+    kinds += [("hole", hole), ("full", torch.ones_like(right)), ("empty", empty), ("right", right)]
+    for kind, mask in kinds:
+        yield kind, {**feeds, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_any_padding(
+    fused: Callable[..., Artifact],
+    tiny_artifact: Callable[..., Artifact],
+    open_on_gpu: Open,
+    task: str,
+    graphs: int,
+    where: str,
+) -> None:
+    """The form assumed from the last call is not the one that this call needs: the result is right all the same."""
+    session = open_on_gpu(fused("bert", task), cuda_graphs=graphs)
+    for _ in range(2):
+        for kind, feeds in masks(feeds_of(session_artifact := tiny_artifact("bert", task), 4, 24)):
+            given = on_gpu(feeds) if where == "gpu" else feeds
+            assert difference(session.run(given), on_cpu(session_artifact, feeds)) < 1e-4, kind
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet", "vit"])
+@pytest.mark.parametrize(("level", "accepted"), [("O2", 1e-4), ("O4", 2e-2)])
+def test_optimized_models(
+    fused: Callable[..., Artifact],
+    tiny_artifact: Callable[..., Artifact],
+    open_on_gpu: Open,
+    family: str,
+    level: str,
+    accepted: float,
+) -> None:
+    task = "image-classification" if family == "vit" else "text-classification"
+    original = tiny_artifact(family, task)
+    artifact = fused(family, task, level)
+    session = open_on_gpu(artifact)
+    assert session.compute_dtype == ("float16" if level == "O4" else "float32")
+    for seed in range(4):
+        feeds = feeds_of(original, 3, 17, seed)
+        assert difference(session.run(on_gpu(feeds)), on_cpu(original, feeds)) < accepted
+    assert session.graph_count == 1  # type: ignore[attr-defined]
+
+
+def test_bfloat16(tiny_artifact: Callable[..., Artifact], tmp_path: Path, open_on_gpu: Open) -> None:
+    original = tiny_artifact()
+    artifact = optimize(original, tmp_path / "bf16", backend="cuda", level="O2", enable=("bfloat16",), atol=0.2)
+    session = open_on_gpu(artifact)
+    assert session.compute_dtype == "bfloat16"
+    for seed in range(3):
+        feeds = feeds_of(original, 3, 17, seed)
+        # Eight bits of mantissa through two layers.
+        assert difference(session.run(on_gpu(feeds)), on_cpu(original, feeds)) < 0.15
+
+
+def test_graphs_are_bounded(
+    fused: Callable[..., Artifact], tiny_artifact: Callable[..., Artifact], open_on_gpu: Open
+) -> None:
+    original = tiny_artifact()
+    session: Any = open_on_gpu(fused(), cuda_graphs=2)
+    for sequence in (4, 8, 16, 32, 4, 32):
+        feeds = feeds_of(original, 2, sequence)
+        for _ in range(2):
+            assert difference(session.run(on_gpu(feeds)), on_cpu(original, feeds)) < 1e-4
+    assert session.graph_count == 2
+
+
+def test_graphs_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    session: Any = open_on_gpu(fused(), cuda_graphs=0)
+    feeds = on_gpu(feeds_of(fused(), 2, 8))
+    for _ in range(3):
+        session.run(feeds)
+    assert session.graph_count == 0
+
+
+def test_unoptimized_graphs_replay_rightly(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    artifact = tiny_artifact("roberta")
+    session = open_on_gpu(artifact)
+    for seed in range(4):
+        feeds = feeds_of(artifact, 3, 20, seed)
+        assert difference(session.run(on_gpu(feeds)), on_cpu(artifact, feeds)) < 1e-4
+
+
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_ordered_on_the_callers_stream(fused: Callable[..., Artifact], open_on_gpu: Open, graphs: int) -> None:
+    """Inputs that are still being computed on a stream of the caller's are waited for, and results are waited on."""
+    artifact = fused()
+    session = open_on_gpu(artifact, cuda_graphs=graphs)
+    feeds = on_gpu(feeds_of(artifact, 4, 32))
+    expected = [session.run(feeds)["logits"].clone() for _ in range(3)][-1]
+    torch.cuda.synchronize()
+    busy = torch.randn(4096, 4096, device="cuda")
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()):
+        late = {name: torch.zeros_like(tensor) for name, tensor in feeds.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                busy = torch.tanh(busy @ busy)
+            for name, tensor in late.items():
+                tensor.copy_(feeds[name])
+            found = session.run(late)["logits"]
+            doubled = found * 2
+        stream.synchronize()
+        assert (doubled - 2 * expected).abs().max() < 1e-4
+
+
+def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    artifact = fused()
+    for padding, flags in (("right", 0), ("check", 1)):
+        session = open_on_gpu(artifact, padding=padding)
+        feeds = on_gpu(feeds_of(artifact, 4, 32))
+        for _ in range(4):
+            session.run(feeds)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            session.run(feeds)
+            torch.cuda.synchronize()
+        names = [event.name for event in profiled.events()]
+        assert not [name for name in names if "HtoD" in name]
+        # `check` reads two numbers about the mask.
+        assert len([name for name in names if "DtoH" in name]) == flags
+
+
+def test_tf32_is_off_unless_asked(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    artifact = tiny_artifact()
+    assert open_on_gpu(artifact).compute_dtype == "float32"
+    assert open_on_gpu(artifact, use_tf32=True).compute_dtype == "tf32"
+
+
+def test_sessions_share_weights(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    one, two = open_on_gpu(fused()), open_on_gpu(fused())
+    assert one._runtime is two._runtime  # type: ignore[attr-defined]
+    feeds = on_gpu(feeds_of(fused(), 2, 8))
+    one.close()
+    assert two.run(feeds)["logits"].shape[0] == 2
+
+
+def test_memory_limit(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    artifact = fused()
+    feeds = on_gpu(feeds_of(artifact, 64, 90))
+    with pytest.raises(SessionError):
+        open_on_gpu(artifact, gpu_mem_limit=1024).run(feeds)
+
+
+def test_compute_dtype_is_refused_with_a_remedy(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        open_on_gpu(tiny_artifact(), SessionOptions(compute_dtype="float16"))
+
+
+def test_buckets(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Artifact]) -> None:
+    from accel import ORTModelForSequenceClassification
+
+    artifact, original = fused(), tiny_artifact()
+    model = ORTModelForSequenceClassification.from_pretrained(
+        artifact.path, backend="cuda", session_options=SessionOptions(buckets=(16, 32))
+    )
+    for sequence in (5, 11, 16, 17, 31):
+        feeds = feeds_of(original, 2, sequence)
+        found = model(**on_gpu(feeds)).logits
+        assert found.is_cuda
+        assert difference({"logits": found}, on_cpu(original, feeds)) < 1e-4
+
+
+def test_second_gpu(fused: Callable[..., Artifact]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    backend = registry.load(registry.describe("cuda"))
+    where = DeviceSpec("cuda", 1)
+    session = backend.open(fused(), device=where, options={}, session=SessionOptions())["model"]
+    feeds = feeds_of(fused(), 2, 8)
+    for _ in range(3):
+        result = session.run({name: tensor.to("cuda:1") for name, tensor in feeds.items()})["logits"]
+        assert result.device == torch.device("cuda", 1)
+    session.close()

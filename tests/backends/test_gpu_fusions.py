@@ -1,0 +1,237 @@
+"""Fusions for GPUs, checked on the CPU provider, which has the same operators in float32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+
+from accel import capture, registry
+from accel.artifact import Artifact
+from accel.config import OptimizeConfig, SessionOptions
+from accel.errors import ConfigError
+from accel.exporting import export
+from accel.interfaces import Session
+from accel.specs import DeviceSpec
+from accel.steps import optimize
+from accel.testing.models import tiny_model
+from accel_plugins.ort.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
+from accel_plugins.ort.graphs import load_graphs
+from accel_plugins.ort.masks import Form, form_of, in_form, mask_input
+
+Fused = Callable[..., Artifact]
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Fused:
+    """Artifacts optimized for CUDA, made when first asked for."""
+    root = tmp_path_factory.mktemp("gpu-fused")
+    made: dict[tuple[str, str, str], Artifact] = {}
+
+    def get(family: str = "bert", task: str = "text-classification", level: str = "O2") -> Artifact:
+        key = (family, task, level)
+        if key not in made:
+            made[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
+        return made[key]
+
+    return get
+
+
+def session_of(artifact: Artifact) -> Session:
+    backend = registry.load(registry.describe("cpu"))
+    return backend.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+
+
+def operators(artifact: Artifact) -> Counter[str]:
+    return Counter(node.op_type for node in load_graphs(artifact)["model"].graph)
+
+
+def feeds_of(artifact: Artifact, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    sizes = {"batch": batch, "sequence": sequence}
+    return capture.feeds_for(artifact.components[0].inputs, sizes, seed=batch, folder=artifact.path)
+
+
+def padded(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The same tokens with padding on the right, on the left, inside, everywhere and nowhere."""
+    if "attention_mask" not in feeds:
+        yield "no mask", dict(feeds)
+        return
+    right = feeds["attention_mask"]
+    hole, empty = torch.ones_like(right), right.clone()
+    hole[0, right.shape[1] // 3 : right.shape[1] // 2] = 0
+    empty[-1] = 0
+    kinds = {"right": right, "left": right.flip(1), "hole": hole, "empty": empty, "full": torch.ones_like(right)}
+    for kind, mask in kinds.items():
+        yield kind, {**feeds, "attention_mask": mask}
+
+
+def difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
+    return max(float((one[name].float() - two[name].float()).abs().max()) for name in two)
+
+
+FAMILIES = [
+    ("albert", "text-classification"),
+    ("bert", "text-classification"),
+    ("bert", "feature-extraction"),
+    ("bert", "multiple-choice"),
+    ("distilbert", "question-answering"),
+    ("electra", "token-classification"),
+    ("mpnet", "text-classification"),
+    ("roberta", "text-classification"),
+    ("vit", "image-classification"),
+    ("xlm-roberta", "fill-mask"),
+]
+
+
+@pytest.mark.parametrize(("family", "task"), FAMILIES)
+def test_same_result_for_any_padding(
+    fused: Fused, tiny_artifact: Callable[..., Artifact], family: str, task: str
+) -> None:
+    original, made = tiny_artifact(family, task), fused(family, task)
+    before, after = session_of(original), session_of(made)
+    for batch, sequence in [(1, 1), (2, 7), (3, 40)]:
+        for kind, feeds in padded(feeds_of(original, batch, sequence)):
+            # Float32 sums in another order.
+            assert difference(after.run(feeds), before.run(feeds)) < 2e-5, kind
+
+
+# Multiple choice stays as it is: its rows are a product of two axes, whose sizes the matching does not follow.
+@pytest.mark.parametrize(("family", "task"), [case for case in FAMILIES if case[1] != "multiple-choice"])
+def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
+    found = operators(fused(family, task))
+    assert found["Attention"] == LAYERS
+    assert found["Softmax"] == 0
+    # In front of the first layer norm of a pre-norm encoder there is no residual sum.
+    assert found["SkipLayerNormalization"] >= 2 * LAYERS - (family == "vit")
+    assert found["BiasGelu"] + found["Gelu"] + found["FastGelu"] + found["Tanh"] >= LAYERS
+    if family != "vit":
+        assert found["EmbedLayerNormalization"] == 1
+
+
+@pytest.mark.parametrize("family", ["deberta-v2", "modernbert"])
+def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
+    """Attention that the fused operators do not compute stays as it is, or is fused with a bias; it stays right."""
+    original = tiny_artifact(family)
+    before, after = session_of(original), session_of(fused(family))
+    for kind, feeds in padded(feeds_of(original, 3, 24)):
+        if kind != "empty":
+            assert difference(after.run(feeds), before.run(feeds)) < 2e-5, kind
+
+
+def test_relative_positions_become_a_bias(fused: Fused) -> None:
+    nodes = [n for n in load_graphs(fused("mpnet"))["model"].graph if n.op_type == "Attention"]
+    assert all(node.inputs[5] is not None for node in nodes)
+    assert mask_input(fused("mpnet").file()) == "attention_mask"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
+def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
+    artifact = fused(family)
+    path = artifact.file()
+    sessions = {}
+    forms: tuple[Form, ...] = ("general", "lengths", "full")
+    for form in forms:
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+        sessions[form] = ort.InferenceSession(in_form(path, form), options, providers=["CPUExecutionProvider"])
+    seen = set()
+    for kind, feeds in padded(feeds_of(artifact, 4, 20)):
+        arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
+        expected = sessions["general"].run(None, arrays)[0]
+        form = form_of(feeds["attention_mask"])
+        seen.add(form)
+        assert np.abs(sessions[form].run(None, arrays)[0] - expected).max() < 1e-5, kind
+        if kind in ("left", "hole"):
+            assert np.abs(sessions["lengths"].run(None, arrays)[0] - expected).max() > 1e-3, "the test sees the mask"
+    assert seen == set(forms)
+
+
+def test_forms_need_fused_attention(tiny_artifact: Callable[..., Artifact]) -> None:
+    assert mask_input(tiny_artifact("bert").file()) is None
+
+
+def test_only_the_token_that_is_read_is_computed(fused: Fused, tiny_artifact: Callable[..., Artifact]) -> None:
+    report = fused("bert").manifest.steps[-1].report["fused"]
+    assert report["one-token"] > 0
+    model = load_graphs(fused("bert"))["model"]
+    last = [node for node in model.graph if node.op_type == "SkipLayerNormalization"][-1]
+    assert len(last.outputs[0].shape or ()) == 2
+    assert fused("bert", "feature-extraction").manifest.steps[-1].report["fused"]["one-token"] == 0
+
+
+def test_one_row_of_token_types_is_folded(fused: Fused) -> None:
+    assert fused("roberta").manifest.steps[-1].report["fused"]["single-rows"] == 1
+    assert operators(fused("roberta"))["GatherElements"] == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "vit"])
+def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
+    task = "image-classification" if family == "vit" else "text-classification"
+    original, made = tiny_artifact(family, task), fused(family, task, "O4")
+    assert made.dtype == "float16"
+    assert [spec.dtype for spec in made.components[0].outputs] == ["float32"]
+    assert made.bytes < 0.7 * original.bytes
+    before, after = session_of(original), session_of(made)
+    for kind, feeds in padded(feeds_of(original, 3, 24)):
+        assert difference(after.run(feeds), before.run(feeds)) < 2e-2, kind
+
+
+def test_bfloat16_by_name(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    from accel_plugins.ort.gpu_optimizer import GpuOptimizer
+
+    config = OptimizeConfig(level="O2", enable=("bfloat16",))
+    # Not through `optimize`: ONNX Runtime's CPU provider has no bfloat16 operators to compare with.
+    made = GpuOptimizer("cuda").optimize(tiny_artifact("bert"), config=config, out=tmp_path)
+    assert made.dtype == "bfloat16"
+    kinds = {v.dtype.name for v in load_graphs(made)["model"].graph.initializers.values() if v.dtype is not None}
+    assert "BFLOAT16" in kinds
+    assert "FLOAT" not in kinds
+    assert operators(made)["EmbedLayerNormalization"] == 0, "it has no bfloat16 kernel"
+
+
+def test_shared_layers_share_packed_weights(fused: Fused) -> None:
+    nodes = [node for node in load_graphs(fused("albert"))["model"].graph if node.op_type == "Attention"]
+    assert len({node.inputs[1] for node in nodes}) == 1
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "relu"}])
+def test_other_activations(tmp_path: Path, changes: dict[str, Any]) -> None:
+    original = export(tiny_model("bert", **changes), tmp_path / "a")
+    made = optimize(original, tmp_path / "b", backend="cuda", level="O2")
+    feeds = feeds_of(original, 2, 9)
+    assert difference(session_of(made).run(feeds), session_of(original).run(feeds)) < 2e-5
+    assert operators(made)["BiasGelu"] == 0
+
+
+# Levels
+
+
+def test_levels() -> None:
+    def names(**settings: Any) -> list[str]:
+        return [fusion.name for fusion in chosen_gpu_fusions(OptimizeConfig(**settings))]
+
+    assert "attention" not in names(level="O1")
+    assert "attention" in names(level="O2")
+    assert "float16" not in names(level="O3")
+    assert "float16" in names(level="O4")
+    assert "fast-gelu" in names(level="O2", enable=("fast-gelu",))
+    assert "attention" not in names(level="O2", disable=("attention",))
+
+
+def test_unknown_fusion_is_named() -> None:
+    with pytest.raises(ConfigError, match="'attention'"):
+        chosen_gpu_fusions(OptimizeConfig(enable=("atention",)))
+    with pytest.raises(ConfigError, match="both"):
+        chosen_gpu_fusions(OptimizeConfig(enable=("attention",), disable=("attention",)))
+
+
+def test_every_fusion_has_a_summary() -> None:
+    assert all(fusion.summary for fusion in GPU_FUSIONS)
+    assert len({fusion.name for fusion in GPU_FUSIONS}) == len(GPU_FUSIONS)

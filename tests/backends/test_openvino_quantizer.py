@@ -1,0 +1,248 @@
+"""Quantization with NNCF."""
+
+# ruff: noqa: E402
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ov = pytest.importorskip("openvino")
+pytest.importorskip("nncf")
+
+from accel import ORTModelForSequenceClassification, export
+from accel.artifact import Artifact
+from accel.errors import BackendUnavailableError, ConfigError, QuantizeError
+from accel.sessions import open_artifact
+from accel.steps import quantize
+
+
+@pytest.fixture(scope="session")
+def ir(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(tiny_folder("bert"), tmp_path_factory.mktemp("quantize") / "ir", backend="openvino")
+
+
+def rows(count: int = 24, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        ids = torch.randint(6, 100, (1, 4 + index % 12), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)})
+    return made
+
+
+@pytest.fixture(scope="session")
+def static(ir: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return quantize(ir, tmp_path_factory.mktemp("static") / "int8", scheme="static-int8", calibration=rows())
+
+
+def difference(quantized: Artifact, original: Artifact) -> float:
+    a, b = (open_artifact(artifact).sessions["model"] for artifact in (quantized, original))
+    return max(float((a.run(case)["logits"] - b.run(case)["logits"]).abs().max()) for case in rows(8, seed=9))
+
+
+def count(artifact: Artifact, operator: str) -> int:
+    return sum(node.get_type_name() == operator for node in ov.Core().read_model(str(artifact.file())).get_ops())
+
+
+def constants(artifact: Artifact) -> set[str]:
+    nodes = ov.Core().read_model(str(artifact.file())).get_ops()
+    return {n.get_output_element_type(0).get_type_name() for n in nodes if n.get_type_name() == "Constant"}
+
+
+def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
+    model = ORTModelForSequenceClassification.from_pretrained(static.path)
+    assert (model.backend, model.compute_dtype) == ("openvino", "int8")
+    # Of values of order 1; without quantization it would be below 1e-5.
+    assert 1e-4 < difference(static, ir) < 0.5
+
+
+def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:
+    loaded = Artifact.load(static.path)
+    quantization = loaded.manifest.quantization
+    assert quantization is not None
+    assert quantization.scheme == "static-int8"
+    assert quantization.calibration == {"rows": 24, "seed": 0}
+    assert [step.stage for step in loaded.manifest.steps] == ["export", "quantize"]
+    assert loaded.manifest.steps[-1].parent == ir.digest
+    assert "nncf" in loaded.manifest.steps[-1].versions
+    assert (static.path / "config.json").is_file()
+
+
+def test_static_int8_needs_calibration(ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="calibration data"):
+        quantize(ir, tmp_path / "out", scheme="static-int8")
+    with pytest.raises(QuantizeError, match="empty"):
+        quantize(ir, tmp_path / "out", scheme="static-int8", calibration=[])
+    with pytest.raises(QuantizeError, match="attention_mask"):
+        quantize(ir, tmp_path / "out", scheme="static-int8", calibration=[{"input_ids": torch.ones(1, 4).long()}])
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_rows_are_limited(ir: Artifact, tmp_path: Path) -> None:
+    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), samples=5)
+    assert made.manifest.quantization is not None
+    assert made.manifest.quantization.calibration == {"rows": 5, "seed": 0}
+
+
+def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
+    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=("re:.*linear.*",))
+    assert count(made, "FakeQuantize") < count(static, "FakeQuantize")
+
+
+def test_exclude_of_an_unknown_node(ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="no_such_node"):
+        quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), exclude=("no_such_node",))
+
+
+def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None:
+    assert count(
+        quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), operators=("MatMul",)), "FakeQuantize"
+    )
+    with pytest.raises(QuantizeError, match="nothing that static-int8 quantizes"):
+        quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(4), operators=("Gather",))
+    with pytest.raises(ConfigError, match="MatMul"):
+        quantize(ir, tmp_path / "wrong", scheme="static-int8", calibration=rows(4), operators=("MatMull",))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "performance"},
+        {"calibration": "percentile", "percentile": 99.9},
+        {"calibration": "moving_average"},
+        {"smooth_quant": 0.9},
+        {"per_channel": False},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, static: Artifact, tmp_path: Path) -> None:
+    from accel import QuantizeConfig
+
+    config = QuantizeConfig(scheme="static-int8", **settings)
+    made = quantize(ir, tmp_path / "out", config=config, calibration=rows())
+    assert made.component().files != static.component().files
+    assert difference(made, ir) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "performence"}, "performance"),
+        ({"format": "qoperator"}, "integer operators"),
+        ({"max_drop": 0.01}, "evaluate"),
+        ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
+        ({"scheme": "weight-int4", "max_drop": 0.01}, "static-int8"),
+    ],
+)
+def test_settings_without_counterpart(settings: dict[str, Any], message: str, ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantize(ir, tmp_path / "out", **{"scheme": "static-int8", **settings}, calibration=rows(2))
+
+
+def test_entropy_is_refused(ir: Artifact, tmp_path: Path) -> None:
+    from accel import QuantizeConfig
+
+    with pytest.raises(ConfigError, match="entropy"):
+        quantize(
+            ir,
+            tmp_path / "out",
+            config=QuantizeConfig(scheme="static-int8", calibration="entropy"),
+            calibration=rows(2),
+        )
+
+
+# Weights alone
+
+
+def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
+    made = quantize(ir, tmp_path / "out", scheme="weight-int8")
+    assert "u8" in constants(made)
+    weights = [next(f.bytes for f in a.component().files if f.name.endswith(".bin")) for a in (made, ir)]
+    assert weights[0] < 0.4 * weights[1]
+    assert open_artifact(made).sessions["model"].compute_dtype == "float32", "only the weights are in 8 bits"
+    assert 1e-6 < difference(made, ir) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs_data"),
+    [
+        ({}, False),
+        ({"symmetric": True}, False),
+        ({"ratio": 0.5}, False),
+        ({"algorithm": "awq"}, True),
+        ({"scale_estimation": True}, True),
+        ({"algorithm": "gptq"}, True),
+    ],
+    ids=["plain", "symmetric", "ratio", "awq", "scale_estimation", "gptq"],
+)
+def test_weight_int4(settings: dict[str, Any], needs_data: bool, ir: Artifact, tmp_path: Path) -> None:
+    data = rows(8) if needs_data else None
+    made = quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=16, calibration=data, **settings)
+    assert constants(made) & {"i4", "u4"}
+    assert ("i4" in constants(made)) == bool(settings.get("symmetric"))
+    assert 1e-6 < difference(made, ir) < 1.5
+    loaded = ORTModelForSequenceClassification.from_pretrained(made.path)
+    assert loaded.artifact.manifest.quantization is not None
+
+
+@pytest.mark.parametrize("settings", [{"algorithm": "gptq"}, {"scale_estimation": True}])
+def test_weight_int4_that_needs_data(settings: dict[str, Any], ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="needs calibration data"):
+        quantize(ir, tmp_path / "out", scheme="weight-int4", **settings)
+
+
+def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="block size") as error:
+        quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=64)
+    assert "smaller block_size" in str(error.value.fix)
+
+
+def test_nothing_to_compress(tmp_path: Path) -> None:
+    class Doubler(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(values) * 2
+
+    sample, axes = {"values": torch.randn(3, 4)}, {"values": {0: "batch"}}
+    artifact = export(Doubler(), tmp_path / "ir", task="custom", backend="openvino", sample=sample, axes=axes)
+    for scheme in ("weight-int4", "weight-int8"):
+        with pytest.raises(QuantizeError, match="no weights") as error:
+            quantize(artifact, tmp_path / "out", scheme=scheme)
+        assert error.value.fix
+    with pytest.raises(QuantizeError, match="nothing that static-int8 quantizes"):
+        quantize(artifact, tmp_path / "out", scheme="static-int8", calibration=[{"values": torch.randn(3, 4)}])
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match="static-int8"):
+        quantize(ir, tmp_path / "out", scheme="static-int9")
+
+
+# Accuracy control
+
+
+def test_accuracy_control_keeps_the_budget(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
+    cases = rows(24, seed=3)
+    session = open_artifact(ir).sessions["model"]
+    expected = [session.run(case)["logits"] for case in cases]
+    seen: list[float] = []
+
+    def closeness(candidate: Artifact) -> float:
+        opened = open_artifact(candidate).sessions["model"]
+        worst = max(
+            float((opened.run(case)["logits"] - want).abs().max()) for case, want in zip(cases, expected, strict=True)
+        )
+        opened.close()
+        seen.append(1 - worst)
+        return 1 - worst
+
+    whole = closeness(static)
+    budget = (1 - whole) / 2
+    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), evaluate=closeness, max_drop=budget)
+    assert len(seen) > 3, "it measures the original, the quantized model and what it tries"
+    assert 1 - closeness(made) <= budget, "the caller's measure of the written artifact is within the budget"
+    assert count(made, "FakeQuantize") < count(static, "FakeQuantize")
+    assert not list(tmp_path.glob("*candidate*"))

@@ -1,0 +1,295 @@
+"""The ONNX optimizer: levels, single fusions, half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+import transformers
+
+from accel.artifact import Artifact
+from accel.config import OptimizeConfig
+from accel.errors import ConfigError, OptimizeError, ValidationError
+from accel.exporting import export
+from accel.sessions import open_artifact
+from accel.steps import optimize, quantize
+from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
+from accel_plugins.ort import activations, fusions
+from accel_plugins.ort.analysis import bounds, shape_value
+from accel_plugins.ort.graphs import add_initializer, load_graph, save_graph
+from accel_plugins.ort.precision import to_half
+from accel_plugins.ort.simplifications import infer_shapes
+
+TASKS = {"vit": "image-classification"}
+MODELS = ["bert", "roberta", "distilbert", "vit", "llama"]
+Get = Callable[..., Artifact]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """A Llama-style classifier: RMSNorm, SiLU, rotary positions, two queries for a key."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+        num_labels=LABELS,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    rescale(transformers.LlamaForSequenceClassification(config)).eval().save_pretrained(folder / "model")
+    return export(folder / "model", folder / "onnx")
+
+
+@pytest.fixture
+def artifact_of(tiny_artifact: Get, request: pytest.FixtureRequest) -> Get:
+    """A tiny artifact by name."""
+
+    def get(name: str) -> Artifact:
+        if name == "llama":
+            return request.getfixturevalue("llama")
+        return tiny_artifact(name, TASKS.get(name, "text-classification"))
+
+    return get
+
+
+def feeds_of(artifact: Artifact, batch: int = 3, sequence: int = 11) -> dict[str, torch.Tensor]:
+    """Inputs with padding, and a row that is padding alone where there is a mask."""
+    generator = torch.Generator().manual_seed(5)
+    feeds = {}
+    for spec in artifact.component().inputs:
+        shape = [n if isinstance(n, int) else {"batch": batch, "sequence": sequence}[n] for n in spec.shape]
+        if spec.name == "attention_mask":
+            feeds[spec.name] = torch.ones(shape, dtype=torch.int64)
+            feeds[spec.name][1, 4:] = 0
+            feeds[spec.name][2] = 0
+        elif spec.name == "token_type_ids":
+            feeds[spec.name] = torch.zeros(shape, dtype=torch.int64)
+        elif spec.dtype == "int64":
+            feeds[spec.name] = torch.randint(5, VOCABULARY, shape, generator=generator)
+        else:
+            feeds[spec.name] = torch.randn(shape, generator=generator)
+    return feeds
+
+
+def run(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+    session = open_artifact(artifact).sessions["model"]
+    try:
+        return session.run(feeds)["logits"]
+    finally:
+        session.close()
+
+
+def fused(artifact: Artifact) -> dict[str, int]:
+    return dict(artifact.manifest.steps[-1].report["fused"])
+
+
+@pytest.mark.parametrize(("level", "limit"), [("O1", 1e-4), ("O2", 1e-4), ("O3", 1e-2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, level: str, limit: float) -> None:
+    parent = artifact_of(model)
+    made = optimize(parent, tmp_path / "out", level=level)
+    feeds = feeds_of(parent)
+    assert (run(made, feeds) - run(parent, feeds)).abs().max() <= limit
+    nodes = made.manifest.steps[-1].report["nodes"]
+    assert nodes["after"] < nodes["before"]
+    assert made.manifest.steps[-1].validation["max_abs_difference"] <= limit
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8}),
+        ("roberta", {"attention": 2, "key-transpose": 2}),
+        ("distilbert", {"attention": 2, "key-transpose": 2}),
+        # No padding: the mask and the zeroed rows of both layers go.
+        ("vit", {"attention": 2, "certain-masks": 4}),
+        ("llama", {"rms-norm": 5, "silu": 2, "attention-scores": 2, "masked-rows": 2}),
+    ],
+)
+def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, expected: dict[str, int]) -> None:
+    made = optimize(artifact_of(model), tmp_path / "out", level="O2")
+    found = fused(made)
+    assert {name: found[name] for name in expected} == expected
+    operators = {node.op_type for node in load_graph(made, made.component()).graph}
+    assert ("MultiHeadAttention" in operators) == ("attention" in expected)
+    assert "SkipLayerNormalization" not in operators
+
+
+def test_single_switches(tiny_artifact: Get, tmp_path: Path) -> None:
+    without = optimize(tiny_artifact("bert"), tmp_path / "without", level="O2", disable=("attention",))
+    assert "attention" not in fused(without)
+    assert fused(without)["attention-scores"] == 2
+    added = optimize(tiny_artifact("bert"), tmp_path / "with", level="O1", enable=("fast-gelu",), atol=1e-2)
+    assert fused(added)["fast-gelu"] == 2
+    assert "attention" not in fused(added)
+
+
+def test_levels_are_nested() -> None:
+    names = [
+        {f.name for f in fusions.chosen_fusions(OptimizeConfig(level=level))} for level in ("O1", "O2", "O3", "O4")
+    ]
+    assert names[0] < names[1] < names[2] < names[3]
+    assert "float16" not in names[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"disable": ("atention",)}, "Did you mean 'attention'"),
+        ({"enable": ("gelu",), "disable": ("gelu",)}, "both enabled and disabled"),
+        ({"level": "O4", "enable": ("bfloat16",)}, "exclude each other"),
+        ({"enable": ("bfloat16",)}, "no bfloat16 kernels"),
+    ],
+)
+def test_wrong_switches_are_refused(
+    tiny_artifact: Get, tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimize(tiny_artifact("bert"), tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_manifest_and_companions(tiny_artifact: Get, tmp_path: Path) -> None:
+    parent = tiny_artifact("bert")
+    made = Artifact.load(optimize(parent, tmp_path / "out").path)
+    step = made.manifest.steps[-1]
+    assert (step.stage, step.backend, step.parent) == ("optimize", "cpu", parent.digest)
+    assert step.versions["onnxruntime"] == ort.__version__
+    assert len(made.manifest.steps) == len(parent.manifest.steps) + 1
+    assert made.component().inputs == parent.component().inputs
+    assert made.component().outputs == parent.component().outputs
+    assert made.component().max_sizes == parent.component().max_sizes
+    assert {record.name for record in made.component().files} == {"model.onnx", "model.onnx.data"}
+    assert {p.name for p in made.path.iterdir()} == {p.name for p in parent.path.iterdir()}
+
+
+def test_a_wrong_rewrite_writes_nothing(tiny_artifact: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: ir.Model) -> int:
+        norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
+        norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
+        return 1
+
+    monkeypatch.setattr(fusions, "FUSIONS", (fusions.Fusion("spoil", "O1", "", spoil),))
+    with pytest.raises(ValidationError, match="After optimizing at O2"):
+        optimize(tiny_artifact("bert"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float16(artifact_of: Get, tmp_path: Path, model: str) -> None:
+    parent = artifact_of(model)
+    made = optimize(parent, tmp_path / "out", level="O4")
+    assert made.dtype == "float16"
+    assert made.component().outputs == parent.component().outputs
+    feeds = feeds_of(parent)
+    assert 0 < (run(made, feeds) - run(parent, feeds)).abs().max() <= 2e-2
+    # The weights are the bulk of the file.
+    assert made.bytes < 0.75 * parent.bytes
+    assert made.manifest.steps[-1].report["float16"]["converted"] > 30
+
+
+def test_float16_keeps_what_leaves_its_range(tmp_path: Path) -> None:
+    weight = np.full((4, 4), 300.0, np.float32)
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,4] x, float[4,4] w) => (float[n,4] y) {
+            big = MatMul(x, w)
+            squared = Mul(big, big)
+            root = Sqrt(squared)
+            y = Relu(root)
+        }""")
+    value = model.graph.inputs[1]
+    value.replace_all_uses_with(add_initializer(model.graph, "weight", weight))
+    model.graph.inputs.remove(value)
+    for node in model.graph:
+        node.name = node.op_type
+    infer_shapes(model)
+    report = to_half(model, "float16", frozenset({"squared"}))
+    assert report == {"converted": 2, "kept": ["Mul", "Sqrt"]}
+    assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
+    save_graph(model, tmp_path / "half.onnx")
+    session = ort.InferenceSession(str(tmp_path / "half.onnx"))
+    found = session.run(None, {"x": np.ones((1, 4), np.float32)})[0]
+    # Squared in float16 this would be infinite.
+    assert np.allclose(found, 1200, rtol=1e-2)
+
+
+def test_float16_of_a_quantized_artifact_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
+    quantized = quantize(tiny_artifact("bert"), tmp_path / "int8")
+    with pytest.raises(OptimizeError, match="quantized already"):
+        optimize(quantized, tmp_path / "out", level="O4")
+
+
+# Graphs that spell operators out
+
+
+def _spelled_out() -> ir.Model:
+    return ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,8] x) => (float[n,8] y)
+            <float[8] w = {1,2,3,4,5,6,7,8}, float[8] b = {1,1,2,2,3,3,4,4}, float two = {2}, float one = {1},
+             float half = {0.5}, float epsilon = {0.00001}, float root2 = {1.41421356}, int64[1] axis = {-1}> {
+            mean = ReduceMean(x, axis)
+            centered = Sub(x, mean)
+            squared = Pow(centered, two)
+            variance = ReduceMean(squared, axis)
+            padded = Add(variance, epsilon)
+            deviation = Sqrt(padded)
+            normal = Div(centered, deviation)
+            scaled = Mul(normal, w)
+            shifted = Add(scaled, b)
+            divided = Div(shifted, root2)
+            error = Erf(divided)
+            added = Add(error, one)
+            product = Mul(shifted, added)
+            y = Mul(product, half)
+        }""")
+
+
+def test_spelled_out_norm_and_gelu_are_found(tmp_path: Path) -> None:
+    model = _spelled_out()
+    save_graph(model, tmp_path / "plain.onnx")
+    assert (activations.fuse_layer_norms(model), activations.fuse_gelus(model)) == (1, 1)
+    assert [node.op_type for node in model.graph] == ["LayerNormalization", "Gelu"]
+    save_graph(model, tmp_path / "fused.onnx")
+    x = {"x": np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)}
+    plain, fused_ = (ort.InferenceSession(str(tmp_path / f"{n}.onnx")).run(None, x)[0] for n in ("plain", "fused"))
+    assert np.abs(plain - fused_).max() <= 1e-4
+
+
+def test_what_is_read_elsewhere_is_not_fused() -> None:
+    model = _spelled_out()
+    product = next(node for node in model.graph if node.outputs[0].name == "product")
+    extra = ir.node("Neg", [product.outputs[0]])
+    model.graph.append(extra)
+    model.graph.outputs.append(extra.outputs[0])
+    assert activations.fuse_gelus(model) == 0
+
+
+def test_shape_arithmetic_and_bounds() -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,4,m] x) => (int64[k] y, bool[1] c)
+            <int64[1] minus = {-1}, int64[1] start = {1}, int64[1] end = {9}, int64 zero = {0}, int64 step = {1}> {
+            sizes = Shape(x)
+            tail = Slice(sizes, start, end)
+            y = Concat(minus, tail)
+            count = Squeeze(tail)
+            numbers = Range(zero, zero, step)
+            c = GreaterOrEqual(numbers, zero)
+        }""")
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    assert shape_value(values["y"]) == [-1, 4, "m"]
+    assert bounds(values["c"]) == (1.0, 1.0)
+    assert bounds(values["sizes"])[0] == 0.0

@@ -1,0 +1,470 @@
+"""The ONNX quantizer: schemes, presets, calibration, exclusion, refusals."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from accel.artifact import Artifact
+from accel.config import QuantizeConfig
+from accel.errors import ConfigError, QuantizeError
+from accel.sessions import open_artifact
+from accel.steps import optimize, quantize
+from accel.testing.models import VOCABULARY
+from accel_plugins.ort.calibrators import Calibrator, entropy_range, percentile_range
+from accel_plugins.ort.graphs import add_initializer, constant, load_graph, save_graph
+from accel_plugins.ort.integer import Rewriter, activation_scale
+from accel_plugins.ort.layers import find_layers
+from accel_plugins.ort.presets import PRESETS, choose_preset
+from accel_plugins.ort.weight_only import pack, quantize_blocks
+from accel_plugins.ort.weights import quantize_int8
+
+Get = Callable[..., Artifact]
+Batches = list[dict[str, torch.Tensor]]
+LAYER = "bert.encoder.layer.1.output.dense"
+SCHEMES: dict[str, dict[str, Any]] = {
+    "dynamic": {"scheme": "dynamic-int8"},
+    "static": {"scheme": "static-int8"},
+    "static-operators": {"scheme": "static-int8", "format": "qoperator"},
+    "static-smooth": {"scheme": "static-int8", "smooth_quant": 0.5},
+    "weight-int8": {"scheme": "weight-int8"},
+}
+
+
+def batches(count: int = 4, rows: int = 4, sequence: int = 12) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(rows, sequence, dtype=torch.int64)
+        mask[1::2, sequence // 2 :] = 0
+        ids = torch.randint(5, VOCABULARY, (rows, sequence), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    return made
+
+
+def logits(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+    session = open_artifact(artifact).sessions["model"]
+    try:
+        return session.run({spec.name: feeds[spec.name] for spec in session.inputs})["logits"]
+    finally:
+        session.close()
+
+
+def fix_input(model: ir.Model, name: str, array: np.ndarray) -> None:
+    """Turn an input of a graph into a constant."""
+    value = next(value for value in model.graph.inputs if value.name == name)
+    value.replace_all_uses_with(add_initializer(model.graph, f"{name}_constant", array))
+    model.graph.inputs.remove(value)
+
+
+def make(parent: Artifact, out: Path, **settings: Any) -> Artifact:
+    data = batches() if settings.get("scheme") == "static-int8" else None
+    return quantize(parent, out, calibration=data, config=QuantizeConfig(**settings))
+
+
+@pytest.fixture(scope="module")
+def optimized(tiny_artifact: Get, tmp_path_factory: pytest.TempPathFactory) -> Get:
+    """The tiny BERT at each level."""
+    folder = tmp_path_factory.mktemp("optimized")
+    made: dict[str, Artifact] = {}
+
+    def get(level: str) -> Artifact:
+        if level not in made:
+            made[level] = (
+                tiny_artifact("bert")
+                if level == "plain"
+                else optimize(tiny_artifact("bert"), folder / level, level=level)
+            )
+        return made[level]
+
+    return get
+
+
+@pytest.mark.parametrize("level", ["plain", "O1", "O2", "O3"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_on_every_level(optimized: Get, tmp_path: Path, scheme: str, level: str) -> None:
+    parent = optimized(level)
+    made = Artifact.load(make(parent, tmp_path / "out", **SCHEMES[scheme]).path)
+    feeds = batches(1)[0]
+    difference = (logits(made, feeds) - logits(parent, feeds)).abs().max()
+    # 8 bits are not exact, and a tiny model's logits are of order 1.
+    assert 0 < difference <= 0.1
+    step, record = made.manifest.steps[-1], made.manifest.quantization
+    assert (step.stage, step.parent) == ("quantize", parent.digest)
+    assert record is not None
+    assert record.scheme == SCHEMES[scheme]["scheme"]
+    assert len(step.report["layers"]) == 14
+    assert LAYER in step.report["layers"]
+    assert made.component().inputs == parent.component().inputs
+    if record.scheme == "static-int8":
+        assert record.calibration == {"method": "minmax", "n": 16, "seed": 0}
+
+
+def test_integer_products_run_after_loading(tiny_artifact: Get, tmp_path: Path) -> None:
+    """What counts is the graph that ONNX Runtime makes of ours: no float product with a constant is left in it."""
+    for name, settings in SCHEMES.items():
+        made = make(tiny_artifact("bert"), tmp_path / name, **settings)
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / f"{name}.onnx")
+        options.log_severity_level = 3
+        ort.InferenceSession(str(made.file()), options, providers=["CPUExecutionProvider"])
+        graph = ir.load(tmp_path / f"{name}.onnx").graph
+        left = [
+            node.name
+            for node in graph
+            if node.op_type in ("MatMul", "Gemm", "FusedGemm") and constant(node.inputs[1]) is not None
+        ]
+        assert not left, name
+        integer = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QGemm", "MatMulNBits")
+        assert sum(node.op_type in integer for node in graph) == 14, name
+
+
+def test_file_size(tiny_artifact: Get, tmp_path: Path) -> None:
+    parent = tiny_artifact("bert")
+    for scheme, limit in (("dynamic-int8", 0.3), ("weight-int4", 0.2)):
+        made = quantize(parent, tmp_path / scheme, scheme=scheme)
+        layers = find_layers(load_graph(parent, parent.component()))
+        before = sum(layer.weight().nbytes for layer in layers)
+        graph = load_graph(made, made.component()).graph
+        names = ("weight_quantized", "weight_blocks")
+        after = sum(v.const_value.nbytes for n, v in graph.initializers.items() if n.endswith(names) and v.const_value)
+        if scheme == "dynamic-int8":
+            assert after == before / 4
+        assert after < limit * before
+        assert (made.path / "model.onnx.data").is_file()
+
+
+@pytest.mark.parametrize(("algorithm", "symmetric"), [("rtn", None), ("rtn", True), ("hqq", None)])
+def test_four_bits(tiny_artifact: Get, tmp_path: Path, algorithm: str, symmetric: bool | None) -> None:
+    parent, feeds = tiny_artifact("bert"), batches(1)[0]
+    settings = {"scheme": "weight-int4", "block_size": 16, "algorithm": algorithm, "symmetric": symmetric}
+    made = make(parent, tmp_path / "out", **settings)
+    assert 0 < (logits(made, feeds) - logits(parent, feeds)).abs().max() <= 0.6
+    assert made.manifest.steps[-1].report["bits"] == {"4": 14}
+
+
+def test_ratio_leaves_the_worst_layers_in_eight_bits(tiny_artifact: Get, tmp_path: Path) -> None:
+    parent, feeds = tiny_artifact("bert"), batches(1)[0]
+    mixed = make(parent, tmp_path / "mixed", scheme="weight-int4", ratio=0.5)
+    assert mixed.manifest.steps[-1].report["bits"] == {"4": 7, "8": 7}
+    four = make(parent, tmp_path / "four", scheme="weight-int4")
+    reference = logits(parent, feeds)
+    assert (logits(mixed, feeds) - reference).norm() < (logits(four, feeds) - reference).norm()
+
+
+# Exclusion
+
+
+@pytest.mark.parametrize(("pattern", "count"), [(LAYER, 1), ("re:layer[.]1[.].*dense", 3), ("node_linear_12", 1)])
+def test_exclusion(tiny_artifact: Get, tmp_path: Path, pattern: str, count: int) -> None:
+    made = quantize(tiny_artifact("bert"), tmp_path / "out", exclude=(pattern,))
+    assert made.manifest.quantization is not None
+    assert len(made.manifest.quantization.excluded) == count
+    left = [layer.name for layer in find_layers(load_graph(made, made.component()))]
+    assert len(left) == count
+    assert left == made.manifest.steps[-1].report["excluded"]
+
+
+def test_operators(tiny_artifact: Get, tmp_path: Path) -> None:
+    made = quantize(tiny_artifact("bert"), tmp_path / "out", operators=("MatMul",))
+    assert [layer.node.op_type for layer in find_layers(load_graph(made, made.component()))] == ["Gemm", "Gemm"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exclude": ("bert.encoder.layer.1.output.dens",)}, "Did you mean 'bert.encoder.layer.1.output.dense'"),
+        ({"exclude": ("re:(",)}, "no regular expression"),
+        ({"operators": ("Matmul",)}, "Did you mean 'MatMul'"),
+        ({"preset": "avx512-vnni"}, "Did you mean 'avx512_vnni'"),
+        ({"preset": "tensorrt"}, "cannot do 'dynamic-int8'"),
+        ({"scheme": "static-int8", "preset": "tensorrt", "format": "qoperator"}, "Q/DQ pairs only"),
+        ({"scheme": "static-int8", "preset": "tensorrt", "symmetric": False}, "symmetric weights only"),
+        ({"smooth_quant": 0.5}, "smooth_quant"),
+        ({"format": "qoperator"}, "qoperator"),
+        ({"scheme": "weight-int4", "per_channel": True}, "per_channel does not apply"),
+        ({"scheme": "weight-int4", "algorithm": "gptq"}, "needs another backend"),
+        ({"scheme": "weight-int4", "algorithm": "hqq", "symmetric": True}, "zero points"),
+        ({"scheme": "weight-int8", "ratio": 0.5}, "no 4-bit layers"),
+        ({"algorithm": "hqq"}, "is for weight-int4"),
+    ],
+)
+def test_invalid_settings(tiny_artifact: Get, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", "[(]")):
+        make(tiny_artifact("bert"), tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_everything_excluded(tiny_artifact: Get, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="exclude takes all 14"):
+        quantize(tiny_artifact("bert"), tmp_path / "out", exclude=("re:.",))
+
+
+def test_twice(tiny_artifact: Get, tmp_path: Path) -> None:
+    made = quantize(tiny_artifact("bert"), tmp_path / "once")
+    with pytest.raises(QuantizeError, match="quantized already"):
+        quantize(made, tmp_path / "twice")
+
+
+def test_half_precision_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
+    half = optimize(tiny_artifact("bert"), tmp_path / "half", level="O4")
+    with pytest.raises(QuantizeError, match="float16"):
+        quantize(half, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("data", "method", "message"),
+    [
+        (None, "minmax", "needs calibration data"),
+        ([], "minmax", "empty"),
+        ([{"input_ids": batches(1)[0]["input_ids"]}], "minmax", "attention_mask"),
+        ((batch for batch in batches()), "percentile", "read only once"),
+        ([{k: v[:, :, None] for k, v in batches(1)[0].items()}], "minmax", "does not run"),
+    ],
+)
+def test_bad_calibration(tiny_artifact: Get, tmp_path: Path, data: Any, method: Any, message: str) -> None:
+    config = QuantizeConfig(scheme="static-int8", calibration=method)
+    with pytest.raises(QuantizeError, match=message):
+        quantize(tiny_artifact("bert"), tmp_path / "out", calibration=data, config=config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_non_finite_calibration(tiny_artifact: Get, tmp_path: Path) -> None:
+    parent = tiny_artifact("vit", "image-classification")
+    pixels = torch.randn(2, 3, 32, 32)
+    quantize(parent, tmp_path / "good", calibration=[{"pixel_values": pixels}], scheme="static-int8")
+    for value in (float("nan"), float("inf")):
+        pixels[1, 0, 0, 0] = value
+        with pytest.raises(QuantizeError, match="not finite"):
+            quantize(parent, tmp_path / "bad", calibration=[{"pixel_values": pixels}], scheme="static-int8")
+
+
+# Presets
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("avx2", "avx512f", "avx512_vnni", "amx_int8"), "amx"),
+        (("avx2", "avx512f", "avx512_vnni"), "avx512_vnni"),
+        (("avx2", "avx_vnni"), "avx512_vnni"),
+        (("avx2", "avx512f"), "avx512"),
+        (("avx2",), "avx2"),
+        (("asimd", "asimddp"), "arm64"),
+        (("ppc64le",), "ppc64le"),
+        ((), "avx2"),
+    ],
+)
+def test_auto_preset(flags: tuple[str, ...], expected: str) -> None:
+    preset, why = choose_preset("auto", flags)
+    assert preset.name == expected
+    assert all(flag in why for flag in preset.requires if flag in flags)
+
+
+def test_auto_says_why(tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "accel_plugins.ort.quantizer"):
+        made = quantize(tiny_artifact("bert"), tmp_path / "out")
+    report = made.manifest.steps[-1].report
+    assert made.manifest.quantization is not None
+    assert report["preset"] == made.manifest.quantization.preset in PRESETS
+    lines = [record.message for record in caplog.records if report["why"] in record.message]
+    assert len(lines) == 1
+
+
+def test_a_preset_this_cpu_cannot_run_warns(caplog: pytest.LogCaptureFixture) -> None:
+    preset, _ = choose_preset("amx", ("avx2",))
+    assert preset.name == "amx"
+    assert "no amx_int8" in caplog.text
+    assert "slower kernels" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_decide_types(tiny_artifact: Get, tmp_path: Path, name: str) -> None:
+    made = make(tiny_artifact("bert"), tmp_path / "out", scheme="static-int8", preset=name)
+    graph = load_graph(made, made.component()).graph
+    activations = {n.outputs[0].dtype for n in graph if n.op_type == "QuantizeLinear"}
+    assert activations == {ir.DataType.INT8 if name in ("arm64", "tensorrt") else ir.DataType.UINT8}
+    largest = max(
+        int(np.abs(v.const_value.numpy().astype(int)).max())
+        for n, v in graph.initializers.items()
+        if n.endswith("weight_quantized") and v.const_value
+    )
+    assert largest == (63 if name in ("avx2", "avx512") else 127)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weight_rounding(per_channel: bool, symmetric: bool) -> None:
+    weight = np.random.default_rng(0).normal(0.3, 1, (40, 6)).astype(np.float32)
+    weight[:, 2] *= 50
+    made = quantize_int8(weight, per_channel=per_channel, symmetric=symmetric, reduce_range=False)
+    back = (made.values.astype(np.float32) - made.zero_point) * made.scale
+    assert (np.abs(back - weight) <= 0.51 * made.scale).all()
+    assert made.scale.shape == ((6,) if per_channel else ())
+    assert made.zero_point.any() != symmetric
+
+
+def test_asymmetric_weights_run(tiny_artifact: Get, tmp_path: Path) -> None:
+    parent, feeds = tiny_artifact("bert"), batches(1)[0]
+    for scheme in ("dynamic-int8", "static-int8"):
+        made = make(parent, tmp_path / scheme, scheme=scheme, symmetric=False, per_channel=False)
+        assert (logits(made, feeds) - logits(parent, feeds)).abs().max() <= 0.2
+
+
+def test_half_quadratic_loses_less_of_most_values() -> None:
+    weight = np.random.default_rng(0).standard_t(2, (256, 16)).astype(np.float32)
+
+    def loss(algorithm: Any) -> float:
+        made = quantize_blocks(weight, bits=4, block_size=64, symmetric=False, algorithm=algorithm)
+        return float((np.abs(made.dequantized(256) - weight) ** 0.7).sum())
+
+    assert loss("hqq") < loss("rtn")
+
+
+def test_pack() -> None:
+    assert pack(np.array([[1, 2, 3]], np.uint8), 4).tolist() == [[0x21, 0x03]]
+
+
+# Calibration
+
+
+def test_percentile_range_cuts_tails() -> None:
+    counts = np.ones(1000, np.int64)
+    low, high = percentile_range(counts, -1, 1, 90)
+    assert low == pytest.approx(-0.9, abs=0.01)
+    assert high == pytest.approx(0.9, abs=0.01)
+    assert percentile_range(counts, -1, 1, 100) == (-1, 1)
+
+
+def test_entropy_range_cuts_an_outlier() -> None:
+    values = np.concatenate([np.random.default_rng(0).normal(0, 1, 100_000), [60.0]])
+    counts = np.histogram(values, bins=2048, range=(values.min(), 60))[0]
+    low, high = entropy_range(counts, float(values.min()), 60.0)
+    assert 3 < high < 20
+    assert -5 < low < -3
+
+
+def test_activation_scale() -> None:
+    scale, zero = activation_scale(-1.0, 3.0, signed=False)
+    assert (float(scale), int(zero)) == (pytest.approx(4 / 255), 64)
+    scale, zero = activation_scale(-1.0, 3.0, signed=True)
+    assert (float(scale), int(zero), zero.dtype) == (pytest.approx(3 / 127), 0, np.int8)
+
+
+def _watch(artifact: Artifact, data: Any, samples: int = 10_000) -> Calibrator:
+    model = load_graph(artifact, artifact.component())
+    names = list({str(layer.activation.name): None for layer in find_layers(model)})
+    return Calibrator(model, artifact.component(), names, data, samples)
+
+
+def test_methods_order_ranges(tiny_artifact: Get) -> None:
+    data = batches(6)
+    widths = {}
+    with _watch(tiny_artifact("bert"), data) as calibrator:
+        channels = calibrator.channel_ranges()
+        for method in ("minmax", "moving_average", "percentile"):
+            found = calibrator.ranges(channels, method, percentile=99.0, divisors={})  # type: ignore[arg-type]
+            widths[method] = sum(high - low for low, high in found.values())
+    assert widths["percentile"] < widths["moving_average"] < widths["minmax"]
+
+
+def test_samples_limit_rows(tiny_artifact: Get) -> None:
+    with _watch(tiny_artifact("bert"), batches(4, rows=4), samples=6) as calibrator:
+        calibrator.channel_ranges()
+        assert calibrator.rows == 6
+
+
+def test_memory_does_not_grow_with_the_data(tiny_artifact: Get) -> None:
+    class Lazy:
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            return iter(batches(1, rows=16, sequence=40) * self.count)
+
+    def peak(count: int) -> int:
+        with _watch(tiny_artifact("bert"), Lazy(count)) as calibrator:
+            tracemalloc.start()
+            channels = calibrator.channel_ranges()
+            calibrator.ranges(channels, "percentile", percentile=99.9, divisors={})
+            found = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return found
+
+    peak(1)
+    assert peak(30) < 1.1 * peak(3)
+
+
+def test_smoothing_tames_outlier_channels(tmp_path: Path) -> None:
+    """A channel 200 times larger than the others costs the others their precision, unless its weights take it over."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(16, 16)).astype(np.float32)
+    weight[3] /= 200
+    x = generator.normal(size=(64, 16)).astype(np.float32)
+    x[:, 3] *= 200
+    from accel_plugins.ort.calibrators import ChannelRange
+    from accel_plugins.ort.smoothing import smooth, smoothing_divisors
+
+    def error(exponent: float | None) -> float:
+        model = _one_product(weight)
+        layers = find_layers(model)
+        name = str(layers[0].activation.name)
+        channels = {name: ChannelRange(x.min(axis=0), x.max(axis=0))}
+        divisors = smoothing_divisors(layers, channels, exponent) if exponent is not None else {}
+        report = smooth(layers, divisors)
+        assert report == {"folded": 0, "inserted": int(exponent is not None)}
+        divisor = divisors.get(name, np.float32(1))
+        limits = (float((x / divisor).min()), float((x / divisor).max()))
+        ranges = {name: limits, f"{name}.smoothed": limits}
+        Rewriter(per_channel=True, symmetric=True, reduce_range=False).static(layers, ranges, signed=False)
+        save_graph(model, tmp_path / "model.onnx")
+        found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"x": x})[0]
+        return float(np.abs(found - x @ weight).max())
+
+    assert error(0.5) < 0.2 * error(None)
+
+
+def _one_product(weight: np.ndarray) -> ir.Model:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,16] x, float[16,16] w) => (float[n,16] y) { y = MatMul(x, w) }""")
+    fix_input(model, "w", weight)
+    return model
+
+
+def test_subgraphs(tmp_path: Path) -> None:
+    """A product inside an `If`, on an outer activation and an outer weight."""
+    text = """
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,16] x, float[16,16] w, bool c) => (float[n,16] y) {
+            y = If(c) <
+                then_branch = one () => (float[n,16] a) { a = MatMul(x, w) },
+                else_branch = two () => (float[n,16] b) { b = Identity(x) }
+            >
+        }"""
+    model = ir.from_onnx_text(text)
+    weight = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    fix_input(model, "w", weight)
+    layers = find_layers(model)
+    assert len(layers) == 1
+    Rewriter(per_channel=True, symmetric=True, reduce_range=False).dynamic(layers)
+    save_graph(model, tmp_path / "model.onnx")
+    session = ort.InferenceSession(str(tmp_path / "model.onnx"))
+    x = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
+    assert np.abs(session.run(None, {"x": x, "c": np.array(True)})[0] - x @ weight).max() < 0.2
+    assert np.array_equal(session.run(None, {"x": x, "c": np.array(False)})[0], x)

@@ -1,0 +1,298 @@
+"""The documentation says what the code does: its blocks run, and every error, command, flag and public name is in it.
+
+Blocks of one page share a namespace and run from top to bottom in an empty folder, offline. A fence ```python runs; a fence
+```text output right behind it is what it prints, exactly. A fence ```python notest does not run, and its first line says why:
+`# Not run by the tests: <reason>`. A fence ```python from=<file> shows a piece of that file, word for word.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import linecache
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import accel
+from accel import errors
+from accel.specs import BackendSpec
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Reports about a measurement may hold blocks of other machines; everything else is for readers.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Trains for an hour on data that does not ship with the package.
+LONG_EXAMPLES = {"distill_demo_model.py"}
+MOST_BLOCKS_NOT_RUN = 6
+NOT_RUN = "# Not run by the tests: "
+ADR_PARTS = ("Context", "Decision", "Consequences", "Rejected")
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[a-z][^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
+)
+# A place on somebody's machine, which no other machine has.
+_MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:tmp|work|home|root|Users|mnt|opt)/[\w.-]+")
+
+
+def tool(name: str) -> ModuleType:
+    """A script of docs/tools as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    info: str
+    body: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in _FENCE.finditer(text):
+        indent = match["indent"]
+        body = "".join(line.removeprefix(indent) for line in match["body"].splitlines(keepends=True))
+        yield Block(page, text.count("\n", 0, match.start()) + 1, match["info"].strip(), body)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def has_python(page: Path) -> bool:
+    return any(block.info == "python" for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=name_of)
+def test_the_blocks_of_a_page_run_and_print_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What a page prints must not depend on the plugins of this machine; a backend's own page has that backend too.
+    own = page.stem if page.parent.name == "backends" else "cpu"
+    monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{own}")
+    namespace: dict[str, Any] = {"__name__": "docs_page"}
+    printed = None
+    for block in blocks(page):
+        where = f"{name_of(page)}:{block.line}"
+        if block.info == "python":
+            # So that a traceback shows the line, and `inspect` finds the source.
+            linecache.cache[where] = (len(block.body), None, block.body.splitlines(keepends=True), where)
+            stream = io.StringIO()
+            with redirect_stdout(stream):
+                exec(compile(block.body, where, "exec"), namespace)
+            printed = stream.getvalue()
+        elif block.info == "text output":
+            assert printed is not None, f"{where}: there is no block above that printed this"
+            assert printed.rstrip() == block.body.rstrip(), where
+            printed = None
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path.name not in LONG_EXAMPLES], ids=name_of)
+def test_an_example_runs_without_arguments(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
+    skipped = [block for page in PAGES for block in blocks(page) if block.info == "python notest"]
+    silent = [f"{name_of(b.page)}:{b.line}" for b in skipped if not b.body.startswith(NOT_RUN)]
+    assert not silent, f"the first line must be {NOT_RUN!r} and the reason"
+    assert len(skipped) <= MOST_BLOCKS_NOT_RUN
+    for block in skipped:
+        compile(block.body, f"{name_of(block.page)}:{block.line}", "exec")
+
+
+def test_fences_have_a_word_that_is_known() -> None:
+    known = {"python", "python notest", "text output", "text", "bash", "toml", "json", "yaml", "diff"}
+    unknown = [
+        f"{name_of(b.page)}:{b.line}: {b.info}"
+        for p in PAGES
+        for b in blocks(p)
+        if b.info not in known and " from=" not in b.info
+    ]
+    assert not unknown
+
+
+def test_pieces_of_files_are_what_the_files_say() -> None:
+    shown = [(b, b.info.split(" from=")[1]) for page in PAGES for b in blocks(page) if " from=" in b.info]
+    changed = [f"{name_of(b.page)}:{b.line}" for b, file in shown if b.body not in (ROOT / file).read_text("utf-8")]
+    assert not changed
+    assert shown
+
+
+def commands_in(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Lines of bash blocks that call `accel`, as words."""
+    for block in blocks(page):
+        if block.info == "bash":
+            for number, line in enumerate(block.body.replace("\\\n", " ").splitlines(), start=block.line + 1):
+                words = shlex.split(line, comments=True)
+                if words and words[0] == "accel":
+                    yield f"{name_of(page)}:{number}", words
+
+
+def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
+    reference = tool("cli_reference")
+    known = {path: reference.options(command, context) for path, command, context in reference.commands()}
+    wrong, seen = [], 0
+    for page in PAGES:
+        for where, words in commands_in(page):
+            seen += 1
+            path = "accel"
+            for word in words[1:]:
+                if f"{path} {word}" not in known:
+                    break
+                path = f"{path} {word}"
+            flags = {word.split("=")[0] for word in words if word.startswith("-")}
+            if not flags <= known[path] or (path == "accel" and len(words) > 1 and not words[1].startswith("-")):
+                wrong.append(f"{where}: {' '.join(words)}: {sorted(flags - known[path])}")
+    assert not wrong
+    assert seen >= 5
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    reference = tool("cli_reference")
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.render(), (
+        "out of date: python docs/tools/cli_reference.py"
+    )
+
+
+def test_every_command_and_flag_is_on_the_command_line_page() -> None:
+    reference = tool("cli_reference")
+    text = reference.PAGE.read_text(encoding="utf-8")
+    for path, command, context in reference.commands():
+        assert f"# {path}\n" in text
+        section = text.split(f"# {path}\n", 1)[1].split("\n## ", 1)[0]
+        for flag in reference.options(command, context):
+            assert flag in section, f"{path} {flag}"
+
+
+def test_the_demo_output_is_the_recorded_one() -> None:
+    import json
+
+    demo = tool("demo_table")
+    assert demo.problems(json.loads(demo.RECORD.read_text(encoding="utf-8"))) == []
+
+
+def test_every_error_is_in_troubleshooting() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.AccelError) and value.__module__ == errors.__name__
+    }
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    assert set(sections) == classes
+    for name, section in sections.items():
+        assert "**Fix" in section, f"{name}: what to do about it?"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^::: accel\.(\w+)$", text, re.MULTILINE))
+    assert documented == set(accel.__all__) - {"__version__"}
+    assert "`accel.__version__`" in text
+
+
+def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    entries = project["entry-points"]["accel.backends"]
+    shared = {"ort"}  # the substrate of the ONNX Runtime backends, not a backend
+    folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - shared
+    assert {name.replace("-", "_") for name in entries} == folders
+    pages = {path.stem.replace("-", "_") for path in (DOCS / "backends").glob("*.md")}
+    assert pages == folders
+    for name, value in entries.items():
+        module, _, attribute = value.partition(":")
+        spec: BackendSpec = getattr(importlib.import_module(module), attribute)
+        assert spec.name == name
+        assert spec.extra in project["optional-dependencies"], f"{name}: no extra {spec.extra!r}"
+        page = (DOCS / "backends" / f"{name}.md").read_text(encoding="utf-8")
+        assert f'".[{spec.extra}]"' in page, f"docs/backends/{name}.md must say how to install it"
+        for alias in spec.aliases:
+            assert f"`{alias}`" in page, f"docs/backends/{name}.md must name the alias {alias}"
+
+
+def navigation() -> list[Any]:
+    # mkdocs.yml may hold tags of mkdocs itself; the navigation has none.
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
+    expanded: list[Any] = tool("mkdocs_hooks").expand(nav, DOCS)
+    return expanded
+
+
+def targets(nav: list[Any]) -> Iterator[str]:
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for target in entry.values():
+                yield from targets(target if isinstance(target, list) else [target])
+
+
+def test_the_navigation_holds_every_page_once() -> None:
+    named = list(targets(navigation()))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert len(named) == len(set(named))
+    assert pages - set(named) - {f"benchmarks/{p.name}" for p in (DOCS / "benchmarks").glob("*.md")} == set()
+    assert set(named) <= pages
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "adr").glob("*.md")), ids=name_of)
+def test_a_decision_record_fits_one_page_and_has_its_parts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == ADR_PARTS
+    assert len(text.split()) <= 500
+
+
+def test_no_page_or_example_names_a_path_of_one_machine() -> None:
+    files = [
+        *PAGES,
+        ROOT / "CHANGELOG.md",
+        *EXAMPLES,
+        *(DOCS / "benchmarks").glob("*.py"),
+        *(DOCS / "tools").glob("*.py"),
+    ]
+    found = [f"{name_of(path)}: {match}" for path in files for match in _MACHINE_PATH.findall(path.read_text("utf-8"))]
+    assert not found
+
+
+def test_nothing_tells_to_install_another_project() -> None:
+    wrong = re.compile(r"pip install\s+[\"']?accel(?![-\w])")
+    assert not [name_of(page) for page in PAGES if wrong.search(page.read_text(encoding="utf-8"))]
+
+
+def test_scripts_that_pages_name_exist() -> None:
+    script = re.compile(r"(?<![\w/])((?:docs|examples|tests)/[\w/.-]+\.(?:py|json|toml|md))")
+    missing = {
+        f"{name_of(page)}: {name}"
+        for page in PAGES
+        for name in script.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert not missing

@@ -1,0 +1,27 @@
+"""What importing costs: no torch, no transformers, no vendor library until something needs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "onnx", "onnx_ir", "numpy", "datasets")
+
+SNIPPETS = {
+    "import": "import accel",
+    "listing": "from accel import registry; assert registry.installed()",
+    "specs": "from accel import registry; assert registry.describe_all()[0]",
+    "help": "import sys; sys.argv = ['accel', '--help']\nfrom accel.cli import main\ntry: main()\nexcept SystemExit: pass",
+    "config": "from accel import ExportConfig, SessionOptions, AccelError; ExportConfig()",
+}
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS.values(), ids=SNIPPETS.keys())
+def test_light(snippet: str) -> None:
+    script = f"{snippet}\nimport json, sys\nprint('\\n' + json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert loaded.isdisjoint(HEAVY), loaded & set(HEAVY)

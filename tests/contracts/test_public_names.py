@@ -1,0 +1,47 @@
+"""The public names are exactly the listed ones, and what has one name in four places has the same in all."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import accel
+from accel import registry
+from accel.tasks import TASKS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_listed_name_exists() -> None:
+    for name in accel.__all__:
+        assert getattr(accel, name) is not None
+    assert set(accel.__all__) <= set(dir(accel))
+
+
+def test_functions_are_not_shadowed_by_modules() -> None:
+    """A submodule named like a function would replace it as soon as anybody imports it."""
+    import accel.exporting
+
+    assert callable(accel.export)
+    modules = {path.stem for path in (ROOT / "accel").glob("*.py")} | {path.name for path in (ROOT / "accel").iterdir()}
+    assert modules.isdisjoint(accel.__all__)
+
+
+def test_every_task_has_its_class() -> None:
+    for spec in TASKS.values():
+        assert spec.model in accel.__all__
+
+
+def test_folders_are_entry_points_are_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - {"ort"}
+    assert set(project["entry-points"]["accel.backends"]) == folders
+    for name in folders:
+        spec = registry.describe(name)
+        assert spec.extra in project["optional-dependencies"]
+        assert spec.impl.startswith(f"accel_plugins.{name}.")
+
+
+def test_core_depends_on_no_onnx_runtime() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [item for item in project["dependencies"] if item.startswith("onnxruntime")]

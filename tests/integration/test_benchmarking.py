@@ -1,0 +1,141 @@
+"""Variants in processes of their own: what is reported, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel import benchmark
+from accel.artifact import Artifact
+from accel.benchmarking import Variant
+from accel.errors import ConfigError
+from accel.reporting import html_page, write_png
+
+FEW = {"rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def found(
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
+):
+    """PyTorch, an artifact that works, one that is another model, and one whose process dies."""
+    wrong = tmp_path_factory.mktemp("wrong") / "artifact"
+    shutil.copytree(tiny_artifact().path, wrong)
+    from accel.exporting import export
+    from accel.testing.models import save_tiny
+
+    other = export(save_tiny(tmp_path_factory.mktemp("other") / "model", "bert", seed=5), wrong.parent / "other")
+    artifact = tiny_artifact().path
+    variants = [
+        Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", pytorch="float32"),
+        Variant(name="good", path=artifact, task="text-classification"),
+        Variant(name="wrong", path=other.path, task="text-classification"),
+        Variant(name="absent", path=artifact / "nothing", task="text-classification"),
+    ]
+    return benchmark(variants, sequence=[5, 9], batch=[2], **FEW)
+
+
+def test_a_good_variant_is_measured(found) -> None:
+    good = found["good"]
+    assert good.error is None
+    assert good.max_abs_difference < good.tolerance
+    assert (good.backend, good.compute_dtype, good.threads) == ("cpu", "float32", 1)
+    assert good.bytes > 10_000
+    assert good.peak_memory_bytes > 50e6
+    assert good.load_s > 0
+    assert [cell.workload for cell in good.cells] == ["2x5", "2x9"]
+    cell = good.cells[0]
+    assert cell.latency.calls == 6
+    assert [len(block) for block in cell.milliseconds] == [3, 3]
+    assert cell.latency.min <= cell.latency.median <= cell.latency.p95 <= cell.latency.p99 <= cell.latency.max
+    assert cell.ratio.low <= cell.ratio.value <= cell.ratio.high
+    assert good.agreement == 1.0
+
+
+def test_a_wrong_variant_is_not_timed(found) -> None:
+    assert "outputs differ from the baseline's" in found["wrong"].error
+    assert found["wrong"].cells == ()
+
+
+def test_a_failed_variant_leaves_the_others_alone(found) -> None:
+    assert found["absent"].error is not None
+    assert len(found["PyTorch eager float32"].cells) == 2
+
+
+def test_lines_have_the_known_form(found) -> None:
+    line = found["good"].lines()[0]
+    assert line.startswith("[good] mean=")
+    for word in ("sd=", "min=", "max=", "median=", "95p=", "99p="):
+        assert word in line
+
+
+def test_the_page_needs_no_network(found) -> None:
+    page = html_page(found.to_dict())
+    assert "http" not in page
+    assert "<script" not in page
+    assert "Not measured" in page
+    assert "outputs differ" in page
+    assert "2x9" in page
+
+
+def test_png_without_matplotlib_names_the_extra(found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="matplotlib") as info:
+        write_png(found.to_dict(), tmp_path / "x.png")
+    assert "report" in str(info.value)
+
+
+def test_texts_with_tokenizer_and_callers(tiny_folder, tiny_artifact, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("hello world\n\na much longer line of words than the first\nthird\n", encoding="utf-8")
+    tiny_artifact()
+    excluded = benchmark(tiny_artifact(), texts=texts, batch=[1], **FEW)
+    sizes = excluded.settings["lengths"]["1 of texts.txt"]
+    assert sizes["min"] < sizes["max"]
+    included = benchmark(tiny_artifact(), texts=texts, tokenize=True, batch=[2], callers=2, rate=500.0, **FEW)
+    assert included.settings["tokenizer"] == "included"
+    assert all(variant.error is None for variant in included.variants)
+    assert included.variants[1].cells[0].latency.calls == 6
+
+
+def _die(model: object) -> None:
+    os._exit(7)
+
+
+def test_a_process_that_dies_is_reported(tiny_artifact) -> None:
+    from accel.errors import SessionError
+    from accel.workers import Worker
+
+    worker = Worker(Variant(name="doomed", path=tiny_artifact().path, task="text-classification"), 1)
+    try:
+        worker.load()
+        with pytest.raises(SessionError, match=r"The process of doomed died \(exit code 7\)"):
+            worker.call(_die)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch": [0]}, "batch is"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"rate": -1.0}, "rate is"),
+        ({"pytorch": ["int3"]}, "dtype"),
+        ({"tokenize": True}, "needs texts"),
+    ],
+)
+def test_settings_that_cannot_work(tiny_folder, settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        benchmark(tiny_folder(), **settings)
+
+
+def test_sequence_beyond_the_positions(tiny_artifact) -> None:
+    with pytest.raises(ConfigError, match="positions"):
+        benchmark(tiny_artifact(), sequence=[100_000], **FEW)

@@ -1,0 +1,158 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from accel import __version__
+from accel.artifact import Artifact
+from accel.cli import app
+
+COMMANDS = ["export", "validate", "benchmark", "tune", "convert", "doctor", "demo", "cache list", "cache clear"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert f"Example: accel {command}" in " ".join(result.output.split())
+
+
+def test_version() -> None:
+    assert run("--version").output.strip() == __version__
+
+
+def test_export_and_validate(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("export", tiny_folder(), out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["task"] == "text-classification"
+    assert json.loads(result.stdout)["path"] == str(out)
+    result = run("validate", out)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("passed: differs by")
+    result = run("validate", out, "--atol", "1e-12", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passed"] is False
+
+
+def test_validate_against_another_model_fails(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    from accel.testing.models import save_tiny
+
+    other = save_tiny(tmp_path / "other", "bert", seed=1)
+    result = run("validate", tiny_artifact().path, "--against", other)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("FAILED")
+
+
+def test_errors_go_to_stderr_with_a_fix(tmp_path: Path) -> None:
+    result = run("export", tmp_path / "nothing", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Error: There is no folder" in result.stderr
+    assert "Fix:" in result.stderr
+
+
+def test_errors_as_json(tmp_path: Path) -> None:
+    result = run("export", tmp_path / "nothing", tmp_path / "out", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["type"] == "ArtifactNotFoundError"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export",),
+        ("export", "a", "b", "--no-such-flag"),
+        ("no-such-command",),
+        ("export", "a", "b", "--dtype", "fp16"),
+    ],
+)
+def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_doctor() -> None:
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    backends = {entry["name"]: entry for entry in report["backends"]}
+    assert backends["cpu"]["available"]
+    assert backends["cpu"]["devices"][0]["type"] == "cpu"
+    assert "torch" in report["machine"]["libraries"]
+    assert "ONNX Runtime on the CPU" in run("doctor").stdout
+
+
+def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Callable[..., Path]) -> None:
+    import accel
+
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    assert run("cache", "list").stdout.strip() == "The cache is empty."
+    accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder("distilbert"))
+    entries = json.loads(run("cache", "list", "--json").stdout)
+    assert len(entries) == 1
+    assert entries[0]["bytes"] > 10_000
+    assert json.loads(run("cache", "clear", "nothing-like-it", "--json").stdout)["removed"] == []
+    assert len(json.loads(run("cache", "clear", "--json").stdout)["removed"]) == 1
+    assert run("cache", "list").stdout.strip() == "The cache is empty."
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The whole demo, with the whole test set."""
+    result = run("demo", "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    original, exported, *accelerated = report["rows"]
+    assert [row["compute_dtype"] for row in accelerated] == ["float32", "int8"]
+    assert all(row["accuracy"] >= original["accuracy"] - 0.005 for row in accelerated)
+    assert original["accuracy"] >= 0.90
+    assert exported["accuracy"] == pytest.approx(original["accuracy"], abs=0.001)
+    assert exported["agreement"] >= 0.999
+    assert report["max_abs_difference"] <= 1e-3
+    assert report["queries"] == 3080
+    Artifact.load(tmp_path / "out")
+
+
+def test_benchmark_prints_lines_and_writes_a_page(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    few = ("--rounds", 2, "--calls", 2, "--warmup", 0, "--threads", 1, "-s", 7)
+    result = run("benchmark", tiny_artifact().path, "--report", page, "--json", *few)
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert [cell["workload"] for cell in values["variants"][1]["cells"]] == ["1x7"]
+    assert "<svg" in page.read_text()
+
+
+def test_benchmark_of_one_failing_variant_exits_1(tiny_artifact: Callable[..., Artifact]) -> None:
+    few = ("--rounds", 1, "--calls", 1, "--warmup", 0, "--threads", 1, "-s", 7)
+    result = run("benchmark", tiny_artifact().path, "--atol", "1e-12", *few)
+    assert result.exit_code == 1
+    assert "failed: " in result.stdout
+    assert "[PyTorch eager float32] mean=" in result.stdout
+
+
+def test_convert_writes_artifacts_and_a_report(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    few = ("--nb-measures", 4, "--warmup", 0, "--threads", 1, "-s", 7, "--optimize", "none")
+    result = run("convert", "-m", tiny_folder(), out, "--backend", "cpu", "--quantize", "dynamic-int8", *few)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {"onnx", "onnx-dynamic-int8", "benchmark.json", "report.html"}
+    assert Artifact.load(out / "onnx-dynamic-int8").manifest.quantization is not None
+    assert "mean=" in result.stdout
+
+
+def test_convert_refuses_what_it_does_not_know(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    assert run("convert", tiny_folder(), tmp_path / "out", "--fp16").exit_code == 2
+    result = run("convert", tiny_folder(), tmp_path / "out", "--quantize", "int3")
+    assert result.exit_code == 2
+    assert "No backend here quantizes with 'int3'" in result.stderr
+    assert run("convert", tiny_folder()).exit_code == 2
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,321 @@
+"""What `export` writes, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import accel
+from accel import capture
+from accel.artifact import Artifact
+from accel.errors import (
+    ArtifactNotFoundError,
+    ConfigError,
+    ExportError,
+    InputError,
+    OutputFolderError,
+    TaskError,
+    UnknownBackendError,
+    ValidationError,
+)
+from accel.exporting import export
+from accel.testing.models import save_tiny, tiny_model
+
+
+def test_folder_is_complete(tiny_artifact: Callable[..., Artifact]) -> None:
+    artifact = tiny_artifact()
+    names = {path.name for path in artifact.path.iterdir()}
+    assert {"accel.json", "export.json", "config.json", "model.onnx", "model.onnx.data", "tokenizer.json"} <= names
+    component = artifact.component()
+    assert [spec.shape for spec in component.inputs] == [("batch", "sequence")] * 3
+    assert component.outputs[0].shape == ("batch", 3)
+    assert component.max_sizes == {"sequence": 96}
+    step = artifact.manifest.steps[0]
+    assert step.stage == "export"
+    assert step.validation["max_abs_difference"] <= 1e-4
+    assert len(step.validation["shapes"]) >= 4
+    assert {"torch", "transformers", "onnx"} <= set(step.versions)
+
+
+def test_transformers_reads_the_folder(tiny_artifact: Callable[..., Artifact]) -> None:
+    from transformers.exporters import ExportedModel
+
+    artifact = tiny_artifact()
+    with capture.quiet():
+        exported = ExportedModel.from_pretrained(artifact.path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    expected = accel.ORTModelForSequenceClassification(artifact)(**inputs).logits
+    # Not bit for bit: our CPU sessions leave one of ONNX Runtime's own fusions out.
+    assert (exported(**inputs).logits - expected).abs().max() < 1e-5
+
+
+def test_roberta_positions_start_behind_the_padding(tiny_artifact: Callable[..., Artifact]) -> None:
+    component = tiny_artifact("roberta").component()
+    assert component.max_sizes == {"sequence": 94}
+    assert component.unused_inputs == ("token_type_ids",)
+    assert component.inputs[0].pad_value == 1
+
+
+def test_graph_carries_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -> None:
+    text = tiny_artifact().file().read_bytes()
+    assert b"site-packages" not in text
+    assert b"stack_trace" not in text
+
+
+def test_weights_in_the_file(tmp_path: Path) -> None:
+    artifact = export(tiny_model("bert"), tmp_path / "out", external_data=False)
+    assert [record.name for record in artifact.component().files] == ["model.onnx"]
+    assert not (tmp_path / "out" / "model.onnx.data").exists()
+    accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
+
+
+def test_an_axis_fixed_by_the_trace_is_refused(tmp_path: Path) -> None:
+    class Fixed(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(2, -1) if x.shape[0] == 2 else x * 2
+
+    with pytest.raises(ExportError, match="batch|cannot be traced"):
+        export(Fixed(), tmp_path / "out", task="custom", sample={"x": torch.ones(2, 3)}, axes={"x": {0: "batch"}})
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_axes_that_became_one_are_refused(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b
+
+    axes = {"a": {0: "rows"}, "b": {0: "columns"}}
+    sample = {"a": torch.ones(3), "b": torch.ones(3)}
+    with pytest.raises(ExportError, match="fails on inputs of sizes.*rows.*columns"):
+        export(Tied(), tmp_path / "out", task="custom", sample=sample, axes=axes)
+
+
+def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
+    """The model answers differently on longer inputs than the sample's, which the trace cannot know."""
+
+    class LengthDependent(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = 2.0 if torch.compiler.is_exporting() else 1.0
+            return x * scale
+
+    with pytest.raises(ValidationError, match="differs"):
+        export(
+            LengthDependent(), tmp_path / "out", task="custom", sample={"x": torch.ones(2, 3)}, axes={"x": {0: "batch"}}
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peft_adapter_is_merged(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    base = save_tiny(tmp_path / "base", "bert")
+    with capture.quiet():
+        import transformers
+
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, lora).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "out")
+    found = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.inference_mode():
+        expected, unadapted = adapted(input_ids=ids).logits, tiny_model("bert")(input_ids=ids).logits
+    assert (found(input_ids=ids).logits - expected).abs().max() <= 1e-4
+    assert (unadapted - expected).abs().max() > 1e-2, "the adapter changes nothing: the test proves nothing"
+
+
+def test_sentence_transformers_folder(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "st", "bert", "feature-extraction")
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(folder)
+    assert model.artifact.task == "sentence-similarity"
+    vectors = model.encode(["where is my card", "a very long text about a bank account"], batch_size=1)
+    assert vectors.shape == (2, 32)
+    assert abs((vectors**2).sum(1) - 1).max() < 1e-5
+    hidden = model(**_encoded(folder, "where is my card")).last_hidden_state
+    cls = torch.nn.functional.normalize(hidden[:, 0], dim=1)
+    assert (torch.from_numpy(vectors[0]) - cls[0]).abs().max() < 1e-5
+
+
+def _encoded(folder: Path, text: str) -> dict[str, torch.Tensor]:
+    import transformers
+
+    return dict(transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt"))
+
+
+# Bad input
+
+
+def test_unknown_task(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="Did you mean 'text-classification'") as info:
+        export(tiny_folder(), tmp_path / "out", task="text-clasification")
+    assert "Fix:" in str(info.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_task_that_does_not_fit(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="BertForSequenceClassification.*no head"):
+        export(tiny_folder(), tmp_path / "out", task="question-answering")
+    with pytest.raises(TaskError, match="cannot do image-classification"):
+        export(tiny_folder(), tmp_path / "out", task="image-classification")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="no folder"):
+        export(tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactNotFoundError, match="holds no model"):
+        export(tmp_path / "empty", tmp_path / "out")
+
+
+def test_folder_without_weights(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_bytes((tiny_folder() / "config.json").read_bytes())
+    with pytest.raises(ExportError, match="cannot load"):
+        export(tmp_path / "half", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_truncated_weights(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "truncated"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tiny_folder() / "config.json").read_bytes())
+    (folder / "model.safetensors").write_bytes((tiny_folder() / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ExportError, match="cannot load"):
+        export(folder, tmp_path / "out")
+
+
+def test_an_artifact_is_no_source(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="exported artifact already"):
+        export(tiny_artifact().path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="not a model"):
+        export(42, tmp_path / "out")  # type: ignore[arg-type]
+
+
+def test_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputFolderError, match="cannot be made"):
+        export(tiny_model("bert"), tmp_path / "file" / "out")
+
+
+def test_output_folder_is_the_input_or_not_empty(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(OutputFolderError, match="also the input"):
+        export(tiny_folder(), tiny_folder())
+    (tmp_path / "keep.txt").write_text("mine")
+    with pytest.raises(OutputFolderError, match="not empty"):
+        export(tiny_folder(), tmp_path)
+    assert (tmp_path / "keep.txt").read_text() == "mine"
+
+
+def test_unknown_backend_and_setting(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UnknownBackendError, match="Did you mean"):
+        export(tiny_folder(), tmp_path / "out", backend="cpuu")
+    with pytest.raises(ConfigError, match="Did you mean 'opset'"):
+        export(tiny_folder(), tmp_path / "out", opsett=18)
+    with pytest.raises(ConfigError, match="float64"):
+        export(tiny_folder(), tmp_path / "out", dtype="float64")
+    with pytest.raises(TaskError, match="embeddings"):
+        export(tiny_folder(), tmp_path / "out", pooling="mean")
+
+
+def test_custom_sample_needs_axes(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="axes"):
+        export(torch.nn.Linear(2, 2), tmp_path / "out", task="custom", sample={"input": torch.ones(2, 2)})
+    with pytest.raises(ExportError, match="No inputs can be made"):
+        export(torch.nn.Linear(2, 2), tmp_path / "out", task="custom")
+
+
+# Interruption
+
+_EXPORT = """
+import sys
+from accel.exporting import export
+from accel.testing.models import tiny_model
+print("start", flush=True)
+export(tiny_model("bert"), sys.argv[1])
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["staging", "writing", "manifest"])
+def test_kill_leaves_nothing_or_a_whole_folder(moment: str, tmp_path: Path) -> None:
+    """Killed as soon as the temporary folder, the graph file or the manifest shows up."""
+    target = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-c", _EXPORT, str(target)], stdout=subprocess.PIPE)
+    pattern = {"staging": ".accel-staging-*", "writing": ".accel-staging-*/**/*.onnx*", "manifest": "*/accel.json"}[
+        moment
+    ]
+    try:
+        deadline = time.monotonic() + 120
+        while not any(tmp_path.glob(pattern)) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    if target.exists():
+        assert Artifact.load(target).component().file == "model.onnx"
+    # The next run beside it cleans up and succeeds.
+    export(tiny_model("bert"), tmp_path / "next")
+    assert not list(tmp_path.glob(".accel-staging-*"))
+
+
+_NO_SOCKETS = """
+import socket, sys
+def refuse(*args, **kwargs):
+    raise AssertionError(f"a socket was opened: {args}")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+import accel
+model = accel.ORTModelForSequenceClassification.from_pretrained(sys.argv[1])
+pipe = accel.pipeline("text-classification", model=model)
+print(pipe("where is my card")[0]["label"])
+"""
+
+
+def test_a_local_path_opens_no_socket(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    environment = {**os.environ, "ACCEL_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE")
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_SOCKETS, str(tiny_folder())],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "LABEL" in done.stdout
+
+
+def test_memory_peaks_below_three_times_the_weights(tmp_path: Path) -> None:
+    """A model of 160 MB: peak memory of the export, less what an idle process with the libraries holds."""
+    script = (
+        "import resource, sys, torch, transformers\n"
+        "from accel.exporting import export\n"
+        "config = transformers.BertConfig(vocab_size=60000, hidden_size=512, num_hidden_layers=3, num_attention_heads=8,"
+        " intermediate_size=2048, num_labels=2)\n"
+        "model = transformers.BertForSequenceClassification(config)\n"
+        "weights = sum(p.numel() * 4 for p in model.parameters())\n"
+        "export(model, sys.argv[1])\n"
+        "print(weights, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    weights, peak = map(int, done.stdout.split())
+    assert weights > 150e6
+    assert peak < 3 * weights + (1 << 30)

@@ -1,0 +1,408 @@
+"""`from_pretrained`, `save_pretrained` and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel import ORTModelForSequenceClassification as Classifier
+from accel.artifact import Artifact, accel_home
+from accel.config import SessionOptions
+from accel.errors import (
+    ArtifactNotFoundError,
+    BackendUnavailableError,
+    ConfigError,
+    InputError,
+    IntegrityError,
+    OutputFolderError,
+    SchemaError,
+    SessionError,
+    TaskError,
+    UnknownBackendError,
+)
+
+IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 3, 0, 0]])
+INPUTS = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "token_type_ids": torch.zeros_like(IDS)}
+
+
+@pytest.fixture
+def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
+    return tiny_artifact()
+
+
+@pytest.fixture
+def copy(artifact: Artifact, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(artifact.path, tmp_path / "copy"))
+
+
+def plain_onnx(artifact: Artifact, folder: Path, name: str = "model.onnx") -> Path:
+    """The same graph as a folder without our manifest, as Optimum and transformers.js lay it out."""
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(artifact.file(), target)
+    shutil.copyfile(artifact.path / "model.onnx.data", target.parent / "model.onnx.data")
+    shutil.copyfile(artifact.path / "config.json", folder / "config.json")
+    return folder
+
+
+def test_transformers_folder_is_exported_once(
+    tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first = Classifier.from_pretrained(tiny_folder("distilbert"))
+    assert "exported it once" in caplog.text
+    caplog.clear()
+    second = Classifier.from_pretrained(tiny_folder("distilbert"))
+    assert caplog.text == ""
+    assert second.artifact.path == first.artifact.path
+    assert accel_home() in first.artifact.path.parents
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "onnx/model.onnx", "only_one.onnx"])
+def test_plain_onnx_folders(name: str, artifact: Artifact, tmp_path: Path) -> None:
+    model = Classifier.from_pretrained(plain_onnx(artifact, tmp_path, name))
+    assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
+    assert model.artifact.component().inputs[0].shape == ("batch", "sequence")
+    model.save_pretrained(tmp_path / "saved")
+    saved = Artifact.load(tmp_path / "saved")
+    assert all(len(record.sha256) == 64 for record in saved.component().files)
+
+
+def test_file_name_chooses_among_graphs(artifact: Artifact, tmp_path: Path) -> None:
+    plain_onnx(artifact, tmp_path, "a.onnx")
+    shutil.copyfile(artifact.file(), tmp_path / "b.onnx")
+    with pytest.raises(ArtifactNotFoundError, match=r"not clear: a\.onnx, b\.onnx"):
+        Classifier.from_pretrained(tmp_path)
+    assert Classifier.from_pretrained(tmp_path, file_name="b.onnx").artifact.component().file == "b.onnx"
+    with pytest.raises(ArtifactNotFoundError, match=r"no graph 'bb\.onnx'.*It has: a\.onnx, b\.onnx"):
+        Classifier.from_pretrained(tmp_path, file_name="bb.onnx")
+
+
+def test_save_and_load_without_the_source(copy: Path, tmp_path: Path) -> None:
+    model = Classifier.from_pretrained(copy)
+    expected = model(**INPUTS).logits
+    model.config.id2label = {0: "x", 1: "y", 2: "z"}
+    model.save_pretrained(tmp_path / "saved")
+    shutil.rmtree(copy)
+    loaded = Classifier.from_pretrained(tmp_path / "saved")
+    assert torch.equal(loaded(**INPUTS).logits, expected)
+    assert loaded.config.id2label[1] == "y"
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+    with pytest.raises(OutputFolderError):
+        loaded.save_pretrained(tmp_path / "saved")
+
+
+def test_push_to_hub(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in for the Hub's client; what is uploaded is a whole artifact with a card."""
+    uploaded: dict[str, Any] = {}
+
+    class Api:
+        def __init__(self, token: str | None = None) -> None:
+            uploaded["token"] = token
+
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> str:
+            uploaded["files"] = {path.name for path in folder_path.iterdir()}
+            uploaded["card"] = (folder_path / "README.md").read_text()
+            Artifact.load(folder_path)
+            return f"https://huggingface.co/{repo_id}"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert Classifier(artifact).push_to_hub("org/name", token="t").endswith("org/name")
+    assert {"accel.json", "model.onnx", "config.json", "tokenizer.json", "README.md"} <= uploaded["files"]
+    assert "pipeline_tag: text-classification" in uploaded["card"]
+    assert 'ORTModelForSequenceClassification.from_pretrained("org/name")' in uploaded["card"]
+
+
+def test_pickle_and_spawn(artifact: Artifact) -> None:
+    model = Classifier(artifact, session_options=SessionOptions(threads=1))
+    copy = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copy(**INPUTS).logits, model(**INPUTS).logits)
+
+
+def _in_child(model: Classifier, queue: Any) -> None:
+    queue.put(model(**INPUTS).logits.numpy())
+
+
+def test_fork(artifact: Artifact) -> None:
+    model = Classifier(artifact, session_options=SessionOptions(threads=2))
+    expected = model(**INPUTS).logits
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(model, queue))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join(timeout=60)
+    assert child.exitcode == 0
+    assert (torch.from_numpy(found) - expected).abs().max() < 1e-6
+
+
+# What a call accepts
+
+
+def test_defaults_are_transformers(artifact: Artifact) -> None:
+    model = Classifier(artifact)
+    full = torch.tensor([[2, 5, 6, 3]])
+    expected = model(full, torch.ones_like(full), torch.zeros_like(full)).logits
+    assert torch.equal(model(input_ids=full).logits, expected)
+    assert torch.equal(model(full, return_dict=False)[0], expected)
+
+
+def test_inputs_that_the_graph_does_not_take(tiny_artifact: Callable[..., Artifact]) -> None:
+    model = Classifier(tiny_artifact())
+    for extra in ({"labels": torch.zeros(2)}, {"inputs_embeds": torch.zeros(2, 5, 32)}, {"output_attentions": True}):
+        with pytest.raises(InputError, match=next(iter(extra))):
+            model(**INPUTS, **extra)
+    model(**INPUTS, output_attentions=False, output_hidden_states=None)
+    with pytest.raises(InputError, match="missing: .*input_ids"):
+        model(attention_mask=INPUTS["attention_mask"])
+    roberta = Classifier(tiny_artifact("roberta"))
+    plain = roberta(input_ids=IDS + 1)
+    # RoBERTa has one token type: whatever is passed adds the same, and some tokenizers pass it.
+    assert torch.equal(roberta(input_ids=IDS + 1, token_type_ids=torch.zeros_like(IDS)).logits, plain.logits)
+
+
+def test_longer_than_the_positions(artifact: Artifact) -> None:
+    with pytest.raises(InputError, match="97 tokens; the model has 96 positions"):
+        Classifier(artifact)(input_ids=torch.full((1, 97), 5))
+
+
+def test_to(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+    model = Classifier(artifact)
+    assert model.to("cpu") is model
+    assert model.to(torch.device("cpu")) is model
+    assert caplog.text == ""
+    assert model.to("cuda:0") is model
+    assert "stays on cpu" in caplog.text
+    assert str(model.device) == "cpu"
+
+
+def test_session_options_reach_onnx_runtime(artifact: Artifact) -> None:
+    options = SessionOptions(
+        threads=1, graph_optimization="basic", native={"enable_mem_pattern": False, "session.disable_prepacking": "1"}
+    )
+    used = Classifier(artifact, session_options=options).sessions["model"].runtime.get_session_options()  # type: ignore[attr-defined]
+    assert used.intra_op_num_threads == 1
+    assert used.enable_mem_pattern is False
+    assert used.get_session_config_entry("session.disable_prepacking") == "1"
+
+
+def test_onnx_runtimes_own_options_object(artifact: Artifact) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    model = Classifier.from_pretrained(artifact.path, session_options=options)
+    assert model.sessions["model"].runtime.get_session_options().intra_op_num_threads == 1  # type: ignore[attr-defined]
+
+
+def test_buckets(artifact: Artifact) -> None:
+    plain = Classifier(artifact)
+    model = Classifier(artifact, session_options=SessionOptions(buckets=(4, 8)))
+    for length in (1, 4, 5, 8, 11):
+        ids = torch.arange(5, 5 + length).repeat(2, 1)
+        mask = torch.ones_like(ids)
+        mask[1, (length + 1) // 2 :] = 0
+        expected = plain(input_ids=ids, attention_mask=mask).logits
+        assert (model(input_ids=ids, attention_mask=mask).logits - expected).abs().max() < 1e-5
+    with pytest.raises(ConfigError, match="longer than the model's 96 positions"):
+        Classifier(artifact, session_options=SessionOptions(buckets=(128,)))
+
+
+def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> None:
+    artifact = tiny_artifact("bert", "token-classification")
+    model = accel.ORTModelForTokenClassification(artifact, session_options=SessionOptions(buckets=(8,)))
+    logits = model(**INPUTS).logits
+    assert logits.shape == (2, 5, 3)
+    assert (logits - accel.ORTModelForTokenClassification(artifact)(**INPUTS).logits)[0].abs().max() < 1e-5
+
+
+# Bad input
+
+
+def test_backend_is_checked_before_anything_is_exported(tiny_folder: Callable[..., Path]) -> None:
+    before = set((accel_home() / "exports").glob("*"))
+    with pytest.raises(UnknownBackendError, match="Did you mean 'cpu'"):
+        Classifier.from_pretrained(tiny_folder("electra"), backend="cpuu")
+    with pytest.raises(UnknownBackendError, match="Did you mean 'CPUExecutionProvider'"):
+        Classifier.from_pretrained(tiny_folder("electra"), provider="CPUExecutionProvidr")
+    with pytest.raises(BackendUnavailableError, match="no device cuda:0"):
+        Classifier.from_pretrained(tiny_folder("electra"), device="cuda")
+    assert set((accel_home() / "exports").glob("*")) == before
+
+
+def test_no_graph_and_export_false(tiny_folder: Callable[..., Path]) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="export=False") as info:
+        Classifier.from_pretrained(tiny_folder(), export=False)
+    assert "accel export" in str(info.value)
+
+
+def test_export_settings_for_an_exported_folder(artifact: Artifact) -> None:
+    with pytest.raises(ConfigError, match="cannot change"):
+        Classifier.from_pretrained(artifact.path, dtype="float16")
+
+
+def test_wrong_class(artifact: Artifact) -> None:
+    with pytest.raises(TaskError, match="use ORTModelForSequenceClassification"):
+        accel.ORTModelForTokenClassification.from_pretrained(artifact.path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"provider_options": {"arena": 1}}, "no options of its own, not ..arena"),
+        ({"session_options": 42}, "session_options is a int"),
+        ({"bakend": "cpu"}, "no argument 'bakend'. Did you mean 'backend'"),
+        ({"provider_options": [{}, {}]}, "2 entries for one provider"),
+        ({"session_options": SessionOptions(native={"mem_pattern": 1})}, "no 'mem_pattern'"),
+        ({"session_options": {"thread": 1}}, "Did you mean 'threads'"),
+        ({"session_options": SessionOptions(compute_dtype="bfloat16")}, "compute in float32"),
+        ({"device": "gpu 1"}, "not a device"),
+    ],
+)
+def test_options_that_do_not_exist(options: dict[str, Any], message: str, artifact: Artifact) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Classifier.from_pretrained(artifact.path, **options)
+
+
+def test_damaged_graphs(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
+    graph = copy / "model.onnx"
+    graph.write_bytes(graph.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match=r"model\.onnx has"):
+        Classifier.from_pretrained(copy)
+    plain = plain_onnx(artifact, tmp_path / "plain")
+    (plain / "model.onnx").write_bytes(b"\x00garbage" * 50)
+    with pytest.raises((IntegrityError, SessionError), match="model.onnx"):
+        Classifier.from_pretrained(plain)
+    plain = plain_onnx(artifact, tmp_path / "plain2")
+    (plain / "model.onnx.data").unlink()
+    with pytest.raises(IntegrityError, match=r"model\.onnx\.data"):
+        Classifier.from_pretrained(plain)
+
+
+def test_newer_manifest(copy: Path) -> None:
+    values = json.loads((copy / "accel.json").read_text())
+    (copy / "accel.json").write_text(json.dumps({**values, "schema": 2}))
+    with pytest.raises(SchemaError, match="schema 2"):
+        Classifier.from_pretrained(copy)
+
+
+def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="no folder"):
+        Classifier.from_pretrained(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactNotFoundError, match="is a file"):
+        Classifier.from_pretrained(tmp_path / "file")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactNotFoundError, match="neither a folder here nor a model"):
+        Classifier.from_pretrained("org/not-in-the-cache", local_files_only=True)
+
+
+def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
+    """A model from the Hub's cache: an id, a snapshot of links into a blob store, and its commit as revision."""
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    for path in artifact.path.iterdir():
+        shutil.copyfile(path, repo / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(repo / "blobs" / path.name)
+    model = Classifier.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True)
+    assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
+
+
+def test_a_damaged_cached_export_is_made_again(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    first = Classifier.from_pretrained(tiny_folder("distilbert"))
+    (first.artifact.path / "model.onnx").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        again = Classifier.from_pretrained(tiny_folder("distilbert"))
+    assert "Exporting it again" in caplog.text
+    assert again.artifact.bytes == first.artifact.bytes
+
+
+def test_two_exports_of_one_model_at_once(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The slower process finds the folder of the faster one in its place and takes it."""
+    from accel import exporting
+
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    real = exporting.export_located
+
+    def raced(location: Any, out: Path, **kwargs: Any) -> Artifact:
+        monkeypatch.setattr(exporting, "export_located", real)
+        real(location, out, **kwargs)
+        return real(location, out, **kwargs)
+
+    monkeypatch.setattr(exporting, "export_located", raced)
+    model = Classifier.from_pretrained(tiny_folder("distilbert"))
+    assert model.artifact.path.parent == tmp_path / "exports"
+
+
+def test_other_ways_to_name_things(artifact: Artifact, tiny_folder: Callable[..., Path]) -> None:
+    assert Classifier.from_pretrained(artifact).artifact == artifact
+    assert str(Classifier.from_pretrained(artifact, device=-1).device) == "cpu"
+    half = Classifier.from_pretrained(tiny_folder("distilbert"), dtype=torch.float16)
+    assert half.dtype == torch.float16
+    with pytest.raises(ConfigError, match="takes an Artifact"):
+        Classifier(str(artifact.path))  # type: ignore[arg-type]
+    # Which of the two says so depends on the plugins here: nobody runs it, or the exporter does not make it.
+    with pytest.raises((BackendUnavailableError, ConfigError), match="bfloat16"):
+        Classifier.from_pretrained(tiny_folder("distilbert"), dtype="bfloat16")
+
+
+def test_bad_config_of_an_artifact(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"config\.json"):
+        Classifier.from_pretrained(copy)
+
+
+def test_shapes_that_do_not_agree(artifact: Artifact) -> None:
+    model = Classifier(artifact)
+    with pytest.raises(InputError, match="sequence.*4, 5"):
+        model(input_ids=IDS, attention_mask=torch.ones(2, 4, dtype=torch.int64), token_type_ids=torch.zeros_like(IDS))
+    with pytest.raises(InputError, match="has shape"):
+        model(input_ids=IDS[:0])
+    with pytest.raises(InputError, match="not a tensor"):
+        model("where is my card")
+
+
+def test_paths_of_this_machine_are_not_published(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert artifact.manifest.source is not None
+    assert Path(artifact.manifest.source.id).is_absolute()
+    seen = {}
+
+    class Api:
+        def __init__(self, token: str | None = None) -> None: ...
+
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def upload_folder(self, *, folder_path: Path, **_: Any) -> str:
+            seen.update(
+                {path.name: path.read_text() for path in folder_path.iterdir() if path.suffix in (".md", ".json")}
+            )
+            return ""
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    Classifier(artifact).push_to_hub("org/name")
+    folder = str(Path(artifact.manifest.source.id).parent)
+    assert seen["accel.json"]
+    assert not [name for name, text in seen.items() if folder in text]

@@ -1,0 +1,185 @@
+"""Exported graphs compute what PyTorch computes: every family, several shapes, padded rows, careless samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.exporting import export
+from accel.testing.models import FAMILIES, tiny_model
+
+# Float32 sums in another order: about 1e-6 on logits of order 1.
+TOLERANCE = 1e-4
+TEXT_FAMILIES = sorted(set(FAMILIES) - {"vit"})
+
+
+def text_inputs(config: Any, batch: int, sequence: int, *, types: bool) -> dict[str, torch.Tensor]:
+    """Token ids with padding at the end of every second row."""
+    generator = torch.Generator().manual_seed(batch * 100 + sequence)
+    ids = torch.randint(4, 100, (batch, sequence), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1::2, (sequence + 1) // 2 :] = 0
+    ids[mask == 0] = config.pad_token_id
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if types:
+        inputs["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=generator)
+    return inputs
+
+
+def worst_difference(model: Any, original: Any, batches: tuple[int, ...] = (1, 2, 5)) -> float:
+    types = "token_type_ids" in {spec.name for spec in model.sessions["model"].inputs}
+    worst = 0.0
+    for batch in batches:
+        for sequence in (1, 3, 17, 64):
+            inputs = text_inputs(original.config, batch, sequence, types=types)
+            with torch.inference_mode():
+                expected = original(**inputs).logits
+            worst = max(worst, float((model(**inputs).logits - expected).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_text_families(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
+    original = tiny_model(family)
+    model = accel.ORTModelForSequenceClassification(tiny_artifact(family))
+    assert worst_difference(model, original) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_the_test_models_can_fail(family: str) -> None:
+    """Logits are of order 1 and change when the padding is not masked; else parity would prove nothing."""
+    original = tiny_model(family)
+    inputs = text_inputs(original.config, 2, 17, types=False)
+    with torch.inference_mode():
+        logits = original(**inputs).logits
+        unmasked = original(**{**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}).logits
+    assert logits.abs().max() > 0.1
+    assert (logits - unmasked)[1].abs().max() > 100 * TOLERANCE
+
+
+def test_images(tiny_artifact: Callable[..., Artifact]) -> None:
+    original = tiny_model("vit", "image-classification")
+    model = accel.ORTModelForImageClassification(tiny_artifact("vit", "image-classification"))
+    for batch in (1, 2, 5):
+        pixels = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(batch))
+        with torch.inference_mode():
+            expected = original(pixel_values=pixels).logits
+        assert expected.abs().max() > 0.1
+        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_a_careless_sample_is_repaired(family: str, tmp_path: Path) -> None:
+    """Batch 1 and no padding in the given sample would fix the batch and may drop the mask."""
+    original = tiny_model(family)
+    sample = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    export(original, tmp_path / "out", sample=sample)
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert worst_difference(model, original) <= TOLERANCE
+
+
+TASK_MODELS = [
+    ("token-classification", "ORTModelForTokenClassification", ["logits"]),
+    ("question-answering", "ORTModelForQuestionAnswering", ["start_logits", "end_logits"]),
+    ("fill-mask", "ORTModelForMaskedLM", ["logits"]),
+    ("feature-extraction", "ORTModelForFeatureExtraction", ["last_hidden_state", "pooler_output"]),
+]
+
+
+@pytest.mark.parametrize(("task", "cls", "outputs"), TASK_MODELS)
+def test_text_tasks(task: str, cls: str, outputs: list[str], tiny_artifact: Callable[..., Artifact]) -> None:
+    original = tiny_model("bert", task)
+    model = getattr(accel, cls).from_pretrained(tiny_artifact("bert", task).path)
+    inputs = text_inputs(original.config, 3, 11, types=True)
+    with torch.inference_mode():
+        expected = original(**inputs)
+    found = model(**inputs)
+    assert type(found) is type(expected) or task == "feature-extraction"
+    for name in outputs:
+        assert (found[name] - expected[name]).abs().max() <= TOLERANCE
+        assert getattr(found, name) is found[name]
+
+
+def test_multiple_choice(tiny_artifact: Callable[..., Artifact]) -> None:
+    original = tiny_model("bert", "multiple-choice")
+    model = accel.ORTModelForMultipleChoice(tiny_artifact("bert", "multiple-choice"))
+    for batch, choices, sequence in [(1, 2, 3), (2, 4, 9)]:
+        flat = text_inputs(original.config, batch * choices, sequence, types=True)
+        inputs = {name: tensor.view(batch, choices, sequence) for name, tensor in flat.items()}
+        with torch.inference_mode():
+            expected = original(**inputs).logits
+        assert (model(**inputs).logits - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
+def test_pooling_in_the_graph(pooling: str, tmp_path: Path) -> None:
+    original = tiny_model("distilbert", "feature-extraction")
+    export(original, tmp_path / "out", task="sentence-similarity", pooling=pooling, normalize=True)
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(tmp_path / "out")
+    inputs = text_inputs(original.config, 4, 9, types=False)
+    with torch.inference_mode():
+        hidden = original(**inputs).last_hidden_state
+    mask = inputs["attention_mask"].bool().unsqueeze(-1)
+    rows = {
+        "mean": (hidden * mask).sum(1) / mask.sum(1),
+        "cls": hidden[:, 0],
+        "max": hidden.masked_fill(~mask, float("-inf")).amax(1),
+        "last": torch.stack([row[kept.squeeze(-1)][-1] for row, kept in zip(hidden, mask, strict=True)]),
+    }
+    expected = torch.nn.functional.normalize(rows[pooling], dim=1)
+    found = model(**inputs)
+    assert (found.sentence_embedding - expected).abs().max() <= TOLERANCE
+    assert (found.last_hidden_state - hidden).abs().max() <= TOLERANCE
+
+
+class TwoTowers(torch.nn.Module):
+    """A module that is no transformers model: two inputs, two outputs, names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = torch.nn.Linear(4, 3), torch.nn.Linear(6, 3)
+
+    def forward(self, query: torch.Tensor, item: torch.Tensor) -> dict[str, torch.Tensor]:
+        a, b = self.left(query), self.right(item)
+        return {"score": a @ b.T, "query_vector": a}
+
+
+def test_custom_module_keeps_its_names(tmp_path: Path) -> None:
+    original = TwoTowers().eval()
+    sample = {"query": torch.randn(1, 4), "item": torch.randn(1, 6)}
+    axes = {"query": {0: "queries"}, "item": {0: "items"}}
+    artifact = export(original, tmp_path / "out", task="custom", sample=sample, axes=axes)
+    assert [spec.shape for spec in artifact.component().inputs] == [("queries", 4), ("items", 6)]
+    model = accel.ORTModelForCustomTasks.from_pretrained(tmp_path / "out")
+    query, item = torch.randn(5, 4), torch.randn(2, 6)
+    with torch.inference_mode():
+        expected = original(query, item)
+    found = model(query=query, item=item)
+    assert list(found) == ["score", "query_vector"]
+    assert (found["score"] - expected["score"]).abs().max() <= 1e-5
+
+
+def test_half_precision_says_what_it_computes_in(tmp_path: Path) -> None:
+    original = tiny_model("bert")
+    export(original, tmp_path / "out", dtype="float16")
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.artifact.dtype == "float16"
+    assert model.dtype == torch.float16
+    assert model.compute_dtype == "float32", "ONNX Runtime's CPU kernels compute half precision in float32"
+
+
+def test_numpy_in_numpy_out(tiny_artifact: Callable[..., Artifact]) -> None:
+    model = accel.ORTModelForSequenceClassification(tiny_artifact())
+    inputs = text_inputs(model.config, 2, 5, types=True)
+    expected = model(**inputs).logits
+    found = model(**{name: tensor.numpy() for name, tensor in inputs.items()}).logits
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found, expected.numpy())

@@ -1,0 +1,228 @@
+"""Stock and own pipelines over our models give what they give over PyTorch models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import ConfigError, InputError, TaskError
+
+TEXTS = [
+    "where is my card",
+    "help",
+    "i lost my card in paris and i can not pay with my phone app please help me now",
+    "the bank",
+    "why is the transfer so slow",
+    "top up",
+    "wolfgang is in london",
+]
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Equal structure and labels, numbers within 1e-4."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+    if isinstance(expected, float | np.floating | np.ndarray | torch.Tensor):
+        return bool(np.allclose(found, expected, atol=1e-4))
+    return bool(found == expected)
+
+
+CASES = [
+    ("text-classification", "AutoModelForSequenceClassification", "ORTModelForSequenceClassification", {}),
+    ("text-classification", "AutoModelForSequenceClassification", "ORTModelForSequenceClassification", {"top_k": None}),
+    ("token-classification", "AutoModelForTokenClassification", "ORTModelForTokenClassification", {}),
+    ("feature-extraction", "AutoModel", "ORTModelForFeatureExtraction", {}),
+]
+
+
+def pipelines(
+    task: str, auto: str, ours: str, folder: Path, artifact: Artifact, make: Any = transformers.pipeline
+) -> tuple[Any, Any]:
+    """The stock pipeline over PyTorch, and `make`'s over our model."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    original = getattr(transformers, auto).from_pretrained(folder)
+    model = getattr(accel, ours).from_pretrained(artifact.path)
+    return (
+        transformers.pipeline(task, model=original, tokenizer=tokenizer),
+        make(task, model=model, tokenizer=tokenizer),
+    )
+
+
+@pytest.mark.parametrize("make", [transformers.pipeline, accel.pipeline], ids=["stock", "accel"])
+@pytest.mark.parametrize(("task", "auto", "ours", "options"), CASES)
+def test_text(
+    task: str, auto: str, ours: str, options: dict[str, Any], make: Any,
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    with caplog.at_level(logging.WARNING, logger="transformers.pipelines.base"):
+        theirs, ours_ = pipelines(task, auto, ours, tiny_folder("bert", task), tiny_artifact("bert", task), make)
+    assert "not supported" not in caplog.text
+    assert ours_.model.__class__.__name__ in repr(ours_)
+    assert close(ours_(TEXTS[0], **options), theirs(TEXTS[0], **options))
+    assert close(ours_(TEXTS, **options), theirs(TEXTS, **options))
+    expected, found = theirs(TEXTS, **options), ours_(TEXTS, batch_size=2, **options)
+    if task == "feature-extraction":
+        # Rows of padding stay in a batch's features, in the stock pipeline too; how many depends on the batch.
+        found = [[features[0][: len(alone[0])]] for features, alone in zip(found, expected, strict=True)]
+    assert close(found, expected)
+
+
+def test_fill_mask(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+    folder, artifact = tiny_folder("bert", "fill-mask"), tiny_artifact("bert", "fill-mask")
+    theirs, ours = pipelines("fill-mask", "AutoModelForMaskedLM", "ORTModelForMaskedLM", folder, artifact)
+    assert close(ours("where is my [MASK]"), theirs("where is my [MASK]"))
+    sorted_ = accel.pipeline("fill-mask", model=artifact.path)
+    texts = [f"{text} [MASK]" for text in TEXTS]
+    assert close(sorted_(texts, batch_size=2), theirs(texts))
+
+
+def test_zero_shot(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+    folder, artifact = tiny_folder(), tiny_artifact()
+    auto = "AutoModelForSequenceClassification"
+    theirs, ours = pipelines(
+        "zero-shot-classification", auto, "ORTModelForSequenceClassification", folder, artifact, accel.pipeline
+    )
+    labels = ["card", "money"]
+    assert close(ours(TEXTS[0], candidate_labels=labels), theirs(TEXTS[0], candidate_labels=labels))
+    assert close(ours(TEXTS, candidate_labels=labels, batch_size=2), theirs(TEXTS, candidate_labels=labels))
+
+
+def test_image_classification(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+    image_module = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    folder, artifact = tiny_folder("vit", "image-classification"), tiny_artifact("vit", "image-classification")
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 48, 3), dtype=np.uint8)
+    image = image_module.fromarray(pixels)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    original = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    theirs = transformers.pipeline("image-classification", model=original, image_processor=processor)
+    ours = accel.pipeline("image-classification", model=artifact.path)
+    assert close(ours(image), theirs(image))
+    assert close(ours([image] * 3, batch_size=2), theirs([image] * 3))
+
+
+# Length-sorted batches
+
+
+def test_order_is_kept(tiny_artifact: Callable[..., Artifact]) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    many = [f"{TEXTS[i % 7]} {'card ' * (i * 7 % 11)}" for i in range(300)]
+    expected = [classify(text)[0] for text in many]
+    assert close(classify(many, batch_size=2), expected)
+    assert close(list(classify((text for text in many), batch_size=2)), expected)
+
+
+def test_lists_of_other_kinds(tiny_artifact: Callable[..., Artifact]) -> None:
+    import datasets
+
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    assert classify([], batch_size=2) == []
+    expected = classify(TEXTS)
+    assert close(classify(tuple(TEXTS), batch_size=2), expected)
+    assert close(classify(datasets.Dataset.from_dict({"text": TEXTS})["text"], batch_size=2), expected)
+
+
+def test_batches_hold_like_lengths(tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    shapes: list[tuple[int, ...]] = []
+    run = classify.model._session.run
+    monkeypatch.setattr(
+        classify.model._session, "run", lambda feeds: shapes.append(tuple(feeds["input_ids"].shape)) or run(feeds)
+    )
+    classify(["card", "card " * 30] * 8, batch_size=4)
+    assert [shape[1] for shape in shapes] == [3, 3, 32, 32]
+
+
+# Question answering, which transformers 5 removed
+
+
+@pytest.fixture(scope="module")
+def answer(tiny_artifact: Callable[..., Artifact]) -> Any:
+    return accel.pipeline("question-answering", model=tiny_artifact("bert", "question-answering").path)
+
+
+CONTEXT = "i lost my card in paris . the bank can open a new account in london ."
+
+
+def brute_force(answer: Any, question: str, context: str) -> dict[str, Any]:
+    """The best span by enumeration, from the definition: start and end probabilities over the context's tokens."""
+    encoded = answer.tokenizer(question, context, return_offsets_mapping=True, return_tensors="pt")
+    offsets, sequences = encoded.pop("offset_mapping")[0].tolist(), encoded.sequence_ids(0)
+    output = answer.model(**encoded)
+    allowed = [0] + [i for i, sequence in enumerate(sequences) if sequence == 1]
+    start, end = (torch.softmax(output[name][0, allowed], 0) for name in ("start_logits", "end_logits"))
+    spans = [
+        (float(start[i] * end[j]), offsets[allowed[i]][0], offsets[allowed[j]][1])
+        for i in range(1, len(allowed))
+        for j in range(i, len(allowed))
+        if allowed[j] - allowed[i] < 15
+    ]
+    score, first, last = max(spans)
+    return {"score": score, "start": first, "end": last, "answer": context[first:last]}
+
+
+def test_answers(answer: Any) -> None:
+    for question in ("where is my card", "what can the bank open", "who"):
+        found = answer(question=question, context=CONTEXT)
+        assert close(found, brute_force(answer, question, CONTEXT))
+        assert CONTEXT[found["start"] : found["end"]] == found["answer"]
+
+
+def test_answers_many_and_top_k(answer: Any) -> None:
+    questions = ["where is my card", "what can the bank open"]
+    expected = [answer(question=question, context=CONTEXT) for question in questions]
+    assert close(answer(question=questions, context=CONTEXT), expected)
+    assert close(answer([{"question": q, "context": CONTEXT} for q in questions], batch_size=2), expected)
+    top = answer(question=questions[0], context=CONTEXT, top_k=3)
+    assert [entry["score"] for entry in top] == sorted((entry["score"] for entry in top), reverse=True)
+    assert len({(entry["start"], entry["end"]) for entry in top}) == 3
+    impossible = answer(question=questions[0], context=CONTEXT, top_k=1000, handle_impossible_answer=True)
+    assert any(entry["answer"] == "" for entry in impossible)
+
+
+def test_long_context_is_read_in_windows(answer: Any) -> None:
+    long = " ".join(["the money is here ."] * 40) + " " + CONTEXT
+    found = answer(question="where is my card", context=long, max_seq_len=40, doc_stride=10, max_answer_len=4)
+    assert found["answer"] == long[found["start"] : found["end"]] != ""
+    assert len(found["answer"].split()) <= 4
+
+
+def test_bad_questions(answer: Any) -> None:
+    with pytest.raises(InputError, match="question and a context"):
+        answer(question="what")
+    with pytest.raises(InputError, match="no context"):
+        answer(question="what", context=" ")
+    with pytest.raises(InputError, match="2 questions and 1 contexts"):
+        answer(question=["a", "b"], context=["c"])
+    with pytest.raises(ConfigError, match="no option"):
+        answer(question="what", context=CONTEXT, topk=2)
+
+
+# `accel.pipeline` itself
+
+
+def test_task_is_the_models(tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
+    assert accel.pipeline(model=tiny_artifact().path).task == "text-classification"
+    assert accel.pipeline(model=tiny_folder()).task == "text-classification"
+    assert accel.pipeline("sentiment-analysis", model=tiny_artifact().path)("help")[0]["label"].startswith("LABEL")
+
+
+def test_bad_arguments(tiny_artifact: Callable[..., Artifact]) -> None:
+    with pytest.raises(ConfigError, match="no default models"):
+        accel.pipeline("text-classification")
+    with pytest.raises(TaskError, match="not a task|no pipeline"):
+        accel.pipeline("text-clasification", model=tiny_artifact().path)
+    with pytest.raises(TaskError, match="does not serve"):
+        accel.pipeline("fill-mask", model=accel.ORTModelForSequenceClassification(tiny_artifact()))
+    with pytest.raises(TaskError, match="use ORTModelForSequenceClassification"):
+        accel.pipeline("fill-mask", model=tiny_artifact().path)

@@ -1,0 +1,328 @@
+"""Quantization with data: recorded calibration, measured accuracy, and the search inside a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import accel
+from accel import registry, search
+from accel.artifact import Artifact
+from accel.cli import app
+from accel.config import QuantizeConfig
+from accel.errors import BudgetError, ConfigError, InputError, QuantizeError
+from accel.exporting import export
+from accel.search import Trial
+from accel.testing.models import tiny_model, tiny_tokenizer
+
+WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
+SENSITIVE = "bert.encoder.layer.1.attention.output.dense"
+OUTLIER = 1e5
+
+
+def sensitive_model() -> Any:
+    """A tiny BERT whose function is as before, and one layer of which no 8-bit weights can hold.
+
+    One input channel of the layer has weights 100,000 times as large and activations as much smaller; every output
+    channel's scale follows the large weight, and the others round to zero.
+    """
+    model = tiny_model("bert")
+    attention = model.bert.encoder.layer[1].attention
+    with torch.no_grad():
+        for parameter in (attention.self.value.weight, attention.self.value.bias):
+            parameter[3] /= OUTLIER
+        attention.output.dense.weight[:, 3] *= OUTLIER
+        # Enough of the result goes through it.
+        attention.output.dense.weight *= 2
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """Texts with the sensitive model's own predictions as labels: its accuracy is 1."""
+    generator = np.random.default_rng(0)
+    model, tokenizer, found = sensitive_model(), tiny_tokenizer(), []
+    for _ in range(200):
+        text = " ".join(generator.choice(WORDS, size=generator.integers(3, 12)))
+        with torch.inference_mode():
+            found.append({"text": text, "label": int(model(**tokenizer(text, return_tensors="pt")).logits.argmax())})
+    assert len({row["label"] for row in found}) > 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def sensitive(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(
+        sensitive_model(), tmp_path_factory.mktemp("sensitive") / "float", atol=1e-3, processor=tiny_tokenizer()
+    )
+
+
+@pytest.fixture
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
+    """Latencies without processes: the float artifact 3 ms, then 2, 1, 2, 1, ... in the order of the trials."""
+    asked: list[list[Path]] = []
+
+    def latencies(paths: Sequence[Path], *args: Any) -> list[float]:
+        asked.append(list(paths))
+        return [3.0, *(2.0 - i % 2 for i in range(len(paths) - 1))]
+
+    monkeypatch.setattr(search, "_latencies", latencies)
+    return asked
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *schemes: str) -> None:
+    """Let the CPU backend declare these quantization schemes alone."""
+    spec = registry.describe("cpu")
+    changed = replace(
+        spec,
+        capabilities=tuple(replace(c, schemes=schemes) if c.stage == "quantize" else c for c in spec.capabilities),
+    )
+    monkeypatch.setattr(registry, "describe_all", lambda: ((changed,), {}))
+    monkeypatch.setattr(registry, "describe", lambda name: changed)
+
+
+class TestBudget:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(
+        cls, sensitive: Artifact, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    ) -> Artifact:
+        """What the search makes of the sensitive model."""
+        out = tmp_path_factory.mktemp("found") / "out"
+        return accel.quantize(sensitive, out, scheme="dynamic-int8", max_drop=4, data=rows, measure_speed=False)
+
+    def test_only_the_sensitive_layer_stays_in_float(self, found: Artifact, rows: list[dict[str, Any]]) -> None:
+        table = [Trial(**trial) for trial in found.manifest.steps[-1].report["search"]["table"]]
+        assert table[0].float_layers == ()
+        assert table[0].drop is not None
+        assert table[0].drop > 4, "the planted layer does no harm: the test shows nothing"
+        kept = next(trial for trial in table if trial.chosen)
+        assert list(kept.float_layers) == [SENSITIVE]
+        assert kept.inside
+        assert kept.drop is not None
+        assert kept.drop <= 4
+        assert accel.evaluate(found.path, rows).value == pytest.approx(1 - kept.drop / 100)
+
+    def test_ranking_names_the_sensitive_layer_first(self, found: Artifact) -> None:
+        harm = found.manifest.steps[-1].report["search"]["sensitivity"]["dynamic-int8"]
+        first, second = list(harm.values())[:2]
+        assert next(iter(harm)) == SENSITIVE
+        assert first > 5 * second
+
+    def test_impossible_budget_lists_what_was_tried_and_writes_nothing(
+        self,
+        sensitive: Artifact,
+        rows: list[dict[str, Any]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        only(monkeypatch, "dynamic-int8", "static-int8")
+        # Every quantized graph is worse than any budget allows.
+        real = search.EvaluationSet.measure
+
+        def measure(self: Any, model: Any, what: str = "") -> Any:
+            found = real(self, model, what)
+            return found if "float" in what else replace(found, value=found.value - 0.5)
+
+        monkeypatch.setattr(search.EvaluationSet, "measure", measure)
+        with pytest.raises(BudgetError, match="The best found is dynamic-int8") as error:
+            accel.quantize(sensitive, tmp_path / "out", max_drop=0.3, data=rows)
+        text = str(error.value)
+        assert "No recipe loses at most 0.3 points of accuracy" in text
+        assert "7 layers in float" in text, "at most half of the 14 layers go back to float"
+        assert "static-int8: failed: " in text
+        assert list(tmp_path.iterdir()) == []
+
+    def test_fastest_of_what_fits_is_kept(
+        self,
+        tiny_artifact: Callable[..., Artifact],
+        rows: list[dict[str, Any]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        no_timing: list[list[Path]],
+    ) -> None:
+        only(monkeypatch, "dynamic-int8", "weight-int8")
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows, columns={"text": "text"})
+        table = [Trial(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
+        assert [(trial.scheme, trial.median_ms, trial.chosen) for trial in table] == [
+            ("dynamic-int8", 2.0, False),
+            ("weight-int8", 1.0, True),
+        ]
+        assert made.manifest.quantization is not None
+        assert made.manifest.quantization.scheme == "weight-int8"
+        assert made.manifest.steps[-1].report["search"]["float_ms"] == 3.0
+
+    def test_only_the_winner_is_left(
+        self,
+        tiny_artifact: Callable[..., Artifact],
+        rows: list[dict[str, Any]],
+        tmp_path: Path,
+        no_timing: list[list[Path]],
+    ) -> None:
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
+        assert made.path == tmp_path / "out"
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert not any(path.is_dir() for path in made.path.iterdir())
+        assert Artifact.load(made.path).digest == made.digest
+
+    def test_real_latencies(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
+        found = made.manifest.steps[-1].report["search"]
+        assert found["float_ms"] > 0
+        assert found["table"][0]["median_ms"] > 0
+
+
+class TestBadBudgets:
+    def test_without_data(self, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="A budget needs labelled data"):
+            accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=1)
+
+    @pytest.mark.parametrize("budget", [-1.0, float("nan"), float("inf")])
+    def test_no_number_of_points(
+        self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]], budget: float
+    ) -> None:
+        with pytest.raises(ConfigError, match="max_drop"):
+            accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=budget, data=rows)
+
+    def test_unlabelled_data_writes_nothing(self, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="is clearly the label"):
+            accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=1, data=[{"text": "my card"}])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_quantized_already(
+        self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
+    ) -> None:
+        made = accel.quantize(tiny_artifact(), tmp_path / "out")
+        with pytest.raises(QuantizeError, match="quantized already"):
+            accel.quantize(made, tmp_path / "again", max_drop=1, data=rows)
+
+
+class TestRecords:
+    def test_failure_without_a_budget_is_the_quantizers_own(
+        self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
+    ) -> None:
+        with pytest.raises(QuantizeError, match="needs calibration data") as error:
+            accel.quantize(tiny_artifact(), tmp_path / "out", scheme="static-int8", data=rows)
+        assert not isinstance(error.value, BudgetError)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_accuracy_is_recorded_without_a_budget(
+        self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
+    ) -> None:
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", data=rows, measure_speed=False)
+        accuracy = made.manifest.steps[-1].validation["accuracy"]
+        assert accuracy["drop"] == pytest.approx(100 * (accuracy["float"] - accuracy["value"]))
+        assert accuracy["drop_interval"][0] <= accuracy["drop"] <= accuracy["drop_interval"][1]
+        assert accuracy["data"]["n"] == 200
+        assert "search" not in made.manifest.steps[-1].report
+
+    @pytest.fixture
+    def reading(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Let the quantizer read the calibration batches it is given, whatever the scheme; sizes of the batches."""
+        seen: list[int] = []
+        quantizer = type(registry.load(registry.describe("cpu")).quantizer())
+        real = quantizer.quantize
+
+        def quantize(self: Any, artifact: Artifact, *, calibration: Any, **kwargs: Any) -> Artifact:
+            feeds: Iterable[Mapping[str, torch.Tensor]] = calibration or ()
+            seen.extend(len(batch["input_ids"]) for batch in feeds)
+            return real(self, artifact, calibration=calibration, **kwargs)
+
+        monkeypatch.setattr(quantizer, "quantize", quantize)
+        return seen
+
+    def test_calibration_sample_is_recorded_when_it_was_read(
+        self,
+        tiny_artifact: Callable[..., Artifact],
+        tmp_path: Path,
+        rows: list[dict[str, Any]],
+        reading: list[int],
+    ) -> None:
+        file = tmp_path / "rows.json"
+        file.write_text(json.dumps(rows), encoding="utf-8")
+        config = QuantizeConfig(samples=20, seed=4)
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=file, config=config)
+        assert sum(reading) == 20
+        assert made.manifest.quantization is not None
+        record = made.manifest.quantization.calibration
+        assert record is not None
+        assert {"source": "rows.json", "n": 20, "total": 200, "seed": 4}.items() <= record.items()
+        assert Artifact.load(made.path).manifest.quantization == made.manifest.quantization
+
+    def test_calibration_that_was_not_read_is_not_recorded(
+        self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
+    ) -> None:
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=rows, scheme="dynamic-int8")
+        assert made.manifest.quantization is not None
+        assert made.manifest.quantization.calibration is None
+
+
+class TestCommands:
+    @pytest.fixture
+    def data(self, tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
+        file = tmp_path / "rows.csv"
+        lines = [f"{row['text']},{row['label']}" for row in rows]
+        file.write_text("\n".join(["phrase,outcome", *lines]), encoding="utf-8")
+        return file
+
+    def run(self, *arguments: Any) -> Any:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    def test_evaluate(self, sensitive: Artifact, data: Path) -> None:
+        columns = ("--column", "text=phrase", "--column", "label=outcome")
+        found = self.run("evaluate", sensitive.path, "--data", data, *columns, "--against", sensitive.path, "--json")
+        assert found.exit_code == 0
+        values = json.loads(found.stdout)
+        assert (values["value"], values["comparison"]["agreement"]) == (1.0, 1.0)
+        text = self.run("evaluate", sensitive.path, "--data", data, *columns).stdout
+        assert text.startswith("accuracy: accuracy 1.0000\n200 rows of rows.csv, cpu (float32)")
+
+    def test_evaluate_refuses_columns_that_do_not_map(self, sensitive: Artifact, data: Path) -> None:
+        found = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")
+        assert found.exit_code == 2
+        assert "is not USE=COLUMN" in found.stderr
+        found = self.run("evaluate", sensitive.path, "--data", data, "--metric", "accurracy", "--json")
+        assert found.exit_code == 2
+        assert "Did you mean 'accuracy'" in json.loads(found.stdout)["error"]
+
+    def test_quantize_inside_a_budget(
+        self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: list[list[Path]]
+    ) -> None:
+        found = self.run(
+            "quantize", sensitive.path, tmp_path / "out", "--scheme", "dynamic-int8", "--max-drop", 4, "--data", data,
+            "--column", "text=phrase", "--column", "label=outcome",
+        )  # fmt: skip
+        assert found.exit_code == 0, found.output
+        assert f"1 layers in float ({SENSITIVE})" in found.stdout
+        assert "<- kept" in found.stdout
+
+    def test_quantize_says_that_accuracy_was_not_measured(self, sensitive: Artifact, tmp_path: Path) -> None:
+        found = self.run("quantize", sensitive.path, tmp_path / "out")
+        assert found.exit_code == 0
+        assert "accuracy was not measured" in found.stdout
+
+    def test_quantize_outside_the_budget(self, sensitive: Artifact, data: Path, tmp_path: Path) -> None:
+        found = self.run(
+            "quantize", sensitive.path, tmp_path / "out", "--scheme", "static-int8", "--max-drop", 0, "--data", data,
+            "--column", "text=phrase", "--column", "label=outcome", "--json",
+        )  # fmt: skip
+        assert found.exit_code == 1
+        assert json.loads(found.stdout)["type"] == "BudgetError"
+        assert not (tmp_path / "out").exists()
+
+    def test_optimize(self, sensitive: Artifact, tmp_path: Path) -> None:
+        found = self.run("optimize", sensitive.path, tmp_path / "out", "--level", "O2", "--json")
+        assert found.exit_code == 0, found.output
+        assert json.loads(found.stdout)["steps"][-1]["stage"] == "optimize"
+        assert self.run("optimize", sensitive.path, sensitive.path).exit_code == 1
+        assert self.run("optimize", sensitive.path, tmp_path / "other", "--level", "O9").exit_code == 2

@@ -1,0 +1,182 @@
+"""The search: plugins take part by their entry point, crashes are one rejected candidate, a second run resumes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel import ORTModelForSequenceClassification, registry, tune
+from accel.errors import BudgetError, ConfigError, InputError
+from accel.reporting import html_page
+from accel.testing.models import save_tiny
+from accel.tuning import Tuning
+
+TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
+
+# A backend that takes the whole process down when it opens a graph.
+CRASH = """
+import os
+from accel.specs import BackendSpec, Capability, DeviceSpec, Probe
+
+SPEC = BackendSpec(
+    name="crash", summary="dies", extra="crash", impl="accel_crash:Crash",
+    capabilities=(Capability(stage="run", consumes="torch_program"),),
+)
+
+class Crash:
+    def probe(self): return Probe(devices=(DeviceSpec("cpu"),))
+    def exporter(self): return None
+    def optimizer(self): return None
+    def quantizer(self): return None
+    def open(self, artifact, *, device, options, session, shapes=None): os._exit(3)
+"""
+
+
+def _clear() -> None:
+    for cached in (registry.probe, registry._describe, registry._backend):
+        cached.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two strangers' plugins, known by their entry points alone."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(TEMPLATE, site / "accel_toy")
+    (site / "accel_crash.py").write_text(CRASH)
+    for name, value in (("toy", "accel_toy:SPEC"), ("crash", "accel_crash:SPEC")):
+        info = site / f"accel_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: accel-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[accel.backends]\n{name} = {value}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        _clear()
+        yield
+    _clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "bert")
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = random.Random(0)
+    labels = list(
+        json.loads((model / "config.json").read_text()).get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}).values()
+    )
+    file = tmp_path_factory.mktemp("data") / "rows.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["text", "label"])
+        for _ in range(40):
+            words = generator.choices("the a of hello world good bad".split(), k=generator.randint(2, 9))
+            writer.writerow([" ".join(words), generator.choice(labels)])
+    return file
+
+
+HOW = {"sequence": [8], "backends": ["toy", "crash"], "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def found(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+    return tune(model, tmp_path_factory.mktemp("out") / "tuned", data=str(data), max_drop=5.0, **HOW)
+
+
+def test_a_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
+    names = [trial.name for trial in found.trials]
+    assert "toy: torch_program float32" in names
+    assert found.winner.backend == "toy"
+    assert found.winner.value == found.reference, "float32 on another runtime answers as PyTorch does"
+    assert found.rows == 40
+    assert found.front[0].winner or found.front
+
+
+def test_a_crash_is_one_rejected_candidate(found: Tuning) -> None:
+    (crashed,) = [trial for trial in found.trials if trial.name == "crash: torch_program float32"]
+    assert "died (exit code 3)" in crashed.reason
+
+
+def test_every_rejected_candidate_is_explained(found: Tuning) -> None:
+    assert sum(trial.winner for trial in found.trials) == 1
+    assert all(trial.reason for trial in found.trials if not trial.winner)
+    page = html_page(found.to_dict())
+    assert "Rejected candidates" in page
+    assert "Latency against accuracy" in page
+
+
+def test_the_winner_runs_as_it_was_measured(found: Tuning) -> None:
+    run = found.artifact.manifest.run
+    assert run is not None
+    assert run.measured["drop"] == found.winner.drop
+    assert run.measured["rows"] == 40
+    loaded = ORTModelForSequenceClassification.from_pretrained(found.artifact.path)
+    assert loaded.backend == "toy"
+    assert loaded._opened.options.to_dict() == dict(found.winner.options)
+    assert json.loads((found.artifact.path / "tune.json").read_text())["winner"] == found.winner.name
+
+
+def test_a_second_run_measures_nothing_again(
+    found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("nothing may be loaded again")
+
+    # The crash is tried again: it may have been the machine's fault.
+    how = {**HOW, "backends": ["toy"]}
+    monkeypatch.setattr("accel.tuning_search.Worker", refuse)
+    again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
+    assert again.winner.name == found.winner.name
+    assert again.winner.value == found.winner.value
+    assert again.resumed > 0
+
+
+def test_no_fit_says_which_constraint_binds(found: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
+    how = {**HOW, "backends": ["toy"]}
+    with pytest.raises(BudgetError, match=r"max_size_mb 0\.001 binds: the closest candidate misses it by") as info:
+        tune(model, tmp_path / "none", data=str(data), max_drop=5.0, max_size_mb=0.001, **how)
+    assert "max_drop 5" in str(info.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_without_labels(model: Path, plugins: None, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\nhello world\n")
+    with pytest.raises(InputError):
+        tune(model, tmp_path / "out", data=str(tmp_path / "rows.csv"), **HOW)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"objective": "speed"}, "objective"), ({"max_drop": -1.0}, "max_drop")]
+)
+def test_settings_that_cannot_work(model: Path, data: Path, tmp_path: Path, settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tune(model, tmp_path / "out", data=str(data), **settings)
+
+
+def test_interrupting_keeps_what_was_measured(
+    found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel.tuning_search import Search
+
+    home = tmp_path / "home"
+    monkeypatch.setenv("ACCEL_HOME", str(home))
+
+    def interrupt(self: Search, *args: object) -> None:
+        raise KeyboardInterrupt
+
+    how = {**HOW, "backends": ["toy"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "_screen", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tune(model, tmp_path / "out", data=str(data), **how)
+    assert not (tmp_path / "out").exists()
+    assert len(list((home / "tune" / "accuracy").glob("*.json"))) == 1
+    assert len(list((home / "tune" / "builds").glob("*.json"))) == 1

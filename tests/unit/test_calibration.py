@@ -1,0 +1,334 @@
+"""Rows from data sets and files, what their columns mean, and batches made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from accel.artifact import Artifact
+from accel.calibration import Batches, Encoded, calibration_batches, longest
+from accel.config import QuantizeConfig
+from accel.data import label_ids, load_rows, map_columns, take
+from accel.errors import ArtifactNotFoundError, ConfigError, InputError, QuantizeError
+
+ROWS = [
+    {"text": "my card is lost", "label": 0},
+    {"text": "null", "label": 1},
+    {"text": "where is the cash machine?", "label": 2},
+    {"text": "help", "label": 1},
+]
+
+
+@pytest.fixture
+def csv_file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.csv"
+    path.write_text('text,label\nmy card is lost,0\nnull,1\n"where, is it?",2\nhelp,1\n', encoding="utf-8")
+    return path
+
+
+class TestLoading:
+    def test_csv_keeps_words_that_look_missing(self, csv_file: Path) -> None:
+        rows = load_rows(csv_file)
+        assert rows.dataset["text"][:] == ["my card is lost", "null", "where, is it?", "help"]
+
+    def test_formats_agree(self, tmp_path: Path) -> None:
+        dataset = datasets.Dataset.from_list(ROWS)
+        files = [tmp_path / name for name in ("a.csv", "a.tsv", "a.json", "a.jsonl", "a.parquet")]
+        dataset.to_csv(files[0], index=False)
+        dataset.to_csv(files[1], index=False, sep="\t")
+        files[2].write_text(json.dumps(ROWS), encoding="utf-8")
+        dataset.to_json(files[3])
+        dataset.to_parquet(files[4])
+        for file in files:
+            assert load_rows(file).dataset.to_list() == ROWS, file.name
+
+    def test_sample_names_the_file_and_its_content(self, csv_file: Path) -> None:
+        sample = load_rows(csv_file).sample.to_dict()
+        assert sample["source"] == "rows.csv"
+        assert len(sample["sha256"]) == 64
+        assert (sample["n"], sample["total"]) == (4, 4)
+        assert "split" not in sample
+
+    def test_data_set_keeps_split_fingerprint_and_commit(self) -> None:
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        info = datasets.DatasetInfo(
+            dataset_name="banking77",
+            config_name="default",
+            download_checksums={f"hf://datasets/org/banking77@{commit}/test.parquet": {}},
+        )
+        dataset = datasets.Dataset.from_list(ROWS, info=info, split=datasets.Split.TEST)
+        sample = load_rows(dataset).sample
+        assert (sample.source, sample.split, sample.revision) == ("banking77", "test", commit)
+        assert sample.fingerprint == dataset._fingerprint
+
+    def test_same_rows_same_fingerprint(self) -> None:
+        changed = [*ROWS[:3], {"text": "help!", "label": 1}]
+        first, again, other = (load_rows(rows).sample.fingerprint for rows in (ROWS, list(ROWS), changed))
+        assert first == again != other
+
+    def test_folder_written_by_datasets(self, tmp_path: Path) -> None:
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+        assert len(load_rows(tmp_path / "saved")) == 4
+
+    def test_several_splits_must_be_named(self) -> None:
+        dataset = datasets.Dataset.from_list(ROWS)
+        both = datasets.DatasetDict({"train": dataset, "test": dataset.select([0])})
+        with pytest.raises(ConfigError, match="train, test"):
+            load_rows(both)
+        with pytest.raises(ConfigError, match="Did you mean 'test'"):
+            load_rows(both, split="tests")
+        assert len(load_rows(both, split="test")) == 1
+
+    def test_file_has_no_split(self, csv_file: Path) -> None:
+        with pytest.raises(ConfigError, match="no split 'test'"):
+            load_rows(csv_file, split="test")
+
+    @pytest.mark.parametrize("content", ["", "text,label\n"])
+    def test_empty_file(self, tmp_path: Path, content: str) -> None:
+        path = tmp_path / "empty.csv"
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InputError, match=r"empty|no rows"):
+            load_rows(path)
+
+    def test_no_rows(self) -> None:
+        with pytest.raises(InputError, match="no rows"):
+            load_rows([])
+
+    def test_missing_file(self) -> None:
+        with pytest.raises(ArtifactNotFoundError, match=r"There is no file 'missing\.csv'"):
+            load_rows("missing.csv")
+
+    def test_unreachable_hub_data_set(self) -> None:
+        with pytest.raises(ArtifactNotFoundError, match="can be fetched from the Hub"):
+            load_rows("no-such-org/no-such-data")
+
+    def test_other_kinds_of_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.xlsx"
+        path.write_bytes(b"x")
+        with pytest.raises(ConfigError, match=r"\.parquet"):
+            load_rows(path)
+
+    def test_what_is_no_data(self) -> None:
+        with pytest.raises(InputError, match="A int is not data"):
+            load_rows(3)
+
+
+class TestSampling:
+    def test_same_seed_same_rows(self) -> None:
+        rows = load_rows([{"text": str(i)} for i in range(100)])
+        first, again, other = (take(rows, 10, seed).dataset["text"][:] for seed in (1, 1, 2))
+        assert first == again != other
+        assert len(set(first)) == 10
+
+    def test_recorded(self) -> None:
+        sample = take(load_rows(ROWS), 2, seed=7).sample
+        assert (sample.n, sample.total, sample.seed) == (2, 4, 7)
+
+    def test_all_rows_need_no_seed(self) -> None:
+        assert take(load_rows(ROWS), 100, seed=7).sample.seed is None
+
+    def test_none_at_all(self) -> None:
+        with pytest.raises(ConfigError, match="0 rows"):
+            take(load_rows(ROWS), 0)
+
+
+def columns(rows: list[dict[str, Any]], task: str, **kwargs: Any) -> Any:
+    return dict(map_columns(load_rows(rows), task, **kwargs).sample.columns or {})
+
+
+class TestColumns:
+    def test_usual_names(self) -> None:
+        assert columns([{"id": "7", "query": "a", "intent": "b"}], "text-classification") == {
+            "label": "intent",
+            "text": "query",
+        }
+
+    def test_pairs_win_over_single_texts(self) -> None:
+        found = columns([{"question": "a", "sentence": "b", "label": 1, "idx": 0}], "text-classification")
+        assert found == {"label": "label", "text": "question", "text_pair": "sentence"}
+
+    def test_only_column_left(self) -> None:
+        assert columns([{"phrase": "a", "label": 1}], "text-classification")["text"] == "phrase"
+
+    def test_unclear_text_lists_the_columns(self) -> None:
+        rows = [{"one": "a", "two": "b", "label": 1}]
+        with pytest.raises(InputError, match=r"one \(string\), two \(string\), label \(int64\)") as error:
+            columns(rows, "text-classification")
+        assert "--column text=<column>" in str(error.value)
+        assert columns(rows, "text-classification", columns={"text": "two"})["text"] == "two"
+
+    def test_missing_label_lists_the_columns(self) -> None:
+        with pytest.raises(InputError, match=r"the label \(labels\): text \(string\)"):
+            columns([{"text": "a"}], "text-classification")
+
+    def test_calibration_needs_no_label(self) -> None:
+        assert columns([{"text": "a"}], "text-classification", answers=False) == {"text": "text"}
+
+    def test_mistyped_column_and_use(self) -> None:
+        with pytest.raises(ConfigError, match="Did you mean 'label'"):
+            columns(ROWS, "text-classification", columns={"label": "lable"})
+        with pytest.raises(ConfigError, match="no use for a column called 'texts'"):
+            columns(ROWS, "text-classification", columns={"texts": "text"})
+
+    def test_column_of_another_kind(self) -> None:
+        with pytest.raises(ConfigError, match="does not hold text"):
+            columns(ROWS, "text-classification", columns={"text": "label"})
+
+    def test_words_and_tags(self) -> None:
+        rows = [{"id": "0", "tokens": ["paris", "is"], "ner_tags": [1, 0]}]
+        assert columns(rows, "token-classification") == {"tags": "ner_tags", "words": "tokens"}
+
+    def test_questions(self) -> None:
+        rows = [{"id": "0", "question": "a?", "context": "b", "answers": {"text": ["b"], "answer_start": [0]}}]
+        assert columns(rows, "question-answering") == {
+            "answers": "answers",
+            "question": "question",
+            "context": "context",
+        }
+
+    def test_sentence_pairs(self) -> None:
+        rows = [{"sentence1": "a", "sentence2": "b", "score": 4.5}]
+        assert columns(rows, "sentence-similarity") == {
+            "score": "score",
+            "text": "sentence1",
+            "text_pair": "sentence2",
+        }
+        assert columns([{"text": "a"}], "sentence-similarity", answers=False) == {"text": "text"}
+
+
+CONFIG = SimpleNamespace(label2id={"no": 0, "Yes": 1, "maybe": 2}, num_labels=3)
+
+
+def ids(rows: Any) -> list[Any]:
+    return label_ids(map_columns(load_rows(rows), "text-classification"), "label", CONFIG)
+
+
+class TestLabels:
+    def test_names(self) -> None:
+        assert ids([{"text": "a", "label": "maybe"}, {"text": "b", "label": "yes"}]) == [2, 1]
+
+    def test_numbers_as_they_are(self) -> None:
+        assert ids([{"text": "a", "label": 2}, {"text": "b", "label": 0}]) == [2, 0]
+
+    def test_classes_that_the_model_numbers_otherwise_go_by_name(self) -> None:
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["yes", "no"])}
+        )
+        assert ids(datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)) == [1, 0]
+
+    def test_tags_that_are_not_measured(self) -> None:
+        features = datasets.Features(
+            {
+                "tokens": datasets.List(datasets.Value("string")),
+                "tags": datasets.List(datasets.ClassLabel(names=["yes", "no"])),
+            }
+        )
+        dataset = datasets.Dataset.from_dict({"tokens": [["a", "b"]], "tags": [[1, -100]]}, features=features)
+        assert label_ids(map_columns(load_rows(dataset), "token-classification"), "tags", CONFIG) == [[0, -100]]
+
+    def test_unknown_name(self) -> None:
+        with pytest.raises(
+            InputError, match="'perhaps' in rows are labels that the model does not know; it knows 'no'"
+        ):
+            ids([{"text": "a", "label": "perhaps"}])
+
+    def test_unknown_number(self) -> None:
+        with pytest.raises(InputError, match="it has 3, from 0"):
+            ids([{"text": "a", "label": 3}])
+
+    @pytest.mark.parametrize("missing", [-1, None])
+    def test_unlabelled(self, missing: int | None) -> None:
+        with pytest.raises(InputError, match="1 of 2 labels"):
+            ids([{"text": "a", "label": 1}, {"text": "b", "label": missing}])
+
+    def test_fractions_are_no_classes(self) -> None:
+        with pytest.raises(InputError, match="neither names nor whole numbers"):
+            ids([{"text": "a", "label": 0.5}])
+
+
+class TestEncoding:
+    def test_batches_hold_like_lengths_and_are_padded(self) -> None:
+        encoded = Encoded(
+            tokens={"input_ids": [[5, 6, 7], [5], [5, 6]], "attention_mask": [[1, 1, 1], [1], [1, 1]]},
+            padding={"input_ids": 9},
+        )
+        assert encoded.plan(2) == [[1, 2], [0]]
+        batch = encoded.batch([1, 2])
+        assert batch["input_ids"].tolist() == [[5, 9], [5, 6]]
+        assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
+
+    def test_padding_on_the_left(self) -> None:
+        encoded = Encoded(tokens={"input_ids": [[5, 6], [7]]}, padding={"input_ids": 9}, left=True)
+        assert encoded.batch([0, 1])["input_ids"].tolist() == [[5, 6], [9, 7]]
+
+    def test_without_a_padding_token_lengths_do_not_mix(self) -> None:
+        encoded = Encoded(tokens={"input_ids": [[1, 2], [3], [4, 5]]})
+        assert encoded.plan(8) == [[1], [0, 2]]
+
+    def test_longest(self) -> None:
+        tokenizer = SimpleNamespace(model_max_length=94)
+        assert longest(96, tokenizer, None) == 94
+        assert longest(96, tokenizer, 64) == 64
+        assert longest(None, SimpleNamespace(model_max_length=int(1e30)), None) is None
+        with pytest.raises(ConfigError, match="the model has 96 positions"):
+            longest(96, tokenizer, 200)
+
+
+class TestCalibrationBatches:
+    def test_rows_become_the_graphs_inputs_again_and_again(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        artifact = tiny_artifact()
+        batches = calibration_batches(artifact, datasets.Dataset.from_list(ROWS), batch_size=3)
+        first, again = list(batches), list(batches)
+        assert [list(batch) for batch in first] == [[spec.name for spec in artifact.components[0].inputs]] * 2
+        assert sum(len(batch["input_ids"]) for batch in first) == 4
+        assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
+
+    def test_sample_is_recorded(self, tiny_artifact: Callable[..., Artifact], csv_file: Path) -> None:
+        batches = calibration_batches(tiny_artifact(), csv_file, config=QuantizeConfig(samples=2, seed=5))
+        assert isinstance(batches, Batches)
+        assert {"source": "rows.csv", "n": 2, "total": 4, "seed": 5}.items() <= batches.record.items()
+        assert batches.record["columns"] == {"text": "text"}
+
+    def test_given_batches_can_be_read_twice(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        feeds = {
+            "input_ids": torch.ones(1, 4, dtype=torch.int64),
+            "attention_mask": torch.ones(1, 4, dtype=torch.int64),
+        }
+        batches = calibration_batches(tiny_artifact(), (feeds for _ in range(3)))
+        assert [len(list(batches)), len(list(batches))] == [3, 3]
+        assert next(iter(batches))["token_type_ids"].tolist() == [[0, 0, 0, 0]]
+
+    def test_batches_without_an_input(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        batches = calibration_batches(tiny_artifact(), [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}])
+        with pytest.raises(InputError, match="'attention_mask', which its processor does not make"):
+            list(batches)
+
+    def test_no_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(QuantizeError, match="no batches"):
+            calibration_batches(tiny_artifact(), iter(()))
+
+    def test_values_that_are_not_finite(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        artifact = tiny_artifact("vit", "image-classification")
+        pixels = torch.zeros(1, 3, 32, 32)
+        pixels[0, 0, 0, 0] = float("nan")
+        with pytest.raises(InputError, match="'pixel_values' that are not finite"):
+            list(calibration_batches(artifact, [{"pixel_values": pixels}]))
+
+    def test_rows_without_text(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(InputError, match="1 of 2 rows of rows have no text"):
+            calibration_batches(tiny_artifact(), [{"text": "a"}, {"text": None}])
+
+    def test_images(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        from PIL import Image
+
+        artifact = tiny_artifact("vit", "image-classification")
+        pictures = [Image.new("L", (40, 30), shade) for shade in (0, 100, 200)]
+        batches = calibration_batches(artifact, [{"image": picture} for picture in pictures], batch_size=2)
+        assert [tuple(batch["pixel_values"].shape) for batch in batches] == [(2, 3, 32, 32), (1, 3, 32, 32)]

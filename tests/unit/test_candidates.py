@@ -1,0 +1,83 @@
+"""Candidates are what the backends declare."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel import registry
+from accel.candidates import Candidate, Recipe, Space, buckets_for, combined
+from accel.config import SessionOptions
+from accel.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+
+VENDOR = BackendSpec(
+    name="vendor",
+    summary="made up",
+    extra="vendor",
+    impl="nowhere:Nothing",
+    capabilities=(
+        Capability(stage="export", produces="vendor_graph", dtypes=("float32", "float16")),
+        Capability(stage="optimize", consumes="vendor_graph", produces="vendor_graph", schemes=("fast",)),
+        Capability(stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("static-4", "odd")),
+        Capability(stage="run", consumes="vendor_graph", dtypes=("float32", "bfloat16")),
+    ),
+)
+ABSENT = BackendSpec(name="absent", summary="not here", extra="absent", impl="nowhere:Nothing")
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> Space:
+    probes = {
+        "vendor": Probe(devices=(DeviceSpec("cpu"),)),
+        "absent": Probe(reasons=(Reason("not-installed", "absent is not installed", "pip install absent"),)),
+    }
+    monkeypatch.setattr(registry, "describe_all", lambda: ((VENDOR, ABSENT), {}))
+    monkeypatch.setattr(registry, "describe", lambda name: {"vendor": VENDOR, "absent": ABSENT}[name])
+    monkeypatch.setattr(registry, "probe", lambda spec: probes[spec.name])
+    return Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=False)
+
+
+def test_every_declared_step_is_a_recipe(space: Space) -> None:
+    (export,) = space.exports()
+    assert str(export) == "vendor_graph float32"
+    assert [str(r) for r in space.optimizations(export, "float32")] == ["vendor_graph float32 > fast"]
+    assert [r.setting for r in space.quantizations(export, "float32")] == ["odd"]
+    assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
+
+
+def test_what_is_left_out_has_a_reason(space: Space) -> None:
+    (export,) = space.exports()
+    space.quantizations(export, "float32")
+    reasons = {skipped.name: skipped.reason for skipped in space.skipped}
+    assert reasons["absent"] == "absent is not installed (pip install absent)"
+    assert "calibration" in reasons["vendor: static-4"]
+    assert "size, not time" in reasons["vendor: vendor_graph float16"]
+
+
+def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.candidates.available_processors", lambda: 4)
+    (candidate,) = space.candidates(space.exports()[0], "float32")
+    varied = space.variations(candidate, dtype="float32", lengths=[32], masked=True)
+    assert [c.options for c in varied] == [
+        SessionOptions(compute_dtype="bfloat16"),
+        SessionOptions(buckets=(8, 16, 32)),
+        SessionOptions(threads=1),
+        SessionOptions(threads=2),
+    ]
+    without_mask = space.variations(candidate, dtype="float32", lengths=[32], masked=False)
+    assert not any(c.options.buckets for c in without_mask)
+
+
+def test_combining_takes_every_change() -> None:
+    base = Candidate(
+        recipe=Recipe(stage="export", backend="a", format="f", setting="float32"), backend="a", device="cpu"
+    )
+    changes = [
+        Candidate(recipe=base.recipe, backend="a", device="cpu", options=options)
+        for options in (SessionOptions(buckets=(8,)), SessionOptions(compute_dtype="bfloat16"))
+    ]
+    assert combined(changes).options == SessionOptions(buckets=(8,), compute_dtype="bfloat16")
+
+
+def test_buckets_double() -> None:
+    assert buckets_for([32, 100]) == (8, 16, 32, 64, 100)
+    assert buckets_for(range(5, 40)) == (8, 16, 32, 39)

@@ -1,0 +1,89 @@
+"""Settings: validated, rejected with a hint, round-tripped."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from accel import errors
+from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions, available_processors
+from accel.errors import AccelError, ConfigError
+from accel.specs import DeviceSpec
+
+CONFIGS = [
+    ExportConfig(pooling="cls"),
+    OptimizeConfig(level="O3", disable=("gelu",)),
+    QuantizeConfig(exclude=("a",)),
+    SessionOptions(threads=2, buckets=(8, 16)),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_round_trip(config: object) -> None:
+    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (ExportConfig, {"dtyp": "float16"}, "Did you mean 'dtype'"),
+        (ExportConfig, {"dtype": "fp16"}, "use one of float32, float16, bfloat16"),
+        (ExportConfig, {"opset": 5}, "from 18 to 25"),
+        (ExportConfig, {"atol": 0.0}, "above 0"),
+        (ExportConfig, {"pooling": "average"}, "mean, cls, max, last"),
+        (OptimizeConfig, {"level": "O5"}, "O1, O2, O3, O4"),
+        (QuantizeConfig, {"percentile": 0.5}, r"\(50, 100\]"),
+        (QuantizeConfig, {"samples": 0}, "at least 1"),
+        (QuantizeConfig, {"smooth_quant": 2.0}, "0 to 1"),
+        (QuantizeConfig, {"block_size": 33}, "power of two"),
+        (QuantizeConfig, {"ratio": 0.0}, r"\(0, 1\]"),
+        (SessionOptions, {"threads": 0}, "at least 1"),
+        (SessionOptions, {"threads": "2"}, "use int or None"),
+        (SessionOptions, {"threads": True}, "use int or None"),
+        (SessionOptions, {"buckets": "16"}, "use tuple of int"),
+        (SessionOptions, {"buckets": (16, 32.5)}, "use tuple of int"),
+        (SessionOptions, {"spinning": 1}, "use bool"),
+        (SessionOptions, {"buckets": (32, 16)}, "rising"),
+        (SessionOptions, {"compute_dtype": "int8"}, "float32, float16, bfloat16"),
+        (SessionOptions, {"graph_optimization": "most"}, "none, basic, extended, all"),
+    ],
+)
+def test_rejects(cls: type, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cls.from_dict(values)  # type: ignore[attr-defined]
+
+
+def test_every_error_is_ours_and_survives_pickling() -> None:
+    found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, AccelError)]
+    assert len(found) > 15
+    for error in found:
+        copy = pickle.loads(pickle.dumps(error("what happened", fix="do this")))
+        assert type(copy) is error
+        assert str(copy) == "what happened\nFix: do this"
+        assert error.__name__ in (errors.__doc__ or ""), "the tree in the module's docstring misses it"
+
+
+def test_devices() -> None:
+    assert str(DeviceSpec.parse("CUDA:1")) == "cuda:1"
+    assert str(DeviceSpec.parse("cpu")) == "cpu"
+    with pytest.raises(ConfigError, match="'gpu 0' is not a device"):
+        DeviceSpec.parse("gpu 0")
+
+
+def test_processors_follow_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5})
+    assert available_processors() <= 3
+
+
+def test_processors_follow_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from pathlib import Path
+
+    quota = Path(str(tmp_path)) / "cpu.max"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("accel.config._CGROUP_QUOTA", quota)
+    quota.write_text("150000 100000\n")
+    assert available_processors() == 2
+    quota.write_text("max 100000\n")
+    assert available_processors() == 64

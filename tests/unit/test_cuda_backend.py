@@ -1,0 +1,218 @@
+"""What the CUDA backend does without a GPU: options, verdicts on simulated machines, the choice of a form by the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel import registry
+from accel.errors import ConfigError
+from accel.specs import DeviceSpec, Probe, Reason
+from accel_plugins.cuda import SPEC
+from accel_plugins.cuda import backend as backend_module
+from accel_plugins.cuda.backend import CudaBackend
+from accel_plugins.cuda.options import read_options
+from accel_plugins.cuda.probe import Facts, judge, visible
+from accel_plugins.ort.masks import flags_of, form_of, form_of_flags
+
+GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
+HEALTHY: dict[str, Any] = {
+    "providers": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "distributions": {"onnxruntime-gpu": "1.31.1"},
+    "build_cuda": "13.0",
+    "driver": "580.159",
+    "driver_cuda": (13, 0),
+    "gpus": (GPU,),
+    "torch_cuda": "13.0",
+}
+CPU_BUILD = {"providers": ("CPUExecutionProvider",), "build_cuda": None}
+
+
+def verdict(**changes: Any) -> Probe:
+    return judge(Facts(**{**HEALTHY, **changes}))
+
+
+# Probe
+
+
+def test_a_healthy_machine() -> None:
+    probe = verdict()
+    assert probe.devices == (GPU,)
+    assert not probe.reasons
+    assert probe.versions == {"onnxruntime-gpu": "1.31.1", "driver": "580.159", "cuda": "13.0", "torch-cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says", "remedy"),
+    [
+        ({**CPU_BUILD, "distributions": {"onnxruntime": "1.31.1"}}, "no-gpu-build", "onnxruntime 1.31.1", "[cuda]"),
+        (
+            {**CPU_BUILD, "distributions": {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}},
+            "cpu-build-hides-gpu-build",
+            "both installed",
+            "pip uninstall -y onnxruntime onnxruntime-gpu",
+        ),
+        ({"driver": None, "driver_cuda": None, "gpus": ()}, "no-driver", "no NVIDIA driver", "--gpus all"),
+        ({"gpus": ()}, "no-gpu", "580.159 sees no GPU", "CUDA_VISIBLE_DEVICES"),
+        ({"driver": "550.54", "driver_cuda": (12, 4)}, "driver-too-old", "built for CUDA 13.0", "driver for CUDA 13"),
+        ({"torch_cuda": None}, "torch-without-cuda", "built without CUDA", "pip install torch"),
+        (
+            {"load_error": "libcudnn.so.9: cannot open shared object file: No such file or directory"},
+            "library",
+            "libcudnn.so.9 is missing",
+            "onnxruntime-gpu[cuda,cudnn]",
+        ),
+    ],
+)
+def test_each_obstacle_has_its_reason_and_remedy(changes: dict[str, Any], code: str, says: str, remedy: str) -> None:
+    probe = verdict(**changes)
+    assert not probe.available
+    assert [reason.code for reason in probe.reasons] == [code]
+    assert says in probe.reasons[0].message
+    assert remedy in probe.reasons[0].remedy
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    probe = verdict(**CPU_BUILD, distributions={"onnxruntime": "1.31.1"}, driver=None, gpus=(), torch_cuda=None)
+    assert [reason.code for reason in probe.reasons] == ["no-gpu-build", "no-driver", "torch-without-cuda"]
+
+
+def test_a_newer_minor_version_is_no_obstacle() -> None:
+    assert verdict(build_cuda="13.2", torch_cuda="13.1").available
+
+
+def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Facts:
+        raise OSError("a library in an unknown state")
+
+    monkeypatch.setattr(backend_module, "survey", broken)
+    probe = CudaBackend().probe()
+    assert not probe.available
+    assert "a library in an unknown state" in probe.reasons[0].message
+    assert probe.reasons[0].remedy
+
+
+def test_the_machine_at_hand_gets_devices_or_reasons() -> None:
+    probe = CudaBackend().probe()
+    assert bool(probe.devices) != bool(probe.reasons)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-5f3c", [-1]), ("-1", [])],
+)
+def test_visible_devices(value: str | None, expected: list[int]) -> None:
+    environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert visible(3, environment) == expected
+
+
+# Selection
+
+
+def select(probe: Probe, **asked: Any) -> registry.Selection:
+    cpu = registry.describe("cpu")
+    probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "cuda": probe}
+    return registry.select(
+        format="onnx", task="text-classification", specs=(cpu, SPEC), probes=probes,
+        **{"dtype": "float32", "device": None, **asked},
+    )  # fmt: skip
+
+
+def test_a_gpu_is_chosen_before_the_cpu() -> None:
+    assert (found := select(verdict())).backend == "cuda"
+    assert found.device == GPU
+
+
+def test_without_a_gpu_the_cpu_is_chosen() -> None:
+    assert select(Probe(reasons=(Reason("no-driver", "there is no NVIDIA driver", "install it"),))).backend == "cpu"
+
+
+def test_naming_it_without_a_gpu_chooses_nothing() -> None:
+    found = select(verdict(driver=None, gpus=()), backend="cuda")
+    assert found.backend is None
+    assert "there is no NVIDIA driver (install the NVIDIA driver" in str(found)
+
+
+def test_onnx_is_optimized_by_its_owner_unless_named() -> None:
+    assert registry.owner("optimize", "onnx").name == "cpu"
+    assert registry.owner("optimize", "onnx", "cuda").name == "cuda"
+    assert registry.describe("CUDAExecutionProvider") is SPEC
+
+
+# Options
+
+
+def test_defaults() -> None:
+    options = read_options({}, GPU)
+    assert (options.cuda_graphs, options.padding, options.tf32) == (16, "check", False)
+    assert options.provider == {"device_id": "0", "use_tf32": "0"}
+
+
+def test_onnx_runtimes_own_options_are_passed_on() -> None:
+    given = {
+        "gpu_mem_limit": 1 << 30,
+        "arena_extend_strategy": "kSameAsRequested",
+        "use_tf32": True,
+        "prefer_nhwc": True,
+    }
+    options = read_options({**given, "device_id": "1"}, DeviceSpec("cuda", 1))
+    assert options.tf32
+    assert options.provider == {
+        "gpu_mem_limit": "1073741824",
+        "arena_extend_strategy": "kSameAsRequested",
+        "prefer_nhwc": "1",
+        "device_id": "1",
+        "use_tf32": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gpu_mem_limt": 1}, "Did you mean 'gpu_mem_limit'"),
+        ({"device_id": 1}, "contradicts the device cuda:0"),
+        ({"enable_cuda_graph": 1}, "cuda_graphs=0"),
+        ({"user_compute_stream": 7}, "current stream"),
+        ({"padding": "rigth"}, "Did you mean 'right'"),
+        ({"cuda_graphs": -1}, "whole number"),
+        ({"use_tf32": "perhaps"}, "True or False"),
+    ],
+)
+def test_wrong_options_are_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_options(given, GPU)
+    assert says in str(raised.value)
+
+
+# Masks
+
+MASKS = {
+    "full": [[1, 1, 1, 1], [1, 1, 1, 1]],
+    "lengths": [[1, 1, 1, 1], [1, 0, 0, 0]],
+    "left": [[1, 1, 1, 1], [0, 0, 1, 1]],
+    "hole": [[1, 1, 1, 1], [1, 0, 1, 1]],
+    "empty": [[1, 1, 1, 1], [0, 0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("kind", MASKS)
+def test_form_by_mask(kind: str, dtype: torch.dtype) -> None:
+    mask = torch.tensor(MASKS[kind]).to(dtype)
+    expected = kind if kind in ("full", "lengths") else "general"
+    assert form_of(mask) == expected
+    leading, behind = flags_of(mask).tolist()
+    assert form_of_flags((leading, behind), 4) == expected
+
+
+def test_form_by_mask_agrees_with_itself_on_random_masks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(300):
+        mask = (torch.rand(2, 3, generator=generator) < 0.7).long()
+        leading, behind = flags_of(mask).tolist()
+        assert form_of(mask) == form_of_flags((leading, behind), 3)
+        seen.add(form_of(mask))
+    assert seen == {"full", "lengths", "general"}

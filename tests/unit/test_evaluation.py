@@ -1,0 +1,395 @@
+"""Metrics, intervals, and models measured on labelled rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import optimize, stats
+from sklearn import metrics as sklearn_metrics
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
+from accel.evaluation import EvaluationSet
+from accel.intervals import bootstrap, difference_interval, mcnemar, paired_proportions
+from accel.metrics import entities, metric_for, metric_names
+from accel.testing.models import tiny_model, tiny_tokenizer
+
+WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, size=generator.integers(2, 12))) for _ in range(count)]
+
+
+def labelled_by(model: Any, found: list[str]) -> list[str]:
+    """The model's own predictions as labels, so that its accuracy is known."""
+    tokenizer, labels = tiny_tokenizer(), []
+    for text in found:
+        with torch.inference_mode():
+            logits = model(**tokenizer(text, return_tensors="pt")).logits
+        labels.append(model.config.id2label[int(logits.argmax())])
+    return labels
+
+
+class TestMetrics:
+    truth = (0, 1, 2, 2, 1, 0, 2, 1, 0, 0)
+    found = (0, 1, 2, 1, 1, 0, 0, 1, 2, 0)
+
+    @pytest.mark.parametrize("name", metric_names("text-classification"))
+    def test_sums_give_the_same_value_as_scikit_learn(self, name: str) -> None:
+        metric = metric_for(name, "text-classification", classes=3)
+        value = metric.compute(self.found, self.truth)[metric.key]
+        assert metric.sums is not None
+        assert metric.finish is not None
+        total = metric.sums(self.found, self.truth).sum(0)
+        assert metric.finish(total) == pytest.approx(value, abs=1e-12)
+
+    def test_averages(self) -> None:
+        def value(name: str, classes: int, found: Sequence[int], truth: Sequence[int]) -> float:
+            metric = metric_for(name, "text-classification", classes=classes)
+            return metric.compute(found, truth)[metric.key]
+
+        macro = sklearn_metrics.f1_score(self.truth, self.found, average="macro")
+        assert value("f1", 3, self.found, self.truth) == pytest.approx(macro)
+        two = [0, 1, 1, 0], [0, 1, 0, 0]
+        assert value("f1", 2, *two) == pytest.approx(sklearn_metrics.f1_score(two[1], two[0]))
+        assert value("f1_micro", 3, self.found, self.truth) == pytest.approx(0.7)
+
+    def test_matthews_correlation(self) -> None:
+        metric = metric_for("mcc", "text-classification", classes=3)
+        expected = sklearn_metrics.matthews_corrcoef(self.truth, self.found)
+        assert metric.compute(self.found, self.truth) == {"matthews_correlation": pytest.approx(expected)}
+
+    def test_correlations(self) -> None:
+        scores, found = [0.0, 1.0, 2.0, 3.0, 4.0], [0.1, 0.4, 0.2, 0.8, 0.9]
+        pearson = metric_for("pearson", "sentence-similarity")
+        assert pearson.sums is not None
+        assert pearson.finish is not None
+        expected = stats.pearsonr(found, scores)[0]
+        assert pearson.compute(found, scores)["pearsonr"] == pytest.approx(expected)
+        assert pearson.finish(pearson.sums(found, scores).sum(0)) == pytest.approx(expected)
+        assert metric_for(None, "sentence-similarity").compute(found, scores)["spearmanr"] == pytest.approx(0.9)
+
+    @pytest.mark.parametrize(
+        ("tags", "spans"),
+        [
+            ("O B-PER I-PER O", {("PER", 1, 2)}),
+            ("B-PER B-PER", {("PER", 0, 0), ("PER", 1, 1)}),
+            ("I-PER I-LOC", {("PER", 0, 0), ("LOC", 1, 1)}),
+            ("B-PER I-LOC", {("PER", 0, 0), ("LOC", 1, 1)}),
+            ("S-PER I-PER E-PER", {("PER", 0, 0), ("PER", 1, 2)}),
+            ("PER PER O LOC", {("PER", 0, 1), ("LOC", 3, 3)}),
+            ("O O", set()),
+        ],
+    )
+    def test_entities(self, tags: str, spans: set[tuple[str, int, int]]) -> None:
+        assert entities(tags.split()) == spans
+
+    def test_seqeval_counts_whole_entities(self) -> None:
+        metric = metric_for(None, "token-classification")
+        scores = metric.compute([["B-PER", "O", "B-LOC"]], [["B-PER", "I-PER", "B-LOC"]])
+        assert scores == {
+            "overall_precision": 0.5,
+            "overall_recall": 0.5,
+            "overall_f1": 0.5,
+            "overall_accuracy": pytest.approx(2 / 3),
+        }
+
+    def test_squad_forgives_articles_and_punctuation(self) -> None:
+        metric = metric_for(None, "question-answering")
+        scores = metric.compute(["The bank!", "", "old money"], [["bank"], [], ["money", "old cash"]])
+        assert scores["exact_match"] == pytest.approx(200 / 3)
+        assert scores["f1"] == pytest.approx(100 * (1 + 1 + 2 / 3) / 3)
+
+    def test_points(self) -> None:
+        assert metric_for("accuracy", "text-classification").drop(0.93, 0.9) == pytest.approx(3)
+        assert metric_for("squad", "question-answering").drop(93, 90) == pytest.approx(3)
+        assert metric_for("mse", "text-classification", regression=True).drop(1.0, 1.5) == pytest.approx(0.5)
+
+    def test_mistyped_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ConfigError, match="Did you mean 'accuracy'"):
+            metric_for("acuracy", "text-classification")
+
+    def test_metric_of_another_task(self) -> None:
+        with pytest.raises(ConfigError, match="squad does not measure text-classification"):
+            metric_for("squad", "text-classification")
+
+    def test_perplexity_says_what_it_is_for(self) -> None:
+        with pytest.raises(ConfigError, match="perplexity is for text-generation"):
+            metric_for("perplexity", "text-classification")
+
+    def test_scripts_of_hub_users_are_not_run_unasked(self) -> None:
+        with pytest.raises(ConfigError, match="trust_remote_code=True"):
+            metric_for("somebody/metric", "text-classification")
+
+    def test_metric_script_through_evaluate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        evaluate = pytest.importorskip("evaluate")
+        monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path / "cache")
+        script = tmp_path / "off_by.py"
+        script.write_text(
+            "import datasets\n"
+            "import evaluate\n"
+            "class OffBy(evaluate.Metric):\n"
+            "    def _info(self):\n"
+            "        features = datasets.Features({n: datasets.Value('int64') for n in ('predictions', 'references')})\n"
+            "        return evaluate.MetricInfo(description='', citation='', features=features)\n"
+            "    def _compute(self, predictions, references):\n"
+            "        return {'off_by': sum(abs(a - b) for a, b in zip(predictions, references)) / len(references)}\n",
+            encoding="utf-8",
+        )
+        metric = metric_for(str(script), "text-classification")
+        assert metric.compute([1, 2, 3], [1, 2, 5])[metric.key] == pytest.approx(2 / 3)
+
+
+class TestIntervals:
+    @pytest.mark.parametrize(("first_only", "second_only", "rows"), [(2, 12, 50), (5, 3, 40), (0, 4, 100)])
+    def test_ends_solve_the_score_equation(self, first_only: int, second_only: int, rows: int) -> None:
+        def score(difference: float) -> float:
+            """Tango's statistic, its nuisance parameter from a numeric maximum of the likelihood."""
+
+            def loss(share: float) -> float:
+                counts = (second_only, first_only, rows - first_only - second_only)
+                shares = (share + difference, share, 1 - 2 * share - difference)
+                return -sum(c * np.log(max(p, 1e-300)) for c, p in zip(counts, shares, strict=True))
+
+            bounds = (max(0.0, -difference) + 1e-12, (1 - difference) / 2 - 1e-12)
+            share = optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-13}).x
+            spread = np.sqrt(rows * (2 * share + difference * (1 - difference)))
+            return float((second_only - first_only - rows * difference) / spread)
+
+        found = paired_proportions(first_only, second_only, rows)
+        assert score(found.low) == pytest.approx(1.959964, abs=1e-4)
+        assert score(found.high) == pytest.approx(-1.959964, abs=1e-4)
+
+    def test_no_discordant_rows_still_leave_doubt(self) -> None:
+        found = paired_proportions(0, 0, 100)
+        assert found.low == pytest.approx(-found.high)
+        assert found.high == pytest.approx(1.96**2 / (100 + 1.96**2), abs=1e-3)
+        assert found.p_value == 1.0
+
+    def test_coverage(self) -> None:
+        generator = np.random.default_rng(0)
+        rows, probabilities = 300, [0.95, 0.035, 0.015]
+        inside = 0
+        for _ in range(400):
+            _, first_only, second_only = generator.multinomial(rows, probabilities)
+            found = paired_proportions(int(first_only), int(second_only), rows)
+            inside += found.low <= 0.015 - 0.035 <= found.high
+        # 400 draws: the share of a 95 % interval is within 3 standard errors of 0.95 (0.033).
+        assert inside / 400 == pytest.approx(0.95, abs=0.033)
+
+    def test_mcnemar(self) -> None:
+        assert mcnemar(1, 9) == pytest.approx(2 * (1 + 10) / 2**10)
+
+    def test_bootstrap_agrees_with_the_score_interval(self) -> None:
+        generator = np.random.default_rng(1)
+        truth = generator.integers(0, 3, 2000)
+        first = np.where(generator.random(2000) < 0.9, truth, (truth + 1) % 3)
+        second = np.where(generator.random(2000) < 0.97, first, (first + 1) % 3)
+        metric = metric_for("accuracy", "text-classification")
+        exact = difference_interval(metric, list(first), list(second), list(truth))
+        resampled = bootstrap(metric, list(first), list(second), list(truth))
+        assert "Tango" in exact.method
+        assert (resampled.low, resampled.high) == (
+            pytest.approx(exact.low, abs=2e-3),
+            pytest.approx(exact.high, abs=2e-3),
+        )
+
+    def test_bootstrap_is_paired(self) -> None:
+        truth = [0, 1] * 50
+        found = [0, 1, 1, 0] * 25
+        metric = metric_for("f1", "text-classification", classes=2)
+        same = difference_interval(metric, found, found, truth)
+        assert (same.low, same.high) == (0.0, 0.0)
+
+    def test_many_classes_stay_small(self) -> None:
+        generator = np.random.default_rng(3)
+        truth = generator.integers(0, 1000, 5000)
+        metric = metric_for("f1", "image-classification", classes=1000)
+        assert metric.sums is not None
+        # A dense matrix would take 120 MB.
+        assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
+        found = bootstrap(metric, list(truth), list((truth + 1) % 1000), list(truth), resamples=50)
+        assert (found.low, found.high) == (-1.0, -1.0)
+
+    def test_metric_without_sums(self) -> None:
+        generator = np.random.default_rng(2)
+        truth = generator.normal(size=80)
+        first, second = truth + 0.1 * generator.normal(size=80), truth + generator.normal(size=80)
+        metric = metric_for("spearmanr", "sentence-similarity")
+        found = bootstrap(metric, list(first), list(second), list(truth), resamples=200)
+        assert -1 < found.low < found.high < 0
+
+
+class TestEvaluate:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rows(cls) -> list[dict[str, Any]]:
+        found = texts(60)
+        labels = labelled_by(tiny_model("bert"), found)
+        # Every fifth is wrong on purpose.
+        other = {"LABEL_0": "LABEL_1", "LABEL_1": "LABEL_2", "LABEL_2": "LABEL_0"}
+        return [
+            {"text": text, "label": other[label] if i % 5 == 0 else label}
+            for i, (text, label) in enumerate(zip(found, labels, strict=True))
+        ]
+
+    def test_known_accuracy(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
+        result = accel.evaluate(tiny_artifact(), rows)
+        assert (result.metric, result.value, result.rows) == ("accuracy", 0.8, 60)
+        assert len(result.predictions) == 60
+
+    def test_order_and_batch_size_do_not_matter(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
+    ) -> None:
+        one, many = (accel.evaluate(tiny_artifact(), rows, batch_size=size).predictions for size in (1, 32))
+        assert one == many
+
+    def test_compares_with_the_original_on_the_same_rows(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
+    ) -> None:
+        found = accel.evaluate(tiny_artifact(), rows, against=True).comparison
+        assert found is not None
+        assert (found.value, found.difference, found.agreement) == (0.8, 0.0, 1.0)
+        assert found.interval.low < 0 < found.interval.high
+
+    def test_comparison_sees_another_model(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
+    ) -> None:
+        other = tiny_model("bert", seed=1)
+        found = accel.evaluate(tiny_artifact(), rows, against=other).comparison
+        assert found is not None
+        assert found.difference == pytest.approx(0.8 - found.value)
+        assert found.agreement is not None
+        assert found.agreement < 0.8
+        assert found.interval.p_value is not None
+        assert found.interval.p_value < 0.05
+
+    def test_pytorch_model(self, rows: list[dict[str, Any]]) -> None:
+        result = accel.evaluate(tiny_model("bert"), rows, processor=tiny_tokenizer())
+        assert (result.value, result.backend) == (0.8, "pytorch")
+
+    def test_folder_is_exported(self, tiny_folder: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
+        assert accel.evaluate(tiny_folder(), rows).value == 0.8
+
+    def test_other_metrics(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
+        result = accel.evaluate(tiny_artifact(), rows, metric="f1", against=True)
+        truth = [int(row["label"][-1]) for row in rows]
+        assert result.value == pytest.approx(sklearn_metrics.f1_score(truth, result.predictions, average="macro"))
+        assert result.comparison is not None
+        assert result.comparison.interval.method.startswith("paired bootstrap")
+
+    def test_result_is_json(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
+        result = accel.evaluate(tiny_artifact(), rows, against=True, samples=20, seed=3)
+        values = json.loads(json.dumps(result.to_dict()))
+        assert (values["data"]["n"], values["data"]["seed"], values["data"]["total"]) == (20, 3, 60)
+        assert "predictions" not in values
+
+    def test_cut_rows(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
+        short = accel.evaluate(tiny_artifact(), rows, max_length=3)
+        assert short.max_length == 3
+        assert short.value < 0.8
+
+    def test_unknown_labels(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(InputError, match="'lost_card' in rows are labels that the model does not know"):
+            accel.evaluate(tiny_artifact(), [{"text": "my card", "label": "lost_card"}])
+
+    def test_unlabelled(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(InputError, match="1 of 1 labels of rows are missing"):
+            accel.evaluate(tiny_artifact(), [{"text": "my card", "label": -1}])
+
+    def test_against_nothing_known(self, tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(ArtifactNotFoundError, match="does not say what it was made from"):
+            accel.evaluate(
+                tiny_model("bert"), [{"text": "my card", "label": 1}], processor=tiny_tokenizer(), against=True
+            )
+
+    def test_confidence(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(ConfigError, match="confidence is 95"):
+            accel.evaluate(tiny_artifact(), [{"text": "my card", "label": 1}], confidence=95)
+
+
+class TestOtherTasks:
+    def test_token_classification(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        artifact = tiny_artifact("bert", "token-classification")
+        model, tokenizer = tiny_model("bert", "token-classification"), tiny_tokenizer()
+        rows = []
+        for text in texts(12, seed=4):
+            words = text.split()
+            inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")
+            with torch.inference_mode():
+                best = model(**inputs).logits[0].argmax(-1)
+            # One token a word between [CLS] and [SEP].
+            tags = [int(best[1 + i]) for i in range(len(words))]
+            rows.append({"tokens": words, "ner_tags": tags})
+        assert accel.evaluate(artifact, rows).value == 1.0
+        rows[0]["ner_tags"] = [(tag + 1) % 3 for tag in rows[0]["ner_tags"]]
+        changed = accel.evaluate(artifact, rows, metric="accuracy")
+        total = sum(len(row["tokens"]) for row in rows)
+        assert changed.value == pytest.approx(1 - len(rows[0]["tokens"]) / total)
+
+    def test_tags_that_do_not_fit_their_words(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        rows = [{"tokens": ["my", "card"], "ner_tags": [1]}]
+        with pytest.raises(InputError, match="2 words and 1 tags"):
+            accel.evaluate(tiny_artifact("bert", "token-classification"), rows)
+
+    def test_question_answering(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        artifact = tiny_artifact("bert", "question-answering")
+        contexts = texts(6, seed=5)
+        asked = [{"question": "where is my card", "context": context} for context in contexts]
+        answers = [found["answer"] for found in accel.pipeline(model=artifact.path)(asked)]
+        rows = [{**row, "answers": {"text": [answer]}} for row, answer in zip(asked, answers, strict=True)]
+        result = accel.evaluate(artifact, rows, against=True)
+        assert result.scores == {"exact_match": 100.0, "f1": 100.0}
+        assert result.comparison is not None
+        assert result.comparison.agreement == 1.0
+        rows[0]["answers"] = {"text": ["wolfgang"]}
+        assert accel.evaluate(artifact, rows, metric="exact_match").value == pytest.approx(5 / 6)
+
+    def test_embeddings(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        artifact = tiny_artifact("bert", "sentence-similarity")
+        first, second = texts(12, seed=6), texts(12, seed=7)
+        model = accel.ORTModelForFeatureExtraction.from_pretrained(artifact.path)
+        a, b = (torch.from_numpy(model.encode(part)) for part in (first, second))
+        cosine = torch.nn.functional.cosine_similarity(a, b).tolist()
+        rows = [{"sentence1": x, "sentence2": y, "score": 5 * c} for x, y, c in zip(first, second, cosine, strict=True)]
+        result = accel.evaluate(artifact, rows, against=True)
+        assert result.value == pytest.approx(1.0)
+        assert result.comparison is not None
+        assert result.comparison.agreement is None
+        assert accel.evaluate(artifact, rows, metric="pearson").value == pytest.approx(1.0)
+
+    def test_image_classification(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        from PIL import Image
+
+        artifact = tiny_artifact("vit", "image-classification")
+        generator = np.random.default_rng(8)
+        pictures = [Image.fromarray(generator.integers(0, 255, (32, 32, 3), dtype=np.uint8)) for _ in range(6)]
+        processor = transformers.AutoImageProcessor.from_pretrained(artifact.path)
+        with torch.inference_mode():
+            logits = tiny_model("vit", "image-classification")(**processor(pictures, return_tensors="pt")).logits
+        rows = [{"image": p, "label": int(i)} for p, i in zip(pictures, logits.argmax(-1), strict=True)]
+        assert accel.evaluate(artifact, rows, batch_size=4).value == 1.0
+
+    def test_alike_predictions_have_no_correlation(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        rows = [{"sentence1": "my card", "sentence2": "my card", "score": 1.0}] * 3
+        with pytest.raises(InputError, match="all alike"):
+            accel.evaluate(tiny_artifact("bert", "sentence-similarity"), rows)
+
+    def test_masked_language_models_are_not_measured(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        with pytest.raises(ConfigError, match="cannot measure fill-mask yet"):
+            accel.evaluate(tiny_artifact("bert", "fill-mask"), [{"text": "my card"}])
+
+    def test_several_labels_a_row(self) -> None:
+        config = transformers.BertConfig(problem_type="multi_label_classification")
+        with pytest.raises(TaskError, match="several labels"):
+            EvaluationSet([{"text": "a", "label": 1}], task="text-classification", config=config, processor=None)

@@ -1,0 +1,25 @@
+"""The task read from a config's architecture."""
+
+import pytest
+
+from accel.errors import TaskError
+from accel.tasks import infer_task
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("BertModel", "feature-extraction"),
+        ("XLMWithLMHeadModel", "fill-mask"),
+        ("DistilBertForQuestionAnswering", "question-answering"),
+        ("FlaubertForQuestionAnsweringSimple", "question-answering"),
+    ],
+)
+def test_the_longest_suffix_decides(architecture: str, task: str) -> None:
+    assert infer_task({"architectures": [architecture]}) == task
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "GPT2DoubleHeadsModel"])
+def test_a_head_without_a_task_is_not_dropped(architecture: str) -> None:
+    with pytest.raises(TaskError, match=architecture):
+        infer_task({"architectures": [architecture]})

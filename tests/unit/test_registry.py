@@ -1,0 +1,188 @@
+"""Finding and choosing backends."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from types import ModuleType
+
+import pytest
+
+from accel import doctor, registry
+from accel.errors import BackendUnavailableError, PluginError, UnknownBackendError
+from accel.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+
+
+def spec(name: str, **changes: object) -> BackendSpec:
+    values: dict[str, object] = {
+        "name": name,
+        "summary": "for tests",
+        "extra": name,
+        "impl": f"{name}_plugin:Backend",
+        "auto": True,
+        "capabilities": (Capability(stage="run", consumes="onnx", devices=("cpu", "cuda")),),
+    }
+    return BackendSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+CPU = Probe(devices=(DeviceSpec("cpu"),))
+CUDA = Probe(devices=(DeviceSpec("cuda", 0), DeviceSpec("cuda", 1)))
+BROKEN = Probe(reasons=(Reason("driver", "the driver is too old", "install driver 580"),))
+
+
+def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> registry.Selection:
+    question: dict[str, object] = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None}
+    return registry.select(
+        **{**question, **changes},  # type: ignore[arg-type]
+        specs=specs,
+        probes={s.name: p for s, p in zip(specs, probes, strict=True)},
+    )
+
+
+def test_highest_priority_wins() -> None:
+    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA])
+    assert (found.backend, str(found.device)) == ("b", "cuda:0")
+    assert {row.backend: row.verdict for row in found.table} == {"a": "possible", "b": "chosen"}
+
+
+def test_unavailable_ones_are_passed_over_with_their_reasons() -> None:
+    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN])
+    assert found.backend == "a"
+    assert "the driver is too old (install driver 580)" in str(found)
+
+
+def test_a_named_backend_is_the_only_candidate() -> None:
+    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN], backend="b")
+    assert found.backend is None
+    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA], backend="a")
+    assert found.backend == "a"
+
+
+def test_numerics_change_only_when_named() -> None:
+    specs = [spec("a", priority=1), spec("b", priority=9, auto=False)]
+    assert select(specs, [CPU, CPU]).backend == "a"
+    assert select(specs, [CPU, CPU], backend="b").backend == "b"
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ({"format": "openvino_ir"}, "it runs onnx, not openvino_ir"),
+        ({"dtype": "float16"}, "float16"),
+        ({"device": DeviceSpec("cuda", 3)}, "no device cuda:3, only cuda:0, cuda:1"),
+        ({"task": "depth-estimation"}, "does not run depth-estimation"),
+    ],
+)
+def test_every_obstacle_is_a_reason(question: dict[str, object], reason: str) -> None:
+    limited = spec("a", capabilities=(Capability(stage="run", consumes="onnx", tasks=("text-classification",)),))
+    found = select([limited], [CUDA], **question)
+    assert found.backend is None
+    assert reason in str(found)
+
+
+def test_device_is_found_by_index() -> None:
+    assert str(select([spec("a")], [CUDA], device=DeviceSpec("cuda", 1)).device) == "cuda:1"
+
+
+# Plugins of other people
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) -> None:
+    """Make entry points, and modules they point to (`None`: a module that cannot be imported)."""
+    entries = []
+    for name, module_name, value in plugins:
+        if value is not None:
+            module = ModuleType(module_name)
+            module.SPEC = value  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module_name, module)
+        entries.append(metadata.EntryPoint(name, f"{module_name}:SPEC", registry.ENTRY_POINT_GROUP))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    registry._describe.cache_clear()
+    registry.probe.cache_clear()
+
+
+def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("good", "good_spec", spec("good")), ("bad", "no_such_module_at_all", None))
+    specs, broken = registry.describe_all()
+    assert [s.name for s in specs] == ["good"]
+    assert "no_such_module_at_all" in broken["bad"].message
+    statuses = {status.name: status for status in doctor.list_backends()}
+    assert statuses["bad"].summary == "broken plugin"
+    assert not statuses["bad"].available
+    with pytest.raises(PluginError, match="cannot be loaded"):
+        registry.describe("bad")
+
+
+def test_two_plugins_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", spec("y")))
+    with pytest.raises(PluginError, match=r"More than one plugin is called 'x'.*spec_one.*spec_two"):
+        registry.describe("x")
+    assert [s.name for s in registry.describe_all()[0]] == ["y"]
+
+
+def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        ("a", "spec_a", "not a spec"),
+        ("b", "spec_b", spec("other")),
+        ("c", "spec_c", spec("c", api=(2, 0))),
+        ("d", "spec_d", spec("d", api=(1, 9))),
+    )
+    specs, broken = registry.describe_all()
+    assert specs == ()
+    assert "is a str, not a BackendSpec" in broken["a"].message
+    assert "named 'other'" in broken["b"].message
+    assert "plugin API 2.0" in broken["c"].message
+    assert "plugin API 1.9" in broken["d"].message
+
+
+def test_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("a", "spec_a", spec("a")), ("b", "no_such_module_at_all", None))
+    monkeypatch.setenv("ACCEL_PLUGINS", "a, c")
+    assert list(registry.installed()) == ["a"]
+    assert registry.describe_all()[1] == {}
+
+
+def test_names_and_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("alpha", "spec_a", spec("alpha", aliases=("AlphaExecutionProvider",))))
+    assert registry.describe("AlphaExecutionProvider").name == "alpha"
+    with pytest.raises(UnknownBackendError, match=r"Did you mean 'alpha'\? Installed: alpha"):
+        registry.describe("alfa")
+
+
+def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        def probe(self) -> Probe:
+            raise OSError("libvendor.so: cannot open")
+
+    module = ModuleType("failing_plugin")
+    module.Backend = Backend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "failing_plugin", module)
+    install(monkeypatch, ("failing", "spec_f", spec("failing")))
+    probe = registry.probe(registry.describe("failing"))
+    assert not probe.available
+    assert "libvendor.so" in probe.reasons[0].message
+
+
+def test_missing_extra_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch, ("v", "spec_v", spec("v", requires=("no_such_vendor",), impl="accel_plugins.v:B", extra="vendor"))
+    )
+    with pytest.raises(BackendUnavailableError, match="no_such_vendor is not installed") as info:
+        registry.choose(format="onnx", task="custom", dtype="float32", backend="v")
+    assert 'pip install "accel-transformers[vendor]"' in str(info.value)
+
+
+def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer = Capability(stage="quantize", consumes="onnx", produces="onnx", schemes=("dynamic-int8",))
+    install(
+        monkeypatch,
+        ("a", "spec_a", spec("a", priority=5)),
+        ("b", "spec_b", spec("b", capabilities=(quantizer,))),
+    )
+    assert registry.owner("quantize", "onnx").name == "b"
+    assert registry.owner("quantize", "onnx", scheme="dynamic-int8").name == "b"
+    with pytest.raises(BackendUnavailableError, match="Did you mean 'dynamic-int8'"):
+        registry.owner("quantize", "onnx", scheme="dynamc-int8")
+    with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
+        registry.owner("optimize", "onnx")

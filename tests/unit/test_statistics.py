@@ -1,0 +1,67 @@
+"""Summaries of latencies, and ratios with their intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from accel.statistics import _t_quantile, geometric_mean, ratio, summarize
+
+
+def test_summary_of_known_numbers() -> None:
+    found = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.calls, found.mean, found.min, found.max, found.median) == (5, 22.0, 1.0, 100.0, 3.0)
+    assert found.sd == pytest.approx(43.6176, abs=1e-3)
+    assert found.p95 == pytest.approx(80.8)
+    assert found.p99 == pytest.approx(96.16)
+
+
+def test_summary_of_one_call_has_no_spread() -> None:
+    assert summarize([2.5]).sd == 0.0
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (7, 2.3646), (11, 2.2010)])
+def test_t_quantile_agrees_with_the_tables(freedom: int, quantile: float) -> None:
+    # The expansion is worst at 3 degrees of freedom; 1 % there.
+    assert _t_quantile(0.975, freedom) == pytest.approx(quantile, rel=0.01)
+
+
+def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> list[list[float]]:
+    return [list(scale * d * generator.lognormal(0, 0.05, 20)) for d in drift]
+
+
+def test_ratio_ignores_a_drift_that_hits_both() -> None:
+    generator = np.random.default_rng(0)
+    drift = generator.lognormal(0, 0.5, 12)
+    found = ratio(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
+    assert found.low < 3.0 < found.high
+    assert found.high / found.low < 1.6, "rounds are paired: their drift is not in the interval's width"
+
+
+def test_interval_of_equal_variants_covers_one() -> None:
+    covered = 0
+    for seed in range(200):
+        generator = np.random.default_rng(seed)
+        drift = generator.lognormal(0, 0.1, 12)
+        # Each process has good and bad rounds of its own, and one round in ten is disturbed.
+        a, b = (
+            _rounds(generator, drift * generator.lognormal(0, 0.02, 12) * (1 + (generator.random(12) < 0.1) / 2), 1.0)
+            for _ in range(2)
+        )
+        found = ratio(a, b, resamples=500, seed=seed)
+        covered += found.low <= 1.0 <= found.high
+    assert covered >= 184, "a 95 % interval covers in about 190 of 200; 184 is 3 standard deviations below 0.95"
+
+
+def test_a_single_round_knows_no_interval() -> None:
+    found = ratio([[2.0, 2.0]], [[1.0, 1.0]])
+    assert (found.value, found.low, found.high) == (2.0, 0.0, float("inf"))
+
+
+def test_rounds_must_pair() -> None:
+    with pytest.raises(ValueError, match="2 rounds against 1"):
+        ratio([[1.0], [1.0]], [[1.0]])
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
