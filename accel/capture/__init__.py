@@ -1,0 +1,49 @@
+"""PyTorch model to graph: the only contact with `transformers.exporters`.
+
+`load_source` reads a model for a task, `Source.sample` makes the inputs it is traced with, `capture_onnx` (or
+`capture_openvino`) traces it and repairs or refuses what the trace got wrong, and `reference_cases` with
+`max_difference` compare the result with the model on other shapes. A trace follows one set of inputs, and what it did
+not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an axis of size 1 becomes a constant. So the
+samples are ours: two rows or more, unequal sizes, and padding in the mask.
+"""
+
+from .comparing import Case, max_difference, reference, reference_cases, tolerance
+from .embedding import SentenceEmbedder, Tensors
+from .loading import folder_digest, load_source
+from .samples import Axes
+from .source import Source, quiet
+from .tracing import (
+    capture_onnx,
+    capture_openvino,
+    capture_program,
+    drop_unused_inputs,
+    dtype_name,
+    feeds_for,
+    graph_specs,
+    rename_axes,
+    strip_provenance,
+)
+
+__all__ = [
+    "Axes",
+    "Case",
+    "SentenceEmbedder",
+    "Source",
+    "Tensors",
+    "capture_onnx",
+    "capture_openvino",
+    "capture_program",
+    "drop_unused_inputs",
+    "dtype_name",
+    "feeds_for",
+    "folder_digest",
+    "graph_specs",
+    "load_source",
+    "max_difference",
+    "quiet",
+    "reference",
+    "reference_cases",
+    "rename_axes",
+    "strip_provenance",
+    "tolerance",
+]

@@ -1,0 +1,188 @@
+"""Inputs that a trace cannot misread: two rows or more, unequal sizes, padding in the mask."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ExportError, InputError
+from .embedding import SentenceEmbedder, Tensors
+
+SAMPLE_BATCH = 2
+SAMPLE_SEQUENCE = 5
+SAMPLE_CHOICES = 3
+_POSITIONS = re.compile(r"(^|[._])(position_embeddings?|embed_positions|wpe|pos_embed\w*)$")
+
+Axes = Mapping[str, Mapping[int, str]]
+
+
+def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    inner = module.model if isinstance(module, SentenceEmbedder) else module
+    return inspect.signature(inner.forward).parameters
+
+
+def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Inputs for a transformers model, from what its forward takes and its config says."""
+    config = getattr(module, "config", None)
+    inner = module.model if isinstance(module, SentenceEmbedder) else module
+    main = getattr(inner, "main_input_name", None)
+    if config is None or main not in ("input_ids", "pixel_values"):
+        raise ExportError(
+            f"No inputs can be made for a {type(inner).__name__}.",
+            fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
+        )
+    if main == "pixel_values":
+        height, width = _image_size(config, folder)
+        pixels = torch.randn(SAMPLE_BATCH, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
+    names, unused = _text_inputs(module, config)
+    choices = type(inner).__name__.endswith("ForMultipleChoice")
+    shape = (SAMPLE_BATCH, SAMPLE_CHOICES, SAMPLE_SEQUENCE) if choices else (SAMPLE_BATCH, SAMPLE_SEQUENCE)
+    axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
+    axes = {name: dict(enumerate(axis_names)) for name in names}
+    example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
+    sizes = dict(zip(axis_names, shape, strict=True))
+    return resize(example, axes, sizes, config, seed=0), axes, unused
+
+
+def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple[str, ...]]:
+    """What a text model is given, and which inputs it takes but ignores."""
+    parameters = _parameters(module)
+    names = ["input_ids"]
+    if "attention_mask" in parameters:
+        names.append("attention_mask")
+    if "token_type_ids" in parameters:
+        # A table of one row (RoBERTa) or none (DeBERTa-v2) adds the same to every token.
+        if getattr(config, "type_vocab_size", 2) > 1:
+            names.append("token_type_ids")
+        else:
+            return names, ("token_type_ids",)
+    return names, ()
+
+
+def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
+    """Height and width in pixels: the model's own, else its processor's, else 224."""
+    size = getattr(config, "image_size", None)
+    if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
+        settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        size = settings.get("crop_size") or settings.get("size")
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge", 224)
+        return int(size.get("height", edge)), int(size.get("width", edge))
+    if isinstance(size, Sequence):
+        return int(size[0]), int(size[1])
+    return (int(size), int(size)) if size else (224, 224)
+
+
+def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
+    """Axes of inputs whose names are a transformers model's."""
+    text = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
+    axes: dict[str, dict[int, str]] = {}
+    for name, tensor in sample.items():
+        if name in ("input_ids", "attention_mask", "token_type_ids", "position_ids") and tensor.ndim in text:
+            axes[name] = dict(enumerate(text[tensor.ndim]))
+        elif name == "pixel_values":
+            axes[name] = {0: "batch"}
+        else:
+            raise InputError(
+                f"Which axes of the sample's {name!r} {tuple(tensor.shape)} vary is not known.",
+                fix=f"pass axes={{{name!r}: {{0: 'batch'}}, ...}}; leave an axis out to fix its size.",
+            )
+    return axes
+
+
+def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]:
+    """Sizes that a trace can tell apart: at least 2, a sequence of at least 3, all different."""
+    sizes: dict[str, int] = {}
+    for name, named in axes.items():
+        if name not in sample:
+            raise InputError(f"axes names {name!r}, which the sample {sorted(sample)} does not hold.")
+        for position, axis in named.items():
+            size = int(sample[name].shape[position])
+            if sizes.setdefault(axis, size) != size:
+                raise InputError(f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.")
+    taken: set[int] = set()
+    for axis, size in sizes.items():
+        size = max(size, 3 if axis == "sequence" else 2)
+        while size in taken:
+            size += 1
+        taken.add(size)
+        sizes[axis] = size
+    return sizes
+
+
+def resize(
+    example: Mapping[str, torch.Tensor], axes: Axes, sizes: Mapping[str, int], config: Any, seed: int
+) -> Tensors:
+    """Inputs with the example's names, types and fixed axes, and `sizes` for the named ones.
+
+    Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. A mask
+    gets padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    resized: Tensors = {}
+    for name, tensor in example.items():
+        named = axes.get(name, {})
+        shape = [sizes.get(named[i], n) if i in named else n for i, n in enumerate(tensor.shape)]
+        if name == "input_ids":
+            resized[name] = _token_ids(shape, config, generator)
+        elif name == "attention_mask":
+            resized[name] = _padded_mask(shape, tensor.dtype)
+        elif name == "token_type_ids":
+            types = min(2, int(getattr(config, "type_vocab_size", 2) or 1))
+            resized[name] = torch.randint(0, types, shape, generator=generator, dtype=tensor.dtype)
+        else:
+            value = tensor
+            for i, size in enumerate(shape):
+                if size != value.shape[i]:
+                    repeats = [1] * value.ndim
+                    repeats[i] = -(-size // max(value.shape[i], 1))
+                    value = value.repeat(repeats).narrow(i, 0, size)
+            if value.is_floating_point():
+                value = value + 0.1 * torch.randn(value.shape, generator=generator).to(value.dtype)
+            resized[name] = value.contiguous()
+    if "attention_mask" in resized and "input_ids" in resized:
+        ids, mask = resized["input_ids"], resized["attention_mask"]
+        if ids.shape == mask.shape:
+            ids[mask == 0] = pad_id(config)
+    return resized
+
+
+def pad_id(config: Any) -> int:
+    """The padding token's id, or 0."""
+    value = getattr(config, "pad_token_id", None)
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
+    vocabulary = int(getattr(config, "vocab_size", 100) or 100)
+    ids = torch.randint(0, vocabulary, tuple(shape), generator=generator)
+    pad = pad_id(config)
+    # A padding id in the middle would move the positions of RoBERTa-like models.
+    return torch.where(ids == pad, (pad + 1) % vocabulary, ids)
+
+
+def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.ones(tuple(shape), dtype=dtype)
+    rows = mask.view(-1, shape[-1])
+    rows[1::2, (shape[-1] + 1) // 2 :] = 0
+    return mask
+
+
+def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
+    """How long a sequence the model's learned positions allow."""
+    if not any("sequence" in named.values() for named in axes.values()):
+        return {}
+    limits = []
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
+            # RoBERTa-like tables start counting behind the padding row.
+            offset = child.padding_idx + 1 if child.padding_idx is not None else 0
+            limits.append(child.num_embeddings - offset)
+    return {"sequence": min(limits)} if limits else {}

@@ -1,0 +1,260 @@
+"""Traces a model, names its axes, and refuses what the trace got wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import ExportConfig
+from ..errors import ExportError
+from ..specs import TensorSpec
+from ..tasks import read_config
+from .embedding import Tensors
+from .samples import pad_id, resize
+from .source import Source, quiet
+
+if TYPE_CHECKING:
+    import onnx_ir
+    from torch.export import ExportedProgram
+    from transformers.exporters import ExportedModel
+
+
+def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, ExportedModel]:
+    """Trace a model into an ONNX graph with named axes.
+
+    Takes 4 to 20 s for encoders. The weights in the graph are the model's own memory, not a copy.
+
+    Returns:
+        The graph, and what transformers' exporter made (its manifest is kept beside ours).
+
+    Raises:
+        ExportError: The trace failed, or fixed an axis that must vary.
+    """
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    try:
+        with quiet():
+            exported = OnnxExporter().export(
+                source.model,
+                dict(source.example),
+                OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset),
+            )
+    # Tracing runs foreign model code, which may raise anything.
+    except Exception as error:
+        raise _trace_error(source, error) from error
+    graph = exported.program
+    _name_axes(graph, source)
+    strip_provenance(graph)
+    return graph, exported
+
+
+def capture_program(source: Source) -> ExportedProgram:
+    """Trace a model into a `torch.export` program with the same inputs and axes as `capture_onnx`.
+
+    For backends that convert such programs themselves.
+
+    Raises:
+        ExportError: The trace failed.
+    """
+    from transformers.exporters import DynamoConfig, DynamoExporter
+
+    try:
+        with quiet():
+            exported = DynamoExporter().export(
+                source.model, dict(source.example), DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
+            )
+    # Tracing runs foreign model code, which may raise anything.
+    except Exception as error:
+        raise _trace_error(source, error) from error
+    program: ExportedProgram = exported.program
+    return program
+
+
+def capture_openvino(source: Source) -> ExportedModel:
+    """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
+
+    The weights in the graph are the model's own memory: write the graph before the model goes.
+
+    Returns:
+        What transformers' exporter made; its `program` is an `openvino.Model`, whose axes have no names.
+
+    Raises:
+        ExportError: The trace failed, or fixed an axis that must vary.
+    """
+    from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
+
+    try:
+        with quiet(), _without_telemetry():
+            exported = OpenVINOExporter().export(
+                source.model,
+                dict(source.example),
+                OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False),
+            )
+    # Tracing runs foreign model code, which may raise anything.
+    except Exception as error:
+        raise _trace_error(source, error) from error
+    for port in exported.program.inputs:
+        for position, axis in source.axes.get(port.any_name, {}).items():
+            dimension = port.partial_shape[position]
+            if dimension.is_static:
+                raise _fixed_axis(source, axis, port.any_name, dimension.get_length())
+    return exported
+
+
+@contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """OpenVINO's converter reports each conversion to its vendor unless it believes that it runs in a CI job."""
+    before = os.environ.get("CI")
+    os.environ["CI"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CI"]
+        else:
+            os.environ["CI"] = before
+
+
+def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
+    return ExportError(
+        f"The trace of {source.architecture} fixed the axis {axis!r} of {name!r} to {size}.",
+        fix="the model's code compares this size with a constant; leave the axis out of axes=... to accept it.",
+    )
+
+
+def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
+    """Every declared axis as `Dim.DYNAMIC`: the trace fails rather than fixing it."""
+    return {name: dict.fromkeys(source.axes.get(name, {}), torch.export.Dim.DYNAMIC) for name in source.example}
+
+
+def _trace_error(source: Source, error: Exception) -> ExportError:
+    return ExportError(
+        f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",
+        fix="run again with --verbose (or the `accel` logger at DEBUG) to see what upstream says.",
+    )
+
+
+def first_lines(error: Exception, count: int = 12) -> str:
+    """The first lines of an error that say something."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:count])
+
+
+def _name_axes(model: onnx_ir.Model, source: Source) -> None:
+    """Give the declared axes their names everywhere in the graph; drop inputs that nothing reads.
+
+    One axis that the trace gave two symbols (a mask's rows beside the ids') becomes one again by its name. An axis
+    that became a constant, or two axes that became one, are errors of the trace that cannot be repaired here.
+    """
+    names: dict[str, str] = {}
+    for value in model.graph.inputs:
+        for position, axis in source.axes.get(str(value.name), {}).items():
+            assert value.shape is not None
+            size = value.shape[position]
+            if isinstance(size, int):
+                raise _fixed_axis(source, axis, str(value.name), size)
+            symbol = str(size)
+            if names.setdefault(symbol, axis) != axis:
+                raise ExportError(
+                    f"The trace of {source.architecture} made one axis of {names[symbol]!r} and {axis!r}.",
+                    fix="pass a sample in which these sizes differ.",
+                )
+    rename_axes(model, names)
+
+
+def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
+    """Replace symbols in all shapes of a graph and its subgraphs, also inside expressions such as `2*s72`."""
+    import onnx_ir
+
+    @functools.cache
+    def renamed(text: str) -> str:
+        return re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text)
+
+    def apply(value: onnx_ir.Value | None) -> None:
+        if value is None or value.shape is None:
+            return
+        dims = [dim if isinstance(dim, int) else renamed(str(dim.value)) if dim.value else None for dim in value.shape]
+        value.shape = onnx_ir.Shape(dims)
+
+    for graph in model.graphs():
+        for value in (*graph.inputs, *graph.outputs):
+            apply(value)
+        for node in graph:
+            for output in node.outputs:
+                apply(output)
+
+
+def strip_provenance(model: onnx_ir.Model) -> None:
+    """Remove the Python stack trace that the trace left on every node: ten times the size of a small graph."""
+    model.metadata_props.clear()
+    for graph in model.graphs():
+        graph.metadata_props.clear()
+        for value in (*graph.inputs, *graph.initializers.values()):
+            value.metadata_props.clear()
+        for node in graph:
+            node.metadata_props.clear()
+            for output in node.outputs:
+                output.metadata_props.clear()
+
+
+def drop_unused_inputs(model: onnx_ir.Model) -> tuple[str, ...]:
+    """Remove inputs that nothing in the graph reads; return their names."""
+    unused = [value for value in model.graph.inputs if not value.uses() and not value.is_graph_output()]
+    for value in unused:
+        model.graph.inputs.remove(value)
+    return tuple(str(value.name) for value in unused)
+
+
+def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[TensorSpec, ...]:
+    """Inputs or outputs of an `onnx_ir` graph as specs, with roles and pad values of a transformers model's names."""
+    specs = []
+    for value in values:
+        shape: tuple[int | str, ...] = tuple(
+            dim if isinstance(dim, int) else str(dim.value or f"{value.name}_{i}")
+            for i, dim in enumerate(value.shape or ())
+        )
+        name = str(value.name)
+        specs.append(
+            TensorSpec(
+                name,
+                dtype_name(value.dtype),
+                shape,
+                role="mask" if name == "attention_mask" else "cache" if name.startswith("past_key_values") else "data",
+                pad_value=pad_id(config) if name == "input_ids" else 0,
+            )
+        )
+    return tuple(specs)
+
+
+def dtype_name(dtype: onnx_ir.DataType | None) -> str:
+    """An ONNX element type in torch's words."""
+    words = {"FLOAT": "float32", "DOUBLE": "float64"}
+    name = dtype.name if dtype is not None else "FLOAT"
+    return words.get(name, name.lower())
+
+
+def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
+    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2."""
+    config = SimpleNamespace(**read_config(folder))
+    example = {
+        spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(
+            getattr(torch, spec.dtype)
+        )
+        for spec in specs
+    }
+    axes = {spec.name: {i: n for i, n in enumerate(spec.shape) if isinstance(n, str)} for spec in specs}
+    feeds = resize(example, axes, sizes, config, seed)
+    return {
+        name: tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in feeds.items()
+    }
