@@ -75,6 +75,7 @@ class Component:
         outputs: What it returns.
         max_sizes: Largest size of a named axis, where the model has a limit (its positions).
         unused_inputs: Inputs of the model that its result does not depend on; dropped when given.
+        stateful: Whether its sessions keep a KV cache (`Session.new_state`).
     """
 
     name: str
@@ -84,6 +85,7 @@ class Component:
     outputs: tuple[TensorSpec, ...]
     max_sizes: Mapping[str, int] = field(default_factory=dict)
     unused_inputs: tuple[str, ...] = ()
+    stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +258,8 @@ class Artifact:
 
     @property
     def bytes(self) -> int:
-        """Size of all graph files."""
-        return sum(record.bytes for component in self.components for record in component.files)
+        """Size of all graph files; a file that components share counts once."""
+        return sum({record.name: record.bytes for component in self.components for record in component.files}.values())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Artifact:

@@ -137,7 +137,10 @@ def export_located(
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
-        cases = capture.reference_cases(source)
+        cases = {
+            part.name: capture.decoder_cases(source, part) if part.stateful else capture.reference_cases(part)
+            for part in capture.split(source)
+        }
         progress.report("tracing and converting", 2, 4)
         artifact = exporter.export(source, task=source.task, config=config, out=folder)
         progress.report("checking against PyTorch", 3, 4)
@@ -149,8 +152,10 @@ def export_located(
     return Artifact(out, artifact.manifest)
 
 
-def _check(artifact: Artifact, spec: BackendSpec, cases: list[capture.Case], config: ExportConfig) -> dict[str, Any]:
-    """Run the new artifact on every reference case.
+def _check(
+    artifact: Artifact, spec: BackendSpec, cases: Mapping[str, list[capture.Case]], config: ExportConfig
+) -> dict[str, Any]:
+    """Run every graph of the new artifact on its reference cases.
 
     Raises:
         ValidationError: A case differs by more than the tolerance.
@@ -163,11 +168,18 @@ def _check(artifact: Artifact, spec: BackendSpec, cases: list[capture.Case], con
     )
     sessions = registry.load(spec).open(artifact, device=device, options={}, session=SessionOptions())
     try:
-        session = sessions[artifact.components[0].name]
-        return compare(session, cases, config.atol, artifact.dtype)
+        return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
     finally:
         for opened in sessions.values():
             opened.close()
+
+
+def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The comparisons of several graphs as one: the worst of them, and each under `components`."""
+    if len(found) == 1:
+        return next(iter(found.values()))
+    worst = max(found.values(), key=lambda one: one["max_abs_difference"] / one["tolerance"])
+    return {**worst, "components": dict(found)}
 
 
 def compare(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
@@ -188,19 +200,27 @@ def compare(session: Session, cases: list[capture.Case], atol: float | None, dty
 
 def differences(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
     """What `compare` records, without a verdict: the largest difference, where it was, and the tolerance."""
-    wanted = {spec.name for spec in session.inputs}
+    wanted = {spec.name for spec in session.inputs if spec.pair is None}
     worst, where, scale = -1.0, {}, 0.0
-    for case in progress.track(cases, "checking"):
-        found = session.run({name: tensor for name, tensor in case.feeds.items() if name in wanted})
-        difference, size = capture.max_difference(found, case.expected)
-        scale = max(scale, size)
-        if not difference <= worst:
-            worst, where = difference, dict(case.sizes)
+    shapes = []
+    for first in progress.track(cases, "checking"):
+        state = session.new_state(first.sizes["batch"]) if first.stateful else None
+        case: capture.Case | None = first
+        while case is not None:
+            found = session.run({n: t for n, t in case.feeds.items() if n in wanted}, state=state)
+            if case.skip:
+                found = {name: tensor[:, case.skip :] for name, tensor in found.items()}
+            difference, size = capture.max_difference(found, case.expected)
+            shapes.append(dict(case.sizes))
+            scale = max(scale, size)
+            if not difference <= worst:
+                worst, where = difference, dict(case.sizes)
+            case = case.then
     return {
         "max_abs_difference": worst,
         "tolerance": capture.tolerance(atol, dtype, scale),
         "worst": where,
-        "shapes": [dict(case.sizes) for case in cases],
+        "shapes": shapes,
     }
 
 

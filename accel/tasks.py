@@ -94,6 +94,35 @@ TASKS: Mapping[str, TaskSpec] = {
             output="ImageClassifierOutput",
             suffixes=("ForImageClassification",),
         ),
+        TaskSpec(
+            name="text-generation",
+            auto_model="AutoModelForCausalLM",
+            model="ORTModelForCausalLM",
+            output="CausalLMOutputWithPast",
+            suffixes=("ForCausalLM", "LMHeadModel"),
+        ),
+        TaskSpec(
+            name="text2text-generation",
+            auto_model="AutoModelForSeq2SeqLM",
+            model="ORTModelForSeq2SeqLM",
+            output="Seq2SeqLMOutput",
+            suffixes=("ForConditionalGeneration", "MTModel"),
+            pipelines=("summarization", "translation"),
+        ),
+        TaskSpec(
+            name="automatic-speech-recognition",
+            auto_model="AutoModelForSpeechSeq2Seq",
+            model="ORTModelForSpeechSeq2Seq",
+            output="Seq2SeqLMOutput",
+            suffixes=("WhisperForConditionalGeneration",),
+        ),
+        TaskSpec(
+            name="image-to-text",
+            auto_model="AutoModelForImageTextToText",
+            model="ORTModelForVision2Seq",
+            output="Seq2SeqLMOutput",
+            suffixes=("VisionEncoderDecoderModel",),
+        ),
         TaskSpec(name="custom", auto_model="", model="ORTModelForCustomTasks", output="", suffixes=()),
     )
 }
@@ -109,6 +138,16 @@ SYNONYMS: Mapping[str, str] = {
     "embeddings": "sentence-similarity",
     "image-feature-extraction": "feature-extraction",
     "custom-tasks": "custom",
+    "causal-lm": "text-generation",
+    "text-generation-with-past": "text-generation",
+    "seq2seq-lm": "text2text-generation",
+    "text2text-generation-with-past": "text2text-generation",
+    "summarization": "text2text-generation",
+    "translation": "text2text-generation",
+    "automatic-speech-recognition-with-past": "automatic-speech-recognition",
+    "speech-to-text": "automatic-speech-recognition",
+    "vision2seq": "image-to-text",
+    "vision2seq-lm": "image-to-text",
 }
 
 

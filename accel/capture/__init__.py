@@ -9,6 +9,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from .comparing import Case, max_difference, reference, reference_cases, tolerance
 from .embedding import SentenceEmbedder, Tensors
+from .generation import GENERATION_TASKS, FusedAttention, decoder_cases, split
 from .loading import folder_digest, load_source
 from .samples import Axes
 from .source import Source, quiet
@@ -25,14 +26,17 @@ from .tracing import (
 )
 
 __all__ = [
+    "GENERATION_TASKS",
     "Axes",
     "Case",
+    "FusedAttention",
     "SentenceEmbedder",
     "Source",
     "Tensors",
     "capture_onnx",
     "capture_openvino",
     "capture_program",
+    "decoder_cases",
     "drop_unused_inputs",
     "dtype_name",
     "feeds_for",
@@ -44,6 +48,7 @@ __all__ = [
     "reference",
     "reference_cases",
     "rename_axes",
+    "split",
     "strip_provenance",
     "tolerance",
 ]

@@ -16,11 +16,23 @@ from .tracing import first_lines
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs and what the PyTorch model answers to them."""
+    """Inputs and what the PyTorch model answers to them.
+
+    Attributes:
+        sizes: The axes' sizes, for the record.
+        feeds: Inputs by name.
+        expected: Outputs by name.
+        stateful: Whether the graph keeps a state, new at the first case.
+        skip: Leading positions of the outputs that are padding and not compared.
+        then: What follows in the same state.
+    """
 
     sizes: Mapping[str, int]
     feeds: Tensors
     expected: Tensors
+    stateful: bool = False
+    skip: int = 0
+    then: Case | None = None
 
 
 def reference_cases(source: Source) -> list[Case]:

@@ -7,16 +7,23 @@ import torch
 Tensors = dict[str, torch.Tensor]
 
 
-class SentenceEmbedder(torch.nn.Module):
+class Wrapper(torch.nn.Module):
+    """A module around a transformers model, traced in its place."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+
+class SentenceEmbedder(Wrapper):
     """A model with pooling and normalisation behind it, so that the graph returns sentence embeddings.
 
     Returns `last_hidden_state: (batch, sequence, hidden)` and `sentence_embedding: (batch, hidden)`.
     """
 
     def __init__(self, model: torch.nn.Module, pooling: str, normalize: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
+        super().__init__(model)
         self.pooling = pooling
         self.normalize = normalize
 

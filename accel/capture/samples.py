@@ -32,15 +32,22 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     config = getattr(module, "config", None)
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     main = getattr(inner, "main_input_name", None)
-    if config is None or main not in ("input_ids", "pixel_values"):
+    if config is None or main not in ("input_ids", "pixel_values", "input_features"):
         raise ExportError(
             f"No inputs can be made for a {type(inner).__name__}.",
             fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
         )
     if main == "pixel_values":
         height, width = _image_size(config, folder)
-        pixels = torch.randn(SAMPLE_BATCH, getattr(config, "num_channels", 3), height, width)
+        pixels = torch.randn(
+            SAMPLE_BATCH, getattr(getattr(config, "encoder", config), "num_channels", 3), height, width
+        )
         return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
+    if main == "input_features":
+        # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
+        frames = 2 * int(config.max_source_positions)
+        features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), frames)
+        return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = _text_inputs(module, config)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, SAMPLE_SEQUENCE) if choices else (SAMPLE_BATCH, SAMPLE_SEQUENCE)
@@ -68,7 +75,7 @@ def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple
 
 def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
-    size = getattr(config, "image_size", None)
+    size = getattr(getattr(config, "encoder", config), "image_size", None)
     if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
         settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
         size = settings.get("crop_size") or settings.get("size")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..artifact import Origin
-from .embedding import SentenceEmbedder, Tensors
+from .embedding import Tensors, Wrapper
 from .samples import Axes, resize
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class Source:
         max_sizes: Largest size of an axis, where the model has a limit.
         unused_inputs: Inputs that its result does not depend on.
         dtype: Element type of its weights.
+        name: Of the graph it becomes; the parts of a generating model are sources of their own.
+        stateful: Whether its graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
     """
 
     model: torch.nn.Module
@@ -73,6 +75,8 @@ class Source:
     max_sizes: Mapping[str, int] = field(default_factory=dict)
     unused_inputs: tuple[str, ...] = ()
     dtype: str = "float32"
+    name: str = "model"
+    stateful: bool = False
 
     @property
     def config(self) -> Any:
@@ -82,7 +86,7 @@ class Source:
     @property
     def architecture(self) -> str:
         """Class name of the model."""
-        inner = self.model.model if isinstance(self.model, SentenceEmbedder) else self.model
+        inner = self.model.model if isinstance(self.model, Wrapper) else self.model
         return type(inner).__name__
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:

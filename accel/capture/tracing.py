@@ -52,8 +52,26 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
         raise _trace_error(source, error) from error
     graph = exported.program
     _name_axes(graph, source)
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        value.name = _LAYERS.sub(_layer_name, str(value.name))
     strip_provenance(graph)
     return graph, exported
+
+
+# Python names of a cache's tensors, and what the field calls them.
+_LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
+
+
+def _layer_name(match: re.Match[str]) -> str:
+    what = "past_key_values" if match["what"] == "past" else match["what"]
+    return f"{what}.{match['layer']}.{match['kind']}"
+
+
+def _pair(name: str) -> str | None:
+    """A cache tensor's counterpart: the output that becomes an input of the next call, and back."""
+    if name.startswith("past_key_values."):
+        return "present" + name.removeprefix("past_key_values")
+    return "past_key_values" + name.removeprefix("present") if name.startswith("present.") else None
 
 
 def capture_program(source: Source) -> ExportedProgram:
@@ -222,13 +240,15 @@ def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[Te
             for i, dim in enumerate(value.shape or ())
         )
         name = str(value.name)
+        pair = _pair(name)
         specs.append(
             TensorSpec(
                 name,
                 dtype_name(value.dtype),
                 shape,
-                role="mask" if name == "attention_mask" else "cache" if name.startswith("past_key_values") else "data",
+                role="mask" if name.endswith("attention_mask") else "cache" if pair else "data",
                 pad_value=pad_id(config) if name == "input_ids" else 0,
+                pair=pair,
             )
         )
     return tuple(specs)

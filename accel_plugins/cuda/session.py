@@ -14,7 +14,7 @@ from accel.interfaces import Feeds, State
 from accel.specs import DeviceSpec, TensorSpec
 
 from ..ort.masks import Form, flags_of, form_of, form_of_flags
-from ..ort.session import ort_value_as_tensor
+from ..ort.values import ort_value_as_tensor
 from .graphs import CaptureError, ShapeGraphs
 from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +22,11 @@ from accel.artifact import (
 )
 
 MICROSOFT = "com.microsoft"
+SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
+_INLINE_BYTES = 256
+# Runtimes map large weights from the file: pages start at multiples of this.
+_ALIGNMENT_BYTES = 4096
 
 
 def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
@@ -35,13 +40,69 @@ def load_graph(artifact: Artifact, component: Component) -> ir.Model:
     return ir.load(artifact.path / component.file)
 
 
+def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
+    """Write graphs by file name, with the weights of all of them in one file beside them, each weight once.
+
+    A weight is one and the same when it is the same memory or the same part of a file: the embeddings that an encoder and
+    a decoder share, or that are also the last layer.
+
+    Returns:
+        The files beside the graphs.
+    """
+    first = Path(next(iter(models)))
+    weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
+    base = (folder / weights).parent
+    base.mkdir(parents=True, exist_ok=True)
+    offsets: dict[object, tuple[int, int]] = {}
+    replaced: list[tuple[ir.Value, Any]] = []
+    with (folder / weights).open("wb") as file:
+        for model in models.values():
+            for graph in model.graphs():
+                for value in graph.initializers.values():
+                    tensor = value.const_value
+                    if tensor is None or tensor.nbytes < _INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                        continue
+                    key = _identity(tensor)
+                    if key not in offsets:
+                        file.write(b"\0" * (-file.tell() % _ALIGNMENT_BYTES))
+                        offsets[key] = (file.tell(), tensor.nbytes)
+                        tensor.tofile(file) if hasattr(tensor, "tofile") else file.write(tensor.tobytes())
+                    replaced.append((value, tensor))
+    for value, tensor in replaced:
+        offset, length = offsets[_identity(tensor)]
+        value.const_value = ir.ExternalTensor(
+            weights.name, offset, length, tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=base
+        )
+    try:
+        for name, model in models.items():
+            used = {node.domain for graph in model.graphs() for node in graph} | {""}
+            if MICROSOFT in used:
+                model.opset_imports.setdefault(MICROSOFT, 1)
+            ir.save(model, folder / name)
+    finally:
+        # The caller's graphs keep their weights, which may be in memory or elsewhere.
+        for value, tensor in replaced:
+            value.const_value = tensor
+    if not offsets:
+        (folder / weights).unlink()
+    return (str(weights),) if offsets else ()
+
+
 def save_graph(model: ir.Model, path: Path) -> None:
-    """Write a graph, with its weights in `<name>.data` beside it; an existing file is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    used = {node.domain for graph in model.graphs() for node in graph} | {""}
-    if MICROSOFT in used:
-        model.opset_imports.setdefault(MICROSOFT, 1)
-    ir.save(model, path, external_data=f"{path.name}.data")
+    """Write one graph, with its weights in `<name>.data` beside it."""
+    save_graphs({path.name: model}, path.parent)
+
+
+def _identity(tensor: Any) -> object:
+    """What makes two weights one: their memory, or their place in a file."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return str(tensor.path), tensor.offset, tensor.length
+    raw: Any = getattr(tensor, "raw", None)
+    if isinstance(raw, np.ndarray):
+        return raw.__array_interface__["data"][0], raw.shape, raw.strides, str(tensor.dtype)
+    if hasattr(raw, "data_ptr"):
+        return raw.data_ptr(), tuple(raw.shape), tuple(raw.stride()), str(tensor.dtype)
+    return id(tensor)
 
 
 def write_artifact(
@@ -57,14 +118,10 @@ def write_artifact(
 
     Component specs stay the parent's: a stage never changes what goes in and out.
     """
-    components = []
-    for component in parent.components:
-        file = out / component.file
-        save_graph(models[component.name], file)
-        names = [component.file]
-        if file.with_name(f"{file.name}.data").exists():
-            names.append(f"{component.file}.data")
-        components.append(replace(component, files=record_files(out, names)))
+    beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
+    components = [
+        replace(component, files=record_files(out, [component.file, *beside])) for component in parent.components
+    ]
     copy_companions(parent.path, out)
     if (parent.path / _EXPORT_MANIFEST).is_file():
         shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import onnxruntime as ort
@@ -24,6 +24,9 @@ from accel.errors import (
 )
 from accel.interfaces import Feeds, State
 from accel.specs import DeviceSpec, TensorSpec
+
+from .state import OrtState
+from .values import as_ort_value, ort_value_as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -204,11 +207,14 @@ class OrtSession:
         self._session: ort.InferenceSession | None = session
         self._inputs = component.inputs
         self._outputs = component.outputs
+        self._component = component
         self._device = device
         self._compute_dtype = compute_dtype
         self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
         self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._output_names = [spec.name for spec in component.outputs]
+        self._stateless = tuple(spec.name for spec in component.inputs if spec.pair is None)
+        self._presents = frozenset(spec.name for spec in component.outputs if spec.pair is not None)
         # `InferenceSession.run` checks the names again and catches provider failures: 20 microseconds with cold caches.
         self._run = session._sess.run
         # NumPy has no bfloat16 and no float8: such graphs go through IO binding.
@@ -284,7 +290,7 @@ class OrtSession:
         """A subset of the outputs, given buffers, or types that NumPy does not have."""
         session = self.runtime
         if state is not None:
-            raise InputError("This graph keeps no state.", fix="leave state=... out.")
+            return self._run_state(feeds, outputs, out, state)
         tensors = self._checked(feeds)
         names = self._output_names if outputs is None else self._wanted(outputs)
         try:
@@ -292,10 +298,26 @@ class OrtSession:
         except _RUN_ERRORS as error:
             raise self._mapped(error, tensors) from error
 
-    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+    def _run_state(
+        self, feeds: Feeds, outputs: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None, state: State
+    ) -> dict[str, torch.Tensor]:
+        """Continue a cache: its tensors are the state's, the caller gives and gets the rest."""
+        if not isinstance(state, OrtState) or not self._component.stateful:
+            raise InputError("The state was not made by this session.", fix="make it with new_state().")
+        if out:
+            raise InputError("A session with a state allocates its outputs.", fix="leave out=... out.")
+        dtypes = {name: self._dtypes[name] for name in self._stateless}
+        tensors = self._checked(feeds, dtypes)
+        wanted = self._output_names if outputs is None else self._wanted(outputs)
+        try:
+            return state.run(tensors, [name for name in wanted if name not in self._presents])
+        except _RUN_ERRORS as error:
+            raise self._mapped(error, tensors) from error
+
+    def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
         """The inputs in the graph's order, on the host, contiguous and of the declared type."""
         tensors = {}
-        for name, dtype in self._dtypes.items():
+        for name, dtype in (self._dtypes if dtypes is None else dtypes).items():
             tensor = feeds.get(name)
             if tensor is None:
                 raise self._wrong_names(feeds)
@@ -341,13 +363,13 @@ class OrtSession:
             raise InputError(f"out holds {unknown}; the outputs are {names}.")
         binding = session.io_binding()
         for name, tensor in tensors.items():
-            binding.bind_ortvalue_input(name, _as_ort_value(tensor))
+            binding.bind_ortvalue_input(name, as_ort_value(tensor))
         for name in names:
             if name in out:
                 buffer = out[name]
                 if not buffer.is_contiguous() or buffer.device.type != "cpu":
                     raise InputError(f"The buffer for {name!r} must be contiguous and on the CPU.")
-                binding.bind_ortvalue_output(name, _as_ort_value(buffer))
+                binding.bind_ortvalue_output(name, as_ort_value(buffer))
             else:
                 binding.bind_output(name)
         session.run_with_iobinding(binding)
@@ -377,12 +399,14 @@ class OrtSession:
         return SessionError(f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}")
 
     def new_state(self, batch: int) -> State:
-        """These graphs keep no state.
+        """An empty cache.
 
         Raises:
-            SessionError: Always.
+            SessionError: The graph has none.
         """
-        raise SessionError("This graph keeps no state between calls.")
+        if not self._component.stateful:
+            raise SessionError("This graph keeps no state between calls.", fix="leave state=... out.")
+        return OrtState(self.runtime, self._component, batch)
 
     def close(self) -> None:
         """Give ONNX Runtime's memory back."""
@@ -391,16 +415,3 @@ class OrtSession:
 
     def _closed(self, *_: object) -> NoReturn:
         raise SessionClosedError("This session is closed.", fix="open the model again.")
-
-
-def _as_ort_value(tensor: torch.Tensor) -> Any:
-    """A torch tensor's memory as an `OrtValue`; it must outlive the value."""
-    is_bool = tensor.dtype is torch.bool
-    capsule = torch.utils.dlpack.to_dlpack(tensor.view(torch.uint8) if is_bool else tensor)  # type: ignore[attr-defined]
-    return ort.OrtValue(ort_errors.OrtValue.from_dlpack(capsule, is_bool))
-
-
-def ort_value_as_tensor(value: Any) -> torch.Tensor:
-    """An `OrtValue`'s memory as a torch tensor, on its device."""
-    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
-    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor

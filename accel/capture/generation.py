@@ -1,0 +1,595 @@
+"""Generating models as graphs with a cache.
+
+A decoder-only model becomes one graph, an encoder-decoder three: the encoder, the cross-attention's keys and values (run
+once a prompt), and the decoder. The decoder graph takes any number of new tokens after any past: prefill, one decode step
+and the next turn of a chat are the same graph, so its weights exist once.
+
+Capture runs the model's own code with two things of ours in it, through transformers' registries: a cache whose layers
+hold graph inputs, and an attention function that hands query, keys, values and past to the backend's fused operator
+(`CachedAttention`). What the backend declines, and backends without one, get the cache by concatenation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import ExportError
+from .comparing import Case
+from .embedding import Tensors, Wrapper
+from .samples import pad_id
+from .source import Source, quiet
+from .tracing import first_lines
+
+IMPLEMENTATION = "accel"
+GENERATION_TASKS = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
+_CAPACITY = 13
+_ENCODER_MASK = "encoder_attention_mask"
+
+
+class FusedAttention(Protocol):
+    """A backend's attention operators, called while the model is traced. Each may decline with `None`.
+
+    `query` is `(batch, heads, sequence, head_size)`, `key` and `value` `(batch, kv_heads, length, head_size)`, `bias` is
+    added to the scores and broadcasts to `(batch, heads, sequence, length)`.
+    """
+
+    def cached(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        past: tuple[torch.Tensor, torch.Tensor],
+        lengths: torch.Tensor,
+        total: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Write the new keys and values behind the past and attend to all of them.
+
+        Args:
+            query, key, value: Of the new tokens.
+            past: `(batch, kv_heads, capacity, head_size)` buffers.
+            lengths: `(batch,)` int32, the last valid position of each row.
+            total: Scalar int32, tokens after this call.
+            bias, scale, softcap, sinks: As in transformers' attention functions.
+
+        Returns:
+            The result `(batch, sequence, heads, head_size)`, and the buffers after the call.
+        """
+
+    def plain(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """Attention without a cache; returns `(batch, sequence, heads, head_size)`."""
+
+
+def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
+    """The graphs of a source: itself, or the parts of a generating model.
+
+    Args:
+        source: From `load_source`.
+        fusion: The backend's attention operators; concatenated caches and plain attention without them.
+
+    Raises:
+        ExportError: The model keeps another kind of state than keys and values.
+    """
+    if source.task not in GENERATION_TASKS:
+        return (source,)
+    if getattr(source.config, "is_encoder_decoder", False):
+        return _encoder_decoder(source, fusion)
+    return (_decoder_only(source, fusion),)
+
+
+# The cache and the attention that a trace sees
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer's keys and values: graph inputs before `update`, graph outputs after it.
+
+    All layers hold all tokens: what a sliding window hides, the mask hides.
+    """
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, total: Any, new: Any) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.dtype, self.device = keys.dtype, keys.device
+        self.past = (keys, values)
+        self.keys, self.values = keys, values
+        self.added: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._total, self._new = total, new
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing: the tensors are there."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values so far; a fused attention reads `past` and `added` instead."""
+        self.added = (keys, values)
+        length = self._total - self._new
+        self.keys = torch.cat([self.past[0][:, :, :length], keys], dim=2)
+        self.values = torch.cat([self.past[1][:, :, :length], values], dim=2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        """Tokens before this call."""
+        return self._total - self._new
+
+    def get_mask_sizes(self, _: Any) -> tuple[Any, int]:
+        """Tokens after this call, and the first one's position."""
+        return self._total, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class _Trace:
+    """What the attention function needs while a part is traced."""
+
+    def __init__(self, fusion: FusedAttention | None, layers: list[_Layer], batch: Any, total: Any) -> None:
+        self.fusion = fusion
+        self.layers = layers
+        self.lengths = torch.full((batch,), total - 1, dtype=torch.int32)
+        self.total = torch.scalar_tensor(total, dtype=torch.int32)
+
+    def layer_of(self, key: torch.Tensor) -> _Layer | None:
+        return next((layer for layer in self.layers if layer.added is not None and layer.keys is key), None)
+
+
+_active: list[_Trace] = []
+
+
+def _attend(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers' models call while a part is traced."""
+    bias = attention_mask
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    trace = _active[-1] if _active else None
+    layer = trace.layer_of(key) if trace is not None else None
+    if trace is not None and trace.fusion is not None:
+        if layer is not None and layer.added is not None:
+            fused = trace.fusion.cached(
+                query,
+                *layer.added,
+                past=layer.past,
+                lengths=trace.lengths,
+                total=trace.total,
+                bias=bias,
+                scale=scale,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            if fused is not None:
+                result, layer.keys, layer.values = fused
+                return result, None
+        elif softcap is None and s_aux is None:
+            attended = trace.fusion.plain(query, key, value, bias=bias, scale=scale)
+            if attended is not None:
+                return attended, None
+    return _attend_plainly(query, key, value, bias, scale, softcap, s_aux), None
+
+
+def _attend_plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention in PyTorch operators, for backends without a fused one."""
+    if softcap is None and sinks is None:
+        grouped = key.shape[1] != query.shape[1]
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped
+        )
+        return result.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+        return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@contextmanager
+def _our_attention(model: Any) -> Iterator[None]:
+    """The model with our attention function, and its own again afterwards."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# Parts
+
+
+class _Part(Wrapper):
+    """A part of a generating model as a module with named tensors in and out."""
+
+    def __init__(self, model: Any, fusion: FusedAttention | None) -> None:
+        super().__init__(model)
+        self.fusion = fusion
+
+    def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any, prefix: str = "past") -> list[_Layer]:
+        """The cache layers among the inputs."""
+        count = sum(name.startswith(f"{prefix}_") for name in feeds) // 2
+        return [_Layer(feeds[f"{prefix}_{i}_key"], feeds[f"{prefix}_{i}_value"], total, new) for i in range(count)]
+
+    @contextmanager
+    def tracing(self, layers: list[_Layer], batch: Any, total: Any) -> Iterator[None]:
+        """Our attention function, knowing these layers, inside the model."""
+        _active.append(_Trace(self.fusion, layers, batch, total))
+        try:
+            with _our_attention(self.model):
+                yield
+        finally:
+            _active.pop()
+
+
+def _presents(layers: list[_Layer]) -> Tensors:
+    found = {}
+    for i, layer in enumerate(layers):
+        found[f"present_{i}_key"], found[f"present_{i}_value"] = layer.keys, layer.values
+    return found
+
+
+class _Decoder(_Part):
+    """`input_ids, attention_mask, position_ids, logits_to_keep, past_…` to `logits, present_…`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One call of the decoder-only model."""
+        from transformers.cache_utils import Cache
+
+        tokens = feeds["input_ids"] if "input_ids" in feeds else feeds["inputs_embeds"]
+        total = feeds["attention_mask"].shape[1]
+        layers = self.layers(feeds, total, tokens.shape[1])
+        inputs = {name: tensor for name, tensor in feeds.items() if not name.startswith("past_")}
+        with self.tracing(layers, tokens.shape[0], total):
+            output = self.model(**inputs, past_key_values=Cache(layers=layers), use_cache=True)
+        return {"logits": output.logits, **_presents(layers)}
+
+
+class _Encoder(_Part):
+    """The encoder's inputs to `last_hidden_state`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One call of the encoder."""
+        encoder: Any = self.model
+        return {"last_hidden_state": encoder.get_encoder()(**feeds, return_dict=True).last_hidden_state}
+
+
+class _CrossAttention(_Part):
+    """`encoder_hidden_states` to the keys and values of the decoder's cross-attention.
+
+    Runs one decoder step of which the trace keeps these projections only.
+    """
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One decoder step."""
+        from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+        from transformers.modeling_outputs import BaseModelOutput
+
+        hidden = feeds["encoder_hidden_states"]
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self.model(
+            decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        found = {}
+        for i, layer in enumerate(cache.cross_attention_cache.layers):
+            found[f"cross_{i}_key"], found[f"cross_{i}_value"] = layer.keys, layer.values
+        return found
+
+
+class _CrossDecoder(_Part):
+    """`input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
+
+    def __init__(self, model: Any, fusion: FusedAttention | None, encoder_size: int) -> None:
+        super().__init__(model, fusion)
+        self.encoder_size = encoder_size
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One call of the decoder."""
+        from transformers.cache_utils import Cache, EncoderDecoderCache
+        from transformers.modeling_outputs import BaseModelOutput
+
+        ids = feeds["input_ids"]
+        batch, total = ids.shape[0], feeds["attention_mask"].shape[1]
+        layers = self.layers(feeds, total, ids.shape[1])
+        key = feeds["cross_0_key"]
+        cross = self.layers(feeds, key.shape[2], 0, prefix="cross")
+        cache = EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross))
+        cache.is_updated = dict.fromkeys(range(len(cross)), True)
+        # Nothing reads the hidden states behind the keys and values, only their shape.
+        hidden = key.new_zeros(1).expand(batch, key.shape[2], self.encoder_size)
+        optional = {}
+        if _ENCODER_MASK in feeds:
+            optional["attention_mask"] = feeds[_ENCODER_MASK]
+        if "position_ids" in feeds:
+            optional["decoder_position_ids"] = feeds["position_ids"]
+        with self.tracing(layers, batch, total):
+            output = self.model(
+                decoder_input_ids=ids,
+                decoder_attention_mask=feeds["attention_mask"],
+                encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+                past_key_values=cache,
+                use_cache=True,
+                **optional,
+            )
+        return {"logits": output.logits, **_presents(layers)}
+
+
+def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
+    model: Any = source.model
+    parameters = inspect.signature(model.forward).parameters
+    shapes = _cache_shapes(model)
+    batch, sequence, total = 2, 3, 7
+    example: Tensors = {
+        "input_ids": torch.ones((batch, sequence), dtype=torch.int64),
+        "attention_mask": torch.ones((batch, total), dtype=torch.int64),
+    }
+    axes: dict[str, dict[int, str]] = {
+        "input_ids": {0: "batch", 1: "sequence"},
+        "attention_mask": {0: "batch", 1: "total"},
+    }
+    example["attention_mask"][1, :2] = 0
+    if "position_ids" in parameters:
+        example["position_ids"] = torch.arange(total - sequence, total).repeat(batch, 1)
+        axes["position_ids"] = {0: "batch", 1: "sequence"}
+    if "logits_to_keep" in parameters:
+        example["logits_to_keep"] = torch.tensor([0, 1, 2, 2])
+        axes["logits_to_keep"] = {0: "kept"}
+    _add_cache(example, axes, shapes, batch, source.dtype)
+    module = _Decoder(model, fusion).eval()
+    return replace(
+        source,
+        name="model",
+        model=module,
+        example=example,
+        axes=axes,
+        max_sizes=_positions(model),
+        stateful=True,
+        unused_inputs=("token_type_ids", "cache_position"),
+    )
+
+
+def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
+    model: Any = source.model
+    encoder_example = {name: tensor for name, tensor in source.example.items() if name != "decoder_input_ids"}
+    encoder_axes = {name: source.axes[name] for name in encoder_example}
+    encoder = _Encoder(model, None).eval()
+    with torch.inference_mode(), quiet():
+        hidden = encoder(**encoder_example)["last_hidden_state"].clone()
+    batch, length, size = hidden.shape
+    fixed = "sequence" not in {axis for named in encoder_axes.values() for axis in named.values()}
+    cross_module = _CrossAttention(model, None).eval()
+    with torch.inference_mode(), quiet():
+        cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
+        shapes = _self_cache_shapes(model, hidden)
+    hidden_axes = {0: "batch"} if fixed else {0: "batch", 1: "encoder_sequence"}
+    parts = [
+        replace(source, name="encoder", model=encoder, example=encoder_example, axes=encoder_axes),
+        replace(
+            source,
+            name="cross_attention",
+            model=cross_module,
+            example={"encoder_hidden_states": hidden},
+            axes={"encoder_hidden_states": hidden_axes},
+            max_sizes={},
+        ),
+    ]
+    sequence, total = 3, 7
+    example: Tensors = {
+        "input_ids": torch.ones((batch, sequence), dtype=torch.int64),
+        "attention_mask": torch.ones((batch, total), dtype=torch.int64),
+    }
+    axes: dict[str, dict[int, str]] = {
+        "input_ids": {0: "batch", 1: "sequence"},
+        "attention_mask": {0: "batch", 1: "total"},
+    }
+    example["attention_mask"][1, :2] = 0
+    if "attention_mask" in encoder_example:
+        example[_ENCODER_MASK] = torch.ones((batch, length), dtype=torch.int64)
+        example[_ENCODER_MASK][1, 1 + length // 2 :] = 0
+        axes[_ENCODER_MASK] = {0: "batch", 1: "encoder_sequence"}
+    if "decoder_position_ids" in inspect.signature(model.forward).parameters:
+        example["position_ids"] = torch.arange(total - sequence, total).repeat(batch, 1)
+        axes["position_ids"] = {0: "batch", 1: "sequence"}
+    for name, value in cross.items():
+        example[name] = value
+        axes[name] = {0: "batch"} if fixed else {0: "batch", 2: "encoder_sequence"}
+    _add_cache(example, axes, shapes, batch, source.dtype)
+    decoder = _CrossDecoder(model, fusion, size).eval()
+    parts.append(
+        replace(
+            source,
+            name="decoder",
+            model=decoder,
+            example=example,
+            axes=axes,
+            max_sizes=_positions(model),
+            stateful=True,
+        )
+    )
+    return tuple(parts)
+
+
+def _add_cache(
+    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int]], batch: int, dtype: str
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for i, (heads, size) in enumerate(shapes):
+        for what in ("key", "value"):
+            shape = (batch, heads, _CAPACITY, size)
+            example[f"past_{i}_{what}"] = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+            axes[f"past_{i}_{what}"] = {0: "batch", 2: "capacity"}
+
+
+@torch.inference_mode()
+def _cache_shapes(model: Any) -> list[tuple[int, int]]:
+    """Heads and head size of each cached layer, from a call with two tokens."""
+    with quiet():
+        output = model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True)
+    return _layer_shapes(model, getattr(output, "past_key_values", None))
+
+
+def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int]]:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    output = model(
+        decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
+        encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+        use_cache=True,
+    )
+    return _layer_shapes(model, output.past_key_values.self_attention_cache)
+
+
+def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int]]:
+    layers = getattr(cache, "layers", [])
+    kept: list[tuple[Any, Any]] = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
+    if not kept or any(
+        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape != values.shape
+        for keys, values in kept
+    ):
+        kinds = sorted({type(layer).__name__ for layer in layers}) or [type(cache).__name__]
+        raise ExportError(
+            f"{type(model).__name__} keeps {', '.join(kinds)} between tokens; only keys and values of one shape can be"
+            " put into a graph.",
+            fix="export it for another task, or run it with transformers.",
+        )
+    return [(int(keys.shape[1]), int(keys.shape[3])) for keys, _ in kept]
+
+
+def _positions(model: Any) -> dict[str, int]:
+    """How many tokens the decoder's positions allow, prompt and answer together."""
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    return {"total": int(limit)} if isinstance(limit, int) else {}
+
+
+# Checking
+
+
+def decoder_cases(source: Source, part: Source) -> list[Case]:
+    """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
+
+    The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
+    loses or shifts something shows.
+    """
+    cases = []
+    for seed, (batch, lengths) in enumerate([(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))], start=1):
+        total = sum(lengths)
+        limit = part.max_sizes.get("total", total)
+        if total > limit:
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
+        ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
+        mask = torch.ones_like(ids)
+        # Padding on the left, in every second row, as batched generation has it.
+        padding = min(2, lengths[0] - 1)
+        mask[1::2, :padding] = 0
+        ids[mask == 0] = pad_id(source.config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        try:
+            fixed, whole = _whole(source, part, ids, mask, positions, seed)
+        # Foreign model code, which may raise anything.
+        except Exception as error:
+            raise ExportError(
+                f"{source.architecture} itself fails on {batch} rows of {total} tokens: "
+                f"{type(error).__name__}: {first_lines(error)}",
+                fix="check that it runs in transformers.",
+            ) from error
+        following: Case | None = None
+        end = total
+        for length in reversed(lengths):
+            start = end - length
+            feeds: Tensors = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], **fixed}
+            if "position_ids" in part.example:
+                feeds["position_ids"] = positions[:, start:end]
+            # Rows of padding answer nothing that anyone reads.
+            first = max(padding - start, 0)
+            expected = whole[:, start + first : end]
+            if "logits_to_keep" in part.example:
+                feeds["logits_to_keep"] = torch.arange(first, length)
+            skip = 0 if "logits_to_keep" in feeds else first
+            sizes = {"batch": batch, "sequence": length, "total": end}
+            following = Case(sizes, feeds, {"logits": expected}, stateful=True, skip=skip, then=following)
+            end = start
+        assert following is not None
+        cases.append(following)
+    return cases
+
+
+@torch.inference_mode()
+def _whole(
+    source: Source, part: Source, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, seed: int
+) -> tuple[Tensors, torch.Tensor]:
+    """What stays the same over the calls, and the logits of the whole sequence."""
+    model: Any = source.model
+    with quiet():
+        if not isinstance(part.model, _CrossDecoder):
+            optional = {"position_ids": positions} if "position_ids" in part.example else {}
+            return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
+        sizes = {"batch": ids.shape[0], "sequence": 6}
+        inputs = source.sample(sizes, seed=seed)
+        inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
+        fixed: Tensors = {}
+        hidden = _Encoder(model, None)(**inputs)["last_hidden_state"]
+        fixed.update(_CrossAttention(model, None)(encoder_hidden_states=hidden))
+        if _ENCODER_MASK in part.example:
+            fixed[_ENCODER_MASK] = inputs["attention_mask"]
+        optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
+        logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
+        return fixed, logits

@@ -1,0 +1,83 @@
+"""ONNX Runtime's attention operators for decoders, put into the trace of a generating model.
+
+`GroupQueryAttention` writes the new keys and values behind the past, in place when past and present are one buffer, and
+attends without repeating the key-value heads; `MultiHeadAttention` serves cross-attention, whose keys and values stay.
+Specification: docs/ContribOperators.md of ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_DOMAIN = "com.microsoft"
+# `GroupQueryAttention` refuses other head sizes.
+_HEAD_SIZE_MULTIPLE = 8
+
+
+class OrtAttention:
+    """The operators as nodes of the trace; see `accel.capture.FusedAttention`."""
+
+    def cached(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        past: tuple[torch.Tensor, torch.Tensor],
+        lengths: torch.Tensor,
+        total: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """`GroupQueryAttention`; declines head sizes that it does not take."""
+        batch, heads, sequence, size = query.shape
+        kv_heads = key.shape[1]
+        if size % _HEAD_SIZE_MULTIPLE or value.shape[3] != size or past[0].shape[3] != size:
+            return None
+        attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": scale}
+        if softcap:
+            attributes["softcap"] = float(softcap)
+        inputs = [_merged(query), _merged(key), _merged(value), *past, lengths, total, None, None, None, bias, sinks]
+        buffer = [batch, kv_heads, past[0].shape[2], size]
+        result, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+            f"{_DOMAIN}::GroupQueryAttention",
+            inputs if sinks is not None else inputs[:-1],
+            attributes,
+            dtypes=[query.dtype] * 3,
+            shapes=[[batch, sequence, heads * size], buffer, buffer],
+            version=1,
+        )
+        return result.reshape(batch, sequence, heads, size), present_key, present_value
+
+    def plain(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """`MultiHeadAttention`, which takes keys and values by head as the cache holds them."""
+        batch, heads, sequence, size = query.shape
+        if key.shape[1] != heads or value.shape[3] != size:
+            return None
+        result = torch.onnx.ops.symbolic(
+            f"{_DOMAIN}::MultiHeadAttention",
+            [_merged(query), key, value, None, None, bias],
+            {"num_heads": heads, "scale": scale},
+            dtype=query.dtype,
+            shape=[batch, sequence, heads * size],
+            version=1,
+        )
+        return result.reshape(batch, sequence, heads, size)
+
+
+def _merged(states: torch.Tensor) -> torch.Tensor:
+    """`(batch, heads, sequence, head_size)` to `(batch, sequence, heads * head_size)`."""
+    batch, heads, sequence, size = states.shape
+    return states.transpose(1, 2).reshape(batch, sequence, heads * size)
