@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .errors import AccelError as AccelError
     from .evaluation import evaluate as evaluate
     from .exporting import export as export
+    from .generation import ORTModelForCausalLM as ORTModelForCausalLM
+    from .generation import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
+    from .generation import ORTModelForVision2Seq as ORTModelForVision2Seq
     from .interfaces import Exporter as Exporter
     from .interfaces import Optimizer as Optimizer
     from .interfaces import Quantizer as Quantizer
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .modeling import ORTModelForTokenClassification as ORTModelForTokenClassification
     from .pipelines import pipeline as pipeline
     from .search import quantize as quantize
+    from .speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .steps import optimize as optimize
     from .steps import validate as validate
     from .tuning import tune as tune
@@ -41,6 +45,10 @@ _MODULE_OF = {
     "Artifact": "artifact",
     "ExportConfig": "config",
     "Exporter": "interfaces",
+    "ORTModelForCausalLM": "generation",
+    "ORTModelForSeq2SeqLM": "generation",
+    "ORTModelForSpeechSeq2Seq": "speech",
+    "ORTModelForVision2Seq": "generation",
     "ORTModelForCustomTasks": "modeling",
     "ORTModelForFeatureExtraction": "modeling",
     "ORTModelForImageClassification": "modeling",

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from . import capture, modeling, progress
+import accel
+
+from . import capture, progress
 from .artifact import MANIFEST, Artifact
 from .calibration import BATCH_SIZE, Encoded, encode, for_graph, from_tokenizer, load_processor, longest
 from .config import ExportConfig, SessionOptions
@@ -464,7 +466,7 @@ def evaluate(
 
 def open_model(artifact: Artifact, **how: Any) -> ORTModel:
     """The model class of an artifact's task, opened."""
-    cls: type[ORTModel] = getattr(modeling, task_spec(artifact.task).model)
+    cls: type[ORTModel] = getattr(accel, task_spec(artifact.task).model)
     return cls(artifact, **how)
 
 
@@ -489,7 +491,7 @@ def _open(model: Any, task: str | None, hub: HubOptions, how: Mapping[str, Any])
     if (location.folder / MANIFEST).is_file():
         return open_model(Artifact.load(location.folder), **how)
     spec = task_spec(task or infer_task(read_config(location.folder), location.folder))
-    cls: type[ORTModel] = getattr(modeling, spec.model)
+    cls: type[ORTModel] = getattr(accel, spec.model)
     return cls.from_pretrained(
         model, **how, revision=hub.revision, token=hub.token, trust_remote_code=hub.trust_remote_code
     )

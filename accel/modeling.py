@@ -72,6 +72,15 @@ _set_item = OrderedDict.__setitem__
 _TENSOR = {torch.Tensor}
 
 
+def fast_output(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A `ModelOutput` of a class with these fields, none checked."""
+    output = kind.__new__(kind)
+    for name, value in values.items():
+        _set_item(output, name, value)
+    output.__dict__.update(values)
+    return output
+
+
 @dataclass
 class SentenceEmbeddingOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
     """What a model with pooling in its graph returns.
@@ -449,11 +458,7 @@ class ORTModel:
             values = _grouped(values, self._output_groups)
         if wants_tuple:
             return tuple(values.values())
-        output = self._output_class.__new__(self._output_class)
-        for name, value in values.items():
-            _set_item(output, name, value)
-        output.__dict__.update(values)
-        return output
+        return fast_output(self._output_class, values)
 
     def _prepare(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
         """Inputs as tensors by the graph's names, whether NumPy is wanted back, and whether a tuple is."""

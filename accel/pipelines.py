@@ -16,7 +16,8 @@ import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import ChunkPipeline, Pipeline
 
-from . import modeling
+import accel
+
 from .errors import ConfigError, InputError, TaskError
 from .modeling import ORTModel
 from .tasks import SYNONYMS, TASKS, task_spec
@@ -280,24 +281,38 @@ def pipeline(
         task = "feature-extraction" if model.artifact.task == "sentence-similarity" else model.artifact.task
     if isinstance(model, ORTModel):
         _check_model(task, model)
-    impl: Any = QuestionAnsweringPipeline if task == "question-answering" else _stock(task)
+    ours = _ours(task)
+    impl: Any = ours or _stock(task)
     folder = model.artifact.path if isinstance(model, ORTModel) else None
-    if folder is not None and model.main_input_name == "input_ids":
+    if folder is not None and (model.main_input_name == "input_ids" or model.can_generate()):
         tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if folder is not None and model.main_input_name == "pixel_values":
         image_processor = image_processor or transformers.AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True
+        )
+    if folder is not None and model.main_input_name == "input_features":
+        feature_extractor = feature_extractor or transformers.AutoFeatureExtractor.from_pretrained(
             folder, local_files_only=True
         )
     given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
     given = {name: value for name, value in given.items() if value is not None}
     if batch_size is not None:
         given["batch_size"] = batch_size
-    if impl is QuestionAnsweringPipeline:
+    if ours is not None:
         if tokenizer is None:
-            raise ConfigError("Question answering needs a tokenizer.", fix="pass tokenizer=...")
-        return impl(model=model, task=task, **given, **kwargs)
+            raise ConfigError(f"The pipeline {task!r} needs a tokenizer.", fix="pass tokenizer=...")
+        return ours(model=model, task=task, **given, **kwargs)
     made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=_sorted_class(impl), **given, **kwargs)
     return made
+
+
+def _ours(task: str) -> type[Pipeline] | None:
+    """The class of a pipeline that transformers 5 removed and accel brings back; `None` for the others."""
+    if task == "question-answering":
+        return QuestionAnsweringPipeline
+    from .text2text import PIPELINES
+
+    return PIPELINES.get("translation" if task.startswith("translation_") else task)
 
 
 def _load(task: str | None, model: str | os.PathLike[str], kwargs: dict[str, Any]) -> ORTModel:
@@ -310,7 +325,7 @@ def _load(task: str | None, model: str | os.PathLike[str], kwargs: dict[str, Any
         is_artifact = (folder / MANIFEST).is_file()
         task = Artifact.load(folder).task if is_artifact else infer_task(read_config(folder), folder)
     # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
-    cls: type[ORTModel] = getattr(modeling, task_spec(task).model)
+    cls: type[ORTModel] = getattr(accel, task_spec(task).model)
     return cls.from_pretrained(model, **kwargs)
 
 

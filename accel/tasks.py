@@ -157,7 +157,9 @@ def task_spec(name: str) -> TaskSpec:
     Raises:
         TaskError: There is none.
     """
-    found = TASKS.get(SYNONYMS.get(name, name))
+    # A translation task may name its languages: `translation_en_to_de`.
+    known = "translation" if name.startswith("translation_") else name
+    found = TASKS.get(SYNONYMS.get(known, known))
     if found is None:
         raise TaskError(
             f"{name!r} is not a task that accel knows.{did_you_mean(name, [*TASKS, *SYNONYMS])}",

@@ -404,7 +404,8 @@ class _Served:
         )
 
     def _load_artifact(self, started: float) -> Loaded:
-        from . import modeling
+        import accel
+
         from .artifact import Artifact
         from .tasks import task_spec
 
@@ -417,7 +418,7 @@ class _Served:
                 if run is not None and variant.backend in (None, run.backend):
                     options = SessionOptions.from_dict(run.session)
         options = replace(options, threads=options.threads or self._threads)
-        cls = getattr(modeling, task_spec(variant.task).model)
+        cls = getattr(accel, task_spec(variant.task).model)
         self._model = cls.from_pretrained(
             variant.path,
             backend=variant.backend,

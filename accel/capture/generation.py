@@ -25,7 +25,7 @@ from .comparing import Case
 from .embedding import Tensors, Wrapper
 from .samples import pad_id
 from .source import Source, quiet
-from .tracing import first_lines
+from .tracing import first_lines, graph_name
 
 IMPLEMENTATION = "accel"
 GENERATION_TASKS = (
@@ -587,7 +587,8 @@ def _whole(
         inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
         fixed: Tensors = {}
         hidden = _Encoder(model, None)(**inputs)["last_hidden_state"]
-        fixed.update(_CrossAttention(model, None)(encoder_hidden_states=hidden))
+        cross = _CrossAttention(model, None)(encoder_hidden_states=hidden)
+        fixed.update({graph_name(name): value for name, value in cross.items()})
         if _ENCODER_MASK in part.example:
             fixed[_ENCODER_MASK] = inputs["attention_mask"]
         optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}

@@ -53,7 +53,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        value.name = _LAYERS.sub(_layer_name, str(value.name))
+        value.name = graph_name(str(value.name))
     strip_provenance(graph)
     return graph, exported
 
@@ -62,7 +62,11 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
 
-def _layer_name(match: re.Match[str]) -> str:
+def graph_name(name: str) -> str:
+    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`."""
+    match = _LAYERS.match(name)
+    if match is None:
+        return name
     what = "past_key_values" if match["what"] == "past" else match["what"]
     return f"{what}.{match['layer']}.{match['kind']}"
 

@@ -317,19 +317,21 @@ class OrtSession:
     def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
         """The inputs in the graph's order, on the host, contiguous and of the declared type."""
         tensors = {}
-        for name, dtype in (self._dtypes if dtypes is None else dtypes).items():
+        dtypes = self._dtypes if dtypes is None else dtypes
+        for name, dtype in dtypes.items():
             tensor = feeds.get(name)
             if tensor is None:
-                raise self._wrong_names(feeds)
+                raise self._wrong_names(feeds, dtypes)
             if tensor.dtype is not dtype:
                 tensor = self._converted(name, tensor, dtype)
             tensors[name] = tensor.detach().cpu().contiguous()
         if len(feeds) != len(tensors):
-            raise self._wrong_names(feeds)
+            raise self._wrong_names(feeds, dtypes)
         return tensors
 
-    def _wrong_names(self, feeds: Feeds) -> InputError:
-        declared = list(self._dtypes)
+    @staticmethod
+    def _wrong_names(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> InputError:
+        declared = list(dtypes)
         missing = [name for name in declared if feeds.get(name) is None]
         extra = [name for name in feeds if name not in declared]
         return InputError(

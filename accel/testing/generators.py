@@ -1,0 +1,166 @@
+"""Seeded tiny generating models of the families that tests cover, made from configs.
+
+Their weights are large enough that tokens differ from step to step: a model that repeats one token hides a wrong cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .models import VOCABULARY, tiny_tokenizer
+
+GENERATOR_POSITIONS = 192
+_SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": GENERATOR_POSITIONS,
+    "initializer_range": 0.3,
+    **_SPECIAL,
+}
+_GROUPED: dict[str, Any] = {**_DECODER, "num_key_value_heads": 2}
+_BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": GENERATOR_POSITIONS,
+    "init_std": 0.3,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    **_SPECIAL,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "initializer_factor": 3.0,
+    "decoder_start_token_id": 0,
+    **_SPECIAL,
+}
+
+GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # Family: task, class, config.
+    "gemma3": (
+        "text-generation",
+        "Gemma3ForCausalLM",
+        {**_GROUPED, "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt2": (
+        "text-generation",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": GENERATOR_POSITIONS,
+            "initializer_range": 0.3,
+            **_SPECIAL,
+        },
+    ),
+    "gpt-neox": ("text-generation", "GPTNeoXForCausalLM", _DECODER),
+    "llama": ("text-generation", "LlamaForCausalLM", _GROUPED),
+    "mistral": ("text-generation", "MistralForCausalLM", {**_GROUPED, "sliding_window": 16}),
+    "opt": (
+        "text-generation",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": GENERATOR_POSITIONS,
+            "word_embed_proj_dim": 64,
+            "init_std": 0.3,
+            **_SPECIAL,
+        },
+    ),
+    "phi3": ("text-generation", "Phi3ForCausalLM", _GROUPED),
+    "qwen3": ("text-generation", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "bart": ("text2text-generation", "BartForConditionalGeneration", _BART),
+    "marian": ("text2text-generation", "MarianMTModel", _BART),
+    "mt5": ("text2text-generation", "MT5ForConditionalGeneration", _T5),
+    "pegasus": ("text2text-generation", "PegasusForConditionalGeneration", _BART),
+    "t5": ("text2text-generation", "T5ForConditionalGeneration", _T5),
+    "whisper": (
+        "automatic-speech-recognition",
+        "WhisperForConditionalGeneration",
+        {
+            **{key: value for key, value in _BART.items() if key != "max_position_embeddings"},
+            "num_mel_bins": 80,
+            "max_source_positions": 20,
+            "max_target_positions": GENERATOR_POSITIONS,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+    ),
+    "vit-gpt2": ("image-to-text", "VisionEncoderDecoderModel", {}),
+}
+
+
+def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny generating PyTorch model, in evaluation mode; it generates until told to stop.
+
+    Args:
+        family: A key of `GENERATORS`.
+        seed: Of its weights.
+        **overrides: Fields of its config.
+    """
+    _, architecture, settings = GENERATORS[family]
+    torch.manual_seed(seed)
+    cls = getattr(transformers, architecture)
+    config = _captioner(settings) if family == "vit-gpt2" else cls.config_class(**{**settings, **overrides})
+    model = cls(config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def _captioner(_: dict[str, Any]) -> Any:
+    encoder = transformers.ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        initializer_range=0.3,
+    )
+    decoder = transformers.GPT2Config(**{**GENERATORS["gpt2"][2], "add_cross_attention": True, "is_decoder": True})
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 2, 0
+    return config
+
+
+def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny generating model with its tokenizer and processor as a transformers folder."""
+    model = tiny_generator(family, seed, **overrides)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    if family == "vit-gpt2":
+        size = {"height": model.config.encoder.image_size, "width": model.config.encoder.image_size}
+        transformers.ViTImageProcessorPil(size=size).save_pretrained(folder)
+    if family == "whisper":
+        # Ten milliseconds a frame, two frames a position.
+        seconds = model.config.max_source_positions // 50 or 1
+        transformers.WhisperFeatureExtractor(
+            feature_size=model.config.num_mel_bins, chunk_length=seconds
+        ).save_pretrained(folder)
+    return folder
