@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="how often the processes are started anew")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--calls", type=int, default=25)
-    parser.add_argument("--only", help="rows whose name holds this")
+    parser.add_argument("--rows", nargs="*", help="names of the rows to measure; all when left out")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -205,7 +205,7 @@ def main() -> None:
     }
     result = {}
     for title, row in rows.items():
-        if args.only is None or args.only in title:
+        if not args.rows or title in args.rows:
             result[title] = compare(args, types, *row)
             print(title, result[title], file=sys.stderr)
     print(json.dumps({"model": name, "shape": [1, args.sequence], **result}, indent=1))
