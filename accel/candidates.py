@@ -163,18 +163,24 @@ class Space:
             Recipe(stage="optimize", backend=spec.name, format=capability.produces or recipe.format, setting=level,
                    parent=recipe)
             for spec, capability in self._offers("optimize", recipe.format)
-            if dtype in capability.dtypes
+            if dtype in capability.dtypes and not self._is_detour(spec, capability)
             for level in capability.schemes
         ]  # fmt: skip
+
+    def _is_detour(self, spec: BackendSpec, capability: Capability) -> bool:
+        """Whether a step converts into a format that is exported as well."""
+        produces = capability.produces
+        if produces in (None, capability.consumes) or produces not in {export.format for export in self.exports()}:
+            return False
+        why = f"{produces} is exported from PyTorch itself, with better graphs"
+        self._skip(f"{spec.name}: {capability.consumes} to {produces}", why)
+        return True
 
     def quantizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
         """The quantization schemes of an artifact."""
         made = []
-        own = {export.format for export in self.exports()}
         for spec, capability in self._offers("quantize", recipe.format):
-            if capability.produces not in (None, recipe.format) and capability.produces in own:
-                why = f"{capability.produces} is exported from PyTorch itself, with better graphs"
-                self._skip(f"{spec.name}: {recipe.format} to {capability.produces}", why)
+            if self._is_detour(spec, capability):
                 continue
             for scheme in capability.schemes if dtype in capability.dtypes else ():
                 if scheme.startswith("static") and not self._calibrated:

@@ -22,6 +22,9 @@ SPEC = BackendSpec(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS),
         Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS),
+        # ONNX that exists already is converted; both levels do the same, exactly.
+        Capability(stage="optimize", consumes="onnx", produces=FORMAT, dtypes=_FLOATS, schemes=("O1", "O2")),
         Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES),
+        Capability(stage="quantize", consumes="onnx", produces=FORMAT, schemes=_SCHEMES),
     ),
 )

@@ -42,9 +42,11 @@ class OpenVinoBackend:
 
         return OpenVinoExporter()
 
-    def optimizer(self) -> Optimizer | None:
-        """None: OpenVINO optimizes a graph when it compiles it."""
-        return None
+    def optimizer(self) -> Optimizer:
+        """Converts ONNX; the rest OpenVINO does when it compiles a graph."""
+        from .optimizer import OnnxConverter
+
+        return OnnxConverter()
 
     def quantizer(self) -> Quantizer:
         """NNCF."""

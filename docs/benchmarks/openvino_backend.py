@@ -61,14 +61,17 @@ def token_rows(count: int, batch: int, sequence: int, types: bool = False) -> li
     return rows
 
 
+def int8_of(ir: Artifact, folder: Path, sequence: int, types: bool = False) -> Artifact:
+    """In 8 bits, calibrated on random token ids: the ranges do not matter for speed."""
+    return made(
+        folder, lambda out: quantize(ir, out, scheme="static-int8", calibration=token_rows(16, 2, sequence, types))
+    )
+
+
 def latency(args: argparse.Namespace) -> dict[str, object]:
     original = distilbert(args.work / "distilbert")
     ir = made(args.work / "distilbert-ir", lambda out: export(original, out, backend="openvino"))
-    # Token ids of a random model: the ranges do not matter for speed.
-    int8 = made(
-        args.work / "distilbert-int8",
-        lambda out: quantize(ir, out, scheme="static-int8", calibration=token_rows(16, 2, 128)),
-    )
+    int8 = int8_of(ir, args.work / "distilbert-int8", 128)
     buckets, bf16 = {"buckets": (32, 64, 128)}, {"compute_dtype": "bfloat16"}
     variants = [
         Variant(name="PyTorch float32", path=original, task=TASK, pytorch="float32"),

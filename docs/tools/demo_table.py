@@ -88,7 +88,7 @@ def problems(record: dict[str, Any]) -> list[str]:
 
 
 def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What the demo says now and did not say then, leaving out times."""
+    """What the demo says now and did not say then, leaving out times and rows that only one of the two machines can have."""
 
     def lasting(report: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -101,9 +101,10 @@ def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
         }
 
     then, found = lasting(record["report"]), lasting(now)
+    incomparable = {*record["report"].get("absent", {}), *now["absent"]}
     return [
         f"{name}: {then.get(name)} then, {found.get(name)} now"
-        for name in sorted({*then, *found})
+        for name in sorted({*then, *found} - incomparable)
         if then.get(name) != found.get(name)
     ]
 

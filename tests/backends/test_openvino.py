@@ -23,6 +23,7 @@ from accel import (
     ORTModelForSequenceClassification,
     SessionOptions,
     export,
+    optimize,
     registry,
 )
 from accel.artifact import Artifact
@@ -340,6 +341,32 @@ def test_runs_onnx_artifacts(tiny_artifact: Callable[..., Artifact]) -> None:
     expected = ORTModelForSequenceClassification.from_pretrained(artifact.path)
     assert expected.backend == "cpu", "OpenVINO runs ONNX only when it is named"
     assert (logits(artifact, text()) - expected(**text()).logits).abs().max() <= TOLERANCE
+
+
+def test_onnx_artifacts_are_converted(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    artifact = tiny_artifact("bert")
+    made = optimize(artifact, tmp_path / "ir", backend="openvino")
+    assert (made.format, made.manifest.opset) == ("openvino_ir", None)
+    assert not list((tmp_path / "ir").glob("*.onnx*"))
+    assert made.manifest.steps[-1].validation["max_abs_difference"] <= TOLERANCE
+    assert [spec.shape for spec in made.component().inputs] == [spec.shape for spec in artifact.component().inputs]
+    model = ORTModelForSequenceClassification.from_pretrained(tmp_path / "ir")
+    assert model.backend == "openvino"
+    assert (model(**text()).logits - logits(artifact, text())).abs().max() <= TOLERANCE
+
+
+def test_onnx_folders_without_a_manifest_run(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    artifact = tiny_artifact("bert")
+    folder = shutil.copytree(artifact.path, tmp_path / "plain", ignore=shutil.ignore_patterns("accel.json"))
+    model = ORTModelForSequenceClassification.from_pretrained(folder, backend="openvino")
+    assert (model.backend, model.artifact.format) == ("openvino", "onnx")
+    assert (model(**text()).logits - logits(artifact, text())).abs().max() <= TOLERANCE
+
+
+def test_conversion_has_no_named_fusions(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="named fusions"):
+        optimize(tiny_artifact("bert"), tmp_path / "ir", backend="openvino", disable=("attention",))
+    assert not (tmp_path / "ir").exists()
 
 
 # Buckets and cache

@@ -216,6 +216,15 @@ def test_nothing_to_compress(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_onnx_artifacts_are_quantized_into_ir(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    onnx = tiny_artifact("bert")
+    made = quantize(onnx, tmp_path / "out", scheme="static-int8", calibration=rows(), backend="openvino")
+    assert (made.format, made.manifest.opset) == ("openvino_ir", None)
+    model = ORTModelForSequenceClassification.from_pretrained(made.path)
+    assert (model.backend, model.compute_dtype) == ("openvino", "int8")
+    assert 1e-4 < difference(made, onnx) < 0.5
+
+
 def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="static-int8"):
         quantize(ir, tmp_path / "out", scheme="static-int9")

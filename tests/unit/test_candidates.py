@@ -53,6 +53,28 @@ def test_what_is_left_out_has_a_reason(space: Space) -> None:
     assert "size, not time" in reasons["vendor: vendor_graph float16"]
 
 
+def test_what_is_exported_is_not_converted_too(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    converter = BackendSpec(
+        name="converter",
+        summary="made up",
+        extra="converter",
+        impl="nowhere:Nothing",
+        capabilities=(
+            Capability(stage="export", produces="other"),
+            Capability(stage="optimize", consumes="vendor_graph", produces="other", schemes=("O1",)),
+            Capability(stage="quantize", consumes="vendor_graph", produces="other", schemes=("odd",)),
+            Capability(stage="run", consumes="other"),
+        ),
+    )
+    monkeypatch.setattr(registry, "describe_all", lambda: ((VENDOR, converter), {}))
+    monkeypatch.setattr(registry, "probe", lambda spec: Probe(devices=(DeviceSpec("cpu"),)))
+    both = Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
+    export = next(recipe for recipe in both.exports() if recipe.format == "vendor_graph")
+    assert [r.backend for r in both.optimizations(export, "float32")] == ["vendor"]
+    assert {r.backend for r in both.quantizations(export, "float32")} == {"vendor"}
+    assert [s.name for s in both.skipped if "better graphs" in s.reason] == ["converter: vendor_graph to other"]
+
+
 def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.candidates.available_processors", lambda: 4)
     (candidate,) = space.candidates(space.exports()[0], "float32")
