@@ -470,6 +470,29 @@ def open_model(artifact: Artifact, **how: Any) -> ORTModel:
     return cls(artifact, **how)
 
 
+def open_generator(
+    model: str,
+    *,
+    task: str | None,
+    backend: str | None,
+    device: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> ORTModel:
+    """A generating model by id or folder.
+
+    Raises:
+        TaskError: The model does not generate.
+    """
+    hub = HubOptions(revision=revision, trust_remote_code=trust_remote_code)
+    opened = _open(model, task, hub, {"backend": backend, "device": device})
+    if not isinstance(opened, ORTModel) or not opened.can_generate():
+        raise TaskError(
+            f"{model} does not generate.", fix="name a model for text-generation or another generating task."
+        )
+    return opened
+
+
 def close(model: Model) -> None:
     """Give the runtime's memory back."""
     if isinstance(model, ORTModel):

@@ -137,10 +137,7 @@ def export_located(
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
-        cases = {
-            part.name: capture.decoder_cases(source, part) if part.stateful else capture.reference_cases(part)
-            for part in capture.split(source)
-        }
+        cases = capture.cases_by_part(source)
         progress.report("tracing and converting", 2, 4)
         artifact = exporter.export(source, task=source.task, config=config, out=folder)
         progress.report("checking against PyTorch", 3, 4)

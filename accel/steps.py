@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import capture, exporting, progress, registry
-from .artifact import Artifact, check_output, staging
+from .artifact import Artifact, Component, check_output, staging
 from .config import ExportConfig, OptimizeConfig, QuantizeConfig
 from .errors import ArtifactNotFoundError, ConfigError, OptimizeError, QuantizeError, ValidationError
 from .hub import HubOptions, locate
-from .interfaces import Evaluate
+from .interfaces import Evaluate, Session
 from .sessions import open_artifact
 
 if TYPE_CHECKING:
@@ -87,12 +87,16 @@ def validate(
     config = ExportConfig.from_dict(recorded) if recorded else ExportConfig()
     source = capture.load_source(location, task=artifact.task, config=config, hub=hub)
     progress.report("computing reference outputs", 0, 2)
-    cases = capture.reference_cases(source)
+    cases = capture.cases_by_part(source)
     opened = open_artifact(artifact, backend=backend, device=device)
     progress.report("comparing", 1, 2)
     try:
-        session = opened.sessions[artifact.components[0].name]
-        found = exporting.differences(session, cases, atol, artifact.dtype)
+        found = exporting.merged(
+            {
+                name: exporting.differences(session, cases[name], atol, artifact.dtype)
+                for name, session in opened.sessions.items()
+            }
+        )
     finally:
         for session in opened.sessions.values():
             session.close()
@@ -156,11 +160,17 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
     """
     cases = _parent_cases(parent)
     loose = config.level in ("O3", "O4")
-    scale = max((float(value.abs().max()) for case in cases for value in case.expected.values()), default=1.0)
+    values = [value for some in cases.values() for case in some for value in case.expected.values()]
+    scale = max((float(value.abs().max()) for value in values), default=1.0)
     atol = config.atol if config.atol is not None else (1e-2 if loose else 1e-4) * max(1.0, scale)
     opened = open_artifact(made)
     try:
-        return exporting.compare(opened.sessions[made.components[0].name], cases, atol, made.dtype)
+        return exporting.merged(
+            {
+                name: exporting.compare(session, cases[name], atol, made.dtype)
+                for name, session in opened.sessions.items()
+            }
+        )
     except ValidationError as error:
         raise ValidationError(
             f"After optimizing at {config.level}: {error.message}", fix="use a lower level, or disable fusions."
@@ -170,22 +180,57 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
             session.close()
 
 
-def _parent_cases(parent: Artifact) -> list[capture.Case]:
-    """Inputs of several shapes for an artifact, and what it answers."""
+def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
+    """Inputs of several shapes for every graph of an artifact, and what it answers."""
     opened = open_artifact(parent)
-    component = parent.components[0]
-    session = opened.sessions[component.name]
     try:
-        cases = []
-        for seed, (batch, sequence) in enumerate([(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]):
-            limit = component.max_sizes.get("sequence", sequence)
-            sizes = {"batch": batch, "sequence": min(sequence, limit), "choices": 2}
-            feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=parent.path)
-            cases.append(capture.Case(sizes, feeds, session.run(feeds)))
+        cases: dict[str, list[capture.Case]] = {}
+        for component in parent.components:
+            session = opened.sessions[component.name]
+            make = _continued_case if component.stateful else _single_case
+            shapes = [(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]
+            cases[component.name] = [make(parent, component, session, shape, seed) for seed, shape in enumerate(shapes)]
         return cases
     finally:
         for opened_session in opened.sessions.values():
             opened_session.close()
+
+
+def _single_case(
+    parent: Artifact, component: Component, session: Session, shape: tuple[int, int], seed: int
+) -> capture.Case:
+    batch, sequence = shape
+    limit = component.max_sizes.get("sequence", sequence)
+    sizes = {"batch": batch, "sequence": min(sequence, limit), "choices": 2}
+    feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=parent.path)
+    return capture.Case(sizes, feeds, session.run(feeds))
+
+
+def _continued_case(
+    parent: Artifact, component: Component, session: Session, shape: tuple[int, int], seed: int
+) -> capture.Case:
+    """Several tokens, and one more behind them in the same state."""
+    import torch
+
+    batch, sequence = shape
+    stateless = [spec for spec in component.inputs if spec.pair is None]
+    state = session.new_state(batch)
+    calls = []
+    for new in (sequence, 1):
+        past = state.length
+        sizes = {"batch": batch, "sequence": new, "total": past + new, "kept": 1, "encoder_sequence": 6}
+        feeds = capture.feeds_for(stateless, sizes, seed=seed, folder=parent.path)
+        feeds["attention_mask"] = torch.ones_like(feeds["attention_mask"])
+        if "position_ids" in feeds:
+            feeds["position_ids"] = torch.arange(past, past + new).expand(batch, new).contiguous()
+        if "logits_to_keep" in feeds:
+            feeds["logits_to_keep"] = torch.tensor([new - 1])
+        if calls:
+            # What the encoder said stays the same.
+            feeds |= {name: calls[0][1][name] for name in feeds if name.startswith(("cross.", "encoder_"))}
+        calls.append((sizes, feeds, session.run(feeds, outputs=("logits",), state=state)))
+    last = capture.Case(*calls[1], stateful=True)
+    return capture.Case(*calls[0], stateful=True, then=last)
 
 
 def quantize(

@@ -9,7 +9,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from .comparing import Case, max_difference, reference, reference_cases, tolerance
 from .embedding import SentenceEmbedder, Tensors
-from .generation import GENERATION_TASKS, FusedAttention, decoder_cases, split
+from .generation import GENERATION_TASKS, FusedAttention, cases_by_part, split
 from .loading import folder_digest, load_source
 from .samples import Axes
 from .source import Source, quiet
@@ -36,7 +36,7 @@ __all__ = [
     "capture_onnx",
     "capture_openvino",
     "capture_program",
-    "decoder_cases",
+    "cases_by_part",
     "drop_unused_inputs",
     "dtype_name",
     "feeds_for",

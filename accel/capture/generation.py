@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import ExportError
-from .comparing import Case
+from .comparing import Case, reference_cases
 from .embedding import Tensors, Wrapper
 from .samples import pad_id
 from .source import Source, quiet
@@ -519,6 +519,13 @@ def _positions(model: Any) -> dict[str, int]:
 
 
 # Checking
+
+
+def cases_by_part(source: Source) -> dict[str, list[Case]]:
+    """Reference cases of every graph of a source, by the graph's name."""
+    return {
+        part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
+    }
 
 
 def decoder_cases(source: Source, part: Source) -> list[Case]:

@@ -110,15 +110,17 @@ class BackendConformance:
 
     @staticmethod
     def feeds(session: Session, batch: int = 2, sequence: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Inputs of the tiny classifier, with padding in the last row."""
+        """Inputs of a tiny model, with padding in the last row; a cache is not among them."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(4, 100, (batch, sequence), generator=generator)
         mask = torch.ones_like(ids)
         mask[-1, sequence // 2 + 1 :] = 0
         ids[mask == 0] = 0
         types = torch.randint(0, 2, ids.shape, generator=generator)
-        values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-        return {spec.name: values[spec.name] for spec in session.inputs}
+        positions = torch.arange(sequence).repeat(batch, 1)
+        values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "position_ids": positions}
+        values["logits_to_keep"] = torch.arange(sequence)
+        return {spec.name: values[spec.name] for spec in session.inputs if spec.pair is None}
 
     # Description and probe
 
@@ -277,8 +279,16 @@ class BackendConformance:
         opened.close()
 
     def _continue(self, session: Session, state: State, feeds: Mapping[str, torch.Tensor], cut: slice) -> torch.Tensor:
-        part = {name: tensor[:, cut] for name, tensor in feeds.items()}
-        return session.run(part, state=state)["logits"]
+        part = {}
+        for name, tensor in feeds.items():
+            if name == "logits_to_keep":
+                part[name] = tensor[: cut.stop - cut.start]
+            else:
+                # A mask covers what the state holds, too.
+                part[name] = tensor[:, : cut.stop] if name == "attention_mask" else tensor[:, cut]
+        logits = session.run(part, outputs=("logits",), state=state)["logits"]
+        # Of a logit for every token, the last.
+        return logits[:, -1] if logits.ndim == 3 else logits
 
     def test_state_continues_a_sequence(self, stateful: Session) -> None:
         feeds = self.feeds(stateful, batch=2, sequence=8)

@@ -122,7 +122,10 @@ class History:
         if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
             raise InputError(f"The state is for {self.batch} rows.")
         self.seen = {
-            name: torch.cat([self.seen[name], tensor], dim=1) if name in self.seen else tensor
+            # The mask covers the whole sequence already.
+            name: torch.cat([self.seen[name], tensor], dim=1)
+            if name in self.seen and name != "attention_mask"
+            else tensor
             for name, tensor in feeds.items()
         }
         return self.seen

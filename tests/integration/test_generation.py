@@ -1,0 +1,231 @@
+"""Generating models: the same tokens as transformers, one cache, one copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import accel
+from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize, quantize, validate
+from accel.artifact import Artifact
+from accel.errors import ConfigError, InputError
+from accel.tasks import task_spec
+from accel.testing.generators import GENERATORS, save_generator, tiny_generator
+from accel.testing.models import VOCABULARY, tiny_tokenizer
+
+Artifacts = Callable[[str], Artifact]
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Exported tiny generators, made when first asked for, from folders as a user has them."""
+    root = tmp_path_factory.mktemp("generators")
+    made: dict[str, Artifact] = {}
+
+    def get(family: str) -> Artifact:
+        if family not in made:
+            folder = save_generator(root / f"{family}-source", family)
+            made[family] = export(folder, root / family, task=GENERATORS[family][0])
+        return made[family]
+
+    return get
+
+
+def inputs_of(family: str) -> dict[str, torch.Tensor]:
+    """Three rows: texts of unequal lengths, padded as their pipelines pad them, or images, or speech."""
+    task = GENERATORS[family][0]
+    draw = torch.Generator().manual_seed(1)
+    if task == "automatic-speech-recognition":
+        return {"input_features": torch.randn((3, 80, 40), generator=draw)}
+    if task == "image-to-text":
+        return {"pixel_values": torch.randn((3, 3, 32, 32), generator=draw)}
+    ids = torch.randint(4, VOCABULARY, (3, 7), generator=draw)
+    mask = torch.ones_like(ids)
+    if task == "text-generation":
+        mask[0, :3], mask[2, :1] = 0, 0
+    else:
+        mask[0, 5:], mask[2, 6:] = 0, 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def opened(artifact: Artifact) -> Any:
+    return getattr(accel, task_spec(artifact.task).model)(artifact)
+
+
+@pytest.mark.parametrize("family", GENERATORS)
+def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
+    original, model = tiny_generator(family), opened(generator(family))
+    rows = inputs_of(family)
+    for name, choices in CHOICES.items():
+        for given in ({key: value[1:2] for key, value in rows.items()}, rows):
+            torch.manual_seed(5)
+            expected = original.generate(**given, max_new_tokens=40, **choices)
+            torch.manual_seed(5)
+            found = model.generate(**given, max_new_tokens=40, **choices)
+            assert len(set(expected.flatten().tolist())) > 5, "a model that repeats itself proves nothing"
+            assert torch.equal(found, expected), (family, name, len(found))
+
+
+def test_cache_against_no_cache(generator: Artifacts) -> None:
+    model = opened(generator("gemma3"))
+    rows = inputs_of("gemma3")
+    cached = model.generate(**rows, max_new_tokens=20)
+    assert torch.equal(model.generate(**rows, max_new_tokens=20, use_cache=False), cached)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_conversation_equals_one_shot(rows: int, generator: Artifacts) -> None:
+    model: ORTModelForCausalLM = opened(generator("qwen3"))
+    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2))
+    cache = model.new_cache()
+    model.generate(ids[:, :5], attention_mask=torch.ones(rows, 5).long(), past_key_values=cache, max_new_tokens=1)
+    # The first turn's last token was never read: the second turn brings it along.
+    assert cache.get_seq_length() == 5
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10)
+    expected = tiny_generator("qwen3").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10)
+    assert torch.equal(found, expected)
+
+
+def test_forward_returns_a_cache_that_continues(generator: Artifacts) -> None:
+    model, original = opened(generator("llama")), tiny_generator("llama")
+    ids = torch.randint(4, VOCABULARY, (1, 8))
+    first = model(input_ids=ids[:, :5])
+    second = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values)
+    with torch.inference_mode():
+        whole = original(input_ids=ids).logits
+    assert (first.logits - whole[:, :5]).abs().max() <= 1e-4
+    assert (second.logits - whole[:, 5:]).abs().max() <= 1e-4
+    assert second.past_key_values.get_seq_length() == 8
+    last = model(input_ids=ids, logits_to_keep=1).logits
+    assert last.shape[1] == 1
+    assert (last - whole[:, -1:]).abs().max() <= 1e-4
+
+
+def test_everything_generate_offers(generator: Artifacts) -> None:
+    model, original = opened(generator("llama")), tiny_generator("llama")
+    rows = inputs_of("llama")
+    one = {key: value[1:2] for key, value in rows.items()}
+    asked: list[dict[str, Any]] = [
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_p": 0.9},
+        {"prompt_lookup_num_tokens": 3},
+    ]
+    for choices in asked:
+        torch.manual_seed(3)
+        expected = original.generate(**one, max_new_tokens=15, **choices)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**one, max_new_tokens=15, **choices), expected), choices
+    assistant = opened(generator("llama"))
+    expected = original.generate(**one, max_new_tokens=15)
+    assert torch.equal(model.generate(**one, max_new_tokens=15, assistant_model=assistant), expected)
+    stopped = model.generate(**rows, max_new_tokens=15, eos_token_id=int(expected[0, 9]))
+    assert torch.equal(stopped, original.generate(**rows, max_new_tokens=15, eos_token_id=int(expected[0, 9])))
+
+
+def test_streamed_tokens_are_the_answer(generator: Artifacts) -> None:
+    artifact = generator("llama")
+    streamer = transformers.TextIteratorStreamer(tiny_tokenizer(), skip_prompt=True)
+    found = opened(artifact).generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=8, streamer=streamer)
+    assert "".join(streamer) == tiny_tokenizer().decode(found[0, 3:])
+
+
+def test_weights_are_stored_once(generator: Artifacts) -> None:
+    for family in ("qwen3", "t5", "bart"):
+        artifact = generator(family)
+        weights = sum(parameter.numel() * 4 for parameter in tiny_generator(family).parameters())
+        data = artifact.path / "model.onnx.data"
+        # Alignment of the large weights, and T5's tables of positions.
+        assert data.stat().st_size <= 1.05 * weights + 4096 * len(artifact.components) * 40, family
+
+
+def test_optimized_and_quantized_decoders(generator: Artifacts, tmp_path: Path) -> None:
+    artifact = generator("llama")
+    assert validate(artifact).passed
+    faster = optimize(artifact, tmp_path / "o2", level="O2")
+    rows = inputs_of("llama")
+    expected = opened(artifact).generate(**rows, max_new_tokens=10)
+    assert torch.equal(opened(faster).generate(**rows, max_new_tokens=10), expected)
+    for scheme in ("weight-int8", "weight-int4"):
+        small = quantize(artifact, tmp_path / scheme, scheme=scheme, block_size=32)
+        assert small.bytes < 0.6 * artifact.bytes
+        with torch.inference_mode():
+            logits = opened(small)(**rows).logits
+            original = tiny_generator("llama")(**rows).logits
+        kept = rows["attention_mask"].bool()
+        error = (logits - original)[kept].abs().mean() / original[kept].abs().mean()
+        assert error < (0.02 if scheme == "weight-int8" else 0.35)
+
+
+def test_pipelines(generator: Artifacts) -> None:
+    text = "where is my card"
+    chat = accel.pipeline("text-generation", model=opened(generator("gpt2")), tokenizer=tiny_tokenizer())
+    answer = chat(text, max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert answer.startswith(text)
+    translator = accel.pipeline("translation_en_to_de", model=opened(generator("marian")), tokenizer=tiny_tokenizer())
+    assert set(translator(text, max_new_tokens=5)[0]) == {"translation_text"}
+    summaries = accel.pipeline("summarization", model=opened(generator("bart")), tokenizer=tiny_tokenizer())
+    two = summaries([text, "my phone is slow"], max_new_tokens=5, batch_size=2)
+    assert [set(item) for item in two] == [{"summary_text"}] * 2
+    assert two[0] == summaries(text, max_new_tokens=5)[0]
+
+
+def test_wrong_input_is_explained(generator: Artifacts) -> None:
+    model: ORTModelForCausalLM = opened(generator("llama"))
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(InputError, match="192 positions"):
+        model(input_ids=torch.ones((1, 200), dtype=torch.int64))
+    for wanted in (0, -3):
+        with pytest.raises(InputError, match="max_new_tokens"):
+            model.generate(ids, max_new_tokens=wanted)
+    with pytest.raises(InputError, match="DynamicCache"):
+        model(input_ids=ids, past_key_values=DynamicCache())
+    other: ORTModelForCausalLM = opened(generator("qwen3"))
+    with pytest.raises(InputError, match="another model"):
+        model(input_ids=ids, past_key_values=other(input_ids=ids).past_key_values)
+    cache = model(input_ids=ids).past_key_values
+    with pytest.raises(InputError, match="2 rows were given to a cache of 1"):
+        model(input_ids=ids.repeat(2, 1), past_key_values=cache)
+    with pytest.raises(InputError, match="covers 2 tokens"):
+        model(input_ids=ids, attention_mask=torch.ones((1, 2), dtype=torch.int64), past_key_values=cache)
+    with pytest.raises(ConfigError, match="cache_implementation"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+
+
+def test_encoder_outputs_need_their_mask(generator: Artifacts) -> None:
+    model: ORTModelForSeq2SeqLM = opened(generator("t5"))
+    rows = inputs_of("t5")
+    encoded = model.get_encoder()(**rows)
+    start = torch.zeros((3, 1), dtype=torch.int64)
+    with pytest.raises(InputError, match="without their attention mask"):
+        model(encoder_outputs=encoded, decoder_input_ids=start)
+    found = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=start)
+    with torch.inference_mode():
+        expected = tiny_generator("t5")(**rows, decoder_input_ids=start)
+    assert (found.logits - expected.logits).abs().max() <= 1e-3
+
+
+def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
+    model: ORTModelForCausalLM = opened(generator("llama"))
+    ids = torch.randint(4, VOCABULARY, (2, 9))
+    cache = model(input_ids=ids[:, :6]).past_key_values
+    copy = cache.clone()
+    copy.crop(-2)
+    assert (cache.get_seq_length(), copy.get_seq_length()) == (6, 4)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(input_ids=ids.flip(0)[:, 6:7], past_key_values=cache).logits
+    assert (swapped - model(input_ids=ids.flip(0)[:, :7], logits_to_keep=1).logits).abs().max() <= 1e-4
+    resumed = model(input_ids=ids[:, 4:], past_key_values=copy).logits
+    assert (resumed - model(input_ids=ids).logits[:, 4:]).abs().max() <= 1e-4
