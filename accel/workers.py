@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .config import SessionOptions, available_processors
-from .errors import AccelError, SessionError
+from .errors import AccelError, BackendUnavailableError, ConfigError, SessionError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -47,6 +47,7 @@ class Variant:
         task: The task.
         pytorch: Measure PyTorch in this dtype instead of an artifact.
         compiled: For PyTorch: through `torch.compile`, weights frozen on the CPU.
+        captured: For PyTorch on an NVIDIA GPU: eager, captured in a CUDA graph for each shape and replayed.
         backend: Who runs an artifact; its own choice when `None`.
         device: Where; the backend's choice when `None`, the host for PyTorch.
         provider_options: The vendor's own options.
@@ -59,6 +60,7 @@ class Variant:
     task: str
     pytorch: str | None = None
     compiled: bool = False
+    captured: bool = False
     backend: str | None = None
     device: str | None = None
     provider_options: Mapping[str, object] | None = None
@@ -374,28 +376,40 @@ class _Served:
 
         variant = self._variant
         assert variant.pytorch is not None
+        device = variant.device or "cpu"
+        on_gpu = device.startswith("cuda")
+        if variant.captured and not on_gpu:
+            raise ConfigError(
+                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.", fix="pass device='cuda' (--device)."
+            )
+        if on_gpu and not torch.cuda.is_available():
+            raise BackendUnavailableError(
+                f"PyTorch {torch.__version__} finds no NVIDIA GPU.", fix="install torch for CUDA, or leave the device out."
+            )
         config = ExportConfig.from_dict({"dtype": variant.pytorch})
         hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
         location = Location(str(variant.path), variant.path)
         self._source = capture.load_source(location, task=variant.task, config=config, hub=hub)
-        model = self._source.model.to(variant.device or "cpu")
+        model = self._source.model.to(device)
         inner = model.model if isinstance(model, capture.SentenceEmbedder) else model
         self._names = frozenset(inspect.signature(inner.forward).parameters)
         notes = []
         if variant.compiled:
             # Freezing makes weights constants of the compiled code (weight layout, constant folding); CPU only.
-            on_cpu = (variant.device or "cpu") == "cpu"
-            how: dict[str, Any] = {"options": {"freezing": True}} if on_cpu else {"mode": "reduce-overhead"}
+            how: dict[str, Any] = {"options": {"freezing": True}} if device == "cpu" else {"mode": "reduce-overhead"}
             model = torch.compile(model, **how)
             notes.append(f"torch.compile({', '.join(f'{k}={v}' for k, v in how.items())})")
-        if (variant.device or "cpu").startswith("cuda"):
+        if variant.captured:
+            model = _Captured(model)
+            notes.append("inputs are copied into the graph's buffers at each call")
+        if on_gpu:
             notes.append(f"TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}")
         self._model = model
         axes = {axis for named in self._source.axes.values() for axis in named.values()}
         return Loaded(
             load_s=time.perf_counter() - started,
             backend="pytorch",
-            device=variant.device or "cpu",
+            device=device,
             compute_dtype=variant.pytorch,
             threads=torch.get_num_threads(),
             axes=tuple(sorted(axes)),
@@ -598,6 +612,48 @@ def _synchronized(model: Any) -> Callable[..., Any]:
         return result
 
     return call
+
+
+class _Captured:
+    """PyTorch on a GPU, replayed from a CUDA graph: eager kernels without the host's part in launching them.
+
+    Each shape is captured at its first call. Inputs are copied into the graph's buffers, and outputs stay in them until
+    the next call, so callers take turns.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._graphs: dict[Any, tuple[Any, dict[str, torch.Tensor], Any]] = {}
+        self._turn = threading.Lock()
+
+    def __call__(self, **feeds: torch.Tensor) -> Any:
+        import torch
+
+        shape = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in feeds.items())
+        with self._turn:
+            if shape not in self._graphs:
+                self._graphs[shape] = self._capture(feeds)
+            graph, buffers, result = self._graphs[shape]
+            torch._foreach_copy_(list(buffers.values()), list(feeds.values()))
+            graph.replay()
+            torch.cuda.synchronize()
+        return result
+
+    def _capture(self, feeds: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture."""
+        import torch
+
+        buffers = {name: tensor.clone() for name, tensor in feeds.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._model(**buffers)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self._model(**buffers)
+        return graph, buffers, result
 
 
 def _like(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
