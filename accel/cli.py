@@ -52,8 +52,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-cache_app = typer.Typer(help="List or clear what is kept: exports made on the fly, and searches.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(
+    help="List or clear what is kept: exports made on the fly, and searches.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(cache_app, name="cache")
+
 
 def main() -> None:
     """Entry point of the `accel` command."""
@@ -487,7 +492,8 @@ def benchmark(
 
         found = run(
             models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
-            cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts, tokenize=tokenizer, max_length=max_length, threads=threads,
+            cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
+            tokenize=tokenizer, max_length=max_length, threads=threads,
             warmup=warmup, rounds=rounds, calls=calls, callers=callers, rate=rate, task=task, device=device, atol=atol,
             revision=revision, trust_remote_code=trust_remote_code,
         )  # fmt: skip
@@ -553,7 +559,7 @@ def tune(
     device: Annotated[str | None, typer.Option(help="Device type to run on.")] = None,
     task: Task = None,
     threads: Threads = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds; nothing new is tried after about half.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds; what is not tried by then is listed.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what earlier runs measured.")] = False,
     report: Report = None,
     revision: Revision = None,
@@ -565,14 +571,14 @@ def tune(
     with _command(as_json, verbose):
         from .reporting import write_html
         from .tuning import tune as run
-        from .tuning_report import render
+        from .tuning.report import render
 
         logging.getLogger("accel.tuning").setLevel(logging.DEBUG if verbose else logging.INFO)
         found = run(
             model, out, data=data, metric=metric, calibration=calibration, objective=objective,  # type: ignore[arg-type]
             max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
             max_size_mb=max_size_mb, batch=batch or (1,), sequence=sequence or (128,), texts=texts, split=split,
-            calibration_split=calibration_split, samples=samples, max_length=max_length, backends=backend,
+            columns=_columns(column), calibration_split=calibration_split, samples=samples, max_length=max_length, backends=backend,
             device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip

@@ -28,14 +28,12 @@ Split = Annotated[str | None, typer.Option("--split", help="Split of the data.")
 Column = Annotated[
     list[str] | None, typer.Option("--column", help="USE=COLUMN, such as text=query; repeat it for more.")
 ]
-Metric = Annotated[
-    str | None, typer.Option("--metric", help="accuracy, f1, ...; the task's default when left out.")
-]
+Metric = Annotated[str | None, typer.Option("--metric", help="accuracy, f1, ...; the task's default when left out.")]
 MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens that longer rows are cut to.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="Rows a call when measuring.")]
 Calibration = Annotated[
     str | None,
-    typer.Option("--calibration", help="Rows for static schemes: a file or Hub data set. Not the rows of --data."),
+    typer.Option("--calibration", help="Rows for static schemes, not those that accuracy is measured on."),
 ]
 CalibrationSplit = Annotated[str | None, typer.Option("--calibration-split", help="Its split.")]
 Atol = Annotated[float | None, typer.Option("--atol", help="Accepted absolute difference from PyTorch.")]

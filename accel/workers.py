@@ -12,11 +12,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,21 +152,40 @@ class Block:
     processor_seconds: float
 
 
+class WorkerLostError(SessionError):
+    """A process that died or did not answer in time; another try may go better.
+
+    Attributes:
+        late: It did not answer in time.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, late: bool = False) -> None:
+        super().__init__(message, fix=fix)
+        self.late = late
+
+
 class Worker:
     """A process that holds one variant.
+
+    Args:
+        variant: What to hold.
+        threads: That work on one call; what the process may use when `None`.
+        until: When, on the clock of `time.perf_counter`, it must have answered everything; `None`: never.
 
     Raises:
         SessionError: From every method: the variant failed, its process died, or it did not answer.
     """
 
-    def __init__(self, variant: Variant, threads: int | None = None) -> None:
+    def __init__(self, variant: Variant, threads: int | None = None, until: float | None = None) -> None:
         self.variant = variant
+        self._until = until
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, variant, threads or available_processors()), daemon=True
         )
-        self._process.start()
+        with _without_main():
+            self._process.start()
         theirs.close()
 
     def load(self) -> Loaded:
@@ -187,9 +208,16 @@ class Worker:
         found: dict[str, Any] = self._ask("outputs", workload, case)
         return found
 
-    def time(self, workload: str, calls: int, first: int = 0, traffic: Traffic | None = None) -> Block:
+    def time(
+        self,
+        workload: str,
+        calls: int,
+        first: int = 0,
+        traffic: Traffic | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> Block:
         """Time calls, from the case `first` on."""
-        block: Block = self._ask("time", workload, calls, first, traffic or Traffic())
+        block: Block = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
         return block
 
     def peak_memory(self) -> int:
@@ -201,25 +229,32 @@ class Worker:
         """`function(model, *args)` in the process, for a function of a module."""
         return self._ask("call", function, args)
 
+    def hang_up(self) -> None:
+        """Let the process end by itself; `close` waits for it."""
+        self._pipe.close()
+
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
+        self.hang_up()
         self._process.join(timeout=10)
         if self._process.is_alive():
             self._process.kill()
             self._process.join(timeout=10)
 
-    def _ask(self, verb: str, *args: Any) -> Any:
+    def _ask(self, verb: str, *args: Any, patience: float = ANSWER_TIMEOUT_S) -> Any:
         try:
             self._pipe.send((verb, args))
         except (OSError, ValueError) as error:
             raise self._died() from error
-        return self._answer()
+        return self._answer(patience)
 
-    def _answer(self) -> Any:
+    def _answer(self, patience: float = ANSWER_TIMEOUT_S) -> Any:
         try:
-            if not self._pipe.poll(ANSWER_TIMEOUT_S):
-                raise SessionError(f"{self.variant.name} did not answer for {ANSWER_TIMEOUT_S:.0f} s.")
+            if self._until is not None:
+                patience = min(patience, max(self._until - time.perf_counter(), 0.1))
+            if not self._pipe.poll(patience):
+                self._process.kill()
+                raise WorkerLostError(f"{self.variant.name} did not answer for {patience:.0f} s.", late=True)
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._died() from error
@@ -227,9 +262,9 @@ class Worker:
             raise SessionError(f"{self.variant.name} failed: {value}")
         return value
 
-    def _died(self) -> SessionError:
+    def _died(self) -> WorkerLostError:
         self._process.join(timeout=5)
-        return SessionError(
+        return WorkerLostError(
             f"The process of {self.variant.name} died ({exit_reason(self._process.exitcode)}).",
             fix="run it alone to see why.",
         )
@@ -245,22 +280,32 @@ class Helper:
         self._process: Any = None
         self._pipe: Any = None
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
         """`function(*args)` in the process.
+
+        Args:
+            function: Of a module.
+            args: Its arguments.
+            timeout_s: How long it may take; `None`: as long as it needs.
 
         Raises:
             AccelError: What the function raised; anything that is no `AccelError` comes as a `SessionError`.
-            SessionError: The process died.
+            SessionError: The process died, or took too long and was ended.
         """
         if self._process is None or not self._process.is_alive():
             self.close()
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_help, args=(theirs,), daemon=True)
-            self._process.start()
+            with _without_main():
+                self._process.start()
             theirs.close()
         try:
             self._pipe.send((function, args))
+            if not self._pipe.poll(timeout_s):
+                self.kill()
+                self._process.join(timeout=5)
+                raise SessionError(f"It was stopped after {timeout_s:.0f} s.", fix="allow more time.")
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
@@ -284,6 +329,24 @@ class Helper:
                 self._process.kill()
                 self._process.join(timeout=5)
             self._process = None
+
+
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script from a process that starts: it would run the script again, up to the line that got here.
+
+    Everything that is sent to a process is found by the name of its module, so nothing there needs the script.
+    """
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def exit_reason(code: int | None) -> str:
@@ -380,11 +443,13 @@ class _Served:
         on_gpu = device.startswith("cuda")
         if variant.captured and not on_gpu:
             raise ConfigError(
-                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.", fix="pass device='cuda' (--device)."
+                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.",
+                fix="pass device='cuda' (--device).",
             )
         if on_gpu and not torch.cuda.is_available():
             raise BackendUnavailableError(
-                f"PyTorch {torch.__version__} finds no NVIDIA GPU.", fix="install torch for CUDA, or leave the device out."
+                f"PyTorch {torch.__version__} finds no NVIDIA GPU.",
+                fix="install torch for CUDA, or leave the device out.",
             )
         config = ExportConfig.from_dict({"dtype": variant.pytorch})
         hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
@@ -596,7 +661,6 @@ def peak_memory() -> int:
     except OSError:
         pass
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -644,7 +708,7 @@ class _Captured:
         import torch
 
         buffers = {name: tensor.clone() for name, tensor in feeds.items()}
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import accel
 from accel.artifact import Artifact
 from accel.benchmarking import Variant, benchmark
 from accel.doctor import machine
+from accel.tuning.report import render
 from accel.workers import timed
 
 
@@ -78,6 +80,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--time-limit", type=float, default=600.0)
     given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("accel.tuning").setLevel(logging.INFO)
     out, tuned = Path(given.out), Path(given.tuned)
     values = json.loads(out.read_text()) if out.is_file() else {}
     facts = machine()
@@ -88,8 +92,13 @@ def main() -> None:
         elif part == "tune":
             how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
             found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
-            values["tune"] = {"seconds": found.seconds, "winner": found.winner.name, "speed": found.winner.speed,
-                              "drop": found.winner.drop, "rows": found.rows, "candidates": len(found.trials)}  # fmt: skip
+            values["tune"] = {
+                "seconds": found.seconds, "stages": dict(found.stages), "winner": found.winner.name,
+                "speed": found.winner.speed, "drop": found.winner.drop, "rows": found.rows,
+                "candidates": len(found.trials), "timed": sum(trial.speed is not None for trial in found.trials),
+                "front": [[trial.name, round(trial.speed or 0, 2), trial.drop] for trial in found.front],
+            }  # fmt: skip
+            print(render(found))
         elif part == "resume":
             how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
             again = accel.tune(

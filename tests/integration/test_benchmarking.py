@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,8 +90,6 @@ def test_the_page_needs_no_network(found) -> None:
 
 
 def test_png_without_matplotlib_names_the_extra(found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="matplotlib") as info:
         write_png(found.to_dict(), tmp_path / "x.png")
@@ -202,3 +202,11 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     assert len(calls) == 4, "three calls to warm up and the captured one"
     assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert len(captured) == 2
+
+
+def test_a_script_needs_no_main_guard(tiny_folder, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    how = "sequence=[5], rounds=1, calls=1, warmup=0, threads=1"
+    script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_folder())!r}, {how}).variants))\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

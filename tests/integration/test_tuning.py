@@ -131,7 +131,7 @@ def test_a_second_run_measures_nothing_again(
 
     # The crash is tried again: it may have been the machine's fault.
     how = {**HOW, "backends": ["toy"]}
-    monkeypatch.setattr("accel.tuning_search.Worker", refuse)
+    monkeypatch.setattr("accel.tuning.timing.Worker", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.name == found.winner.name
     assert again.winner.value == found.winner.value
@@ -164,7 +164,7 @@ def test_settings_that_cannot_work(model: Path, data: Path, tmp_path: Path, sett
 def test_interrupting_keeps_what_was_measured(
     found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel.tuning_search import Search
+    from accel.tuning.search import Search
 
     home = tmp_path / "home"
     monkeypatch.setenv("ACCEL_HOME", str(home))
