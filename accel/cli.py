@@ -488,8 +488,9 @@ def benchmark(
     """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
     with _command(as_json, verbose):
         from .benchmarking import benchmark as run
-        from .reporting import write_html, write_png
+        from .reporting import check_pages, text_table, write_html, write_png
 
+        check_pages(report, png)
         found = run(
             models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
             cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
@@ -502,36 +503,9 @@ def benchmark(
             write_html(values, report)
         if png is not None:
             write_png(values, png)
-        _emit(values, as_json, f"{found}\n\n{_benchmark_table(values)}" if not as_json else "")
+        _emit(values, as_json, "" if as_json else f"{found}\n\n{text_table(values)}")
         if any(variant.error for variant in found.variants):
             raise typer.Exit(1)
-
-
-def _benchmark_table(values: dict[str, Any]) -> str:
-    """A table for the terminal."""
-    from io import StringIO
-
-    from rich.console import Console
-    from rich.table import Table
-
-    settings = values["settings"]
-    table = Table(title=f"{values['task']}, {settings['threads']} threads, baseline: {values['baseline']}")
-    heads = ("variant", "call", "median ms", "p95", "rows/s", "ratio (95 % interval)", "computes in", "memory", "files")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("variant", "call") else "right")
-    for variant in values["variants"]:
-        for cell in variant["cells"]:
-            latency, ratio = cell["latency"], cell["ratio"]
-            memory, size = variant["peak_memory_bytes"], variant["bytes"]
-            table.add_row(
-                variant["name"], cell["workload"], f"{latency['median']:.2f}", f"{latency['p95']:.2f}",
-                f"{cell['throughput']:.1f}",
-                f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "",
-                variant["compute_dtype"], f"{memory / 1e6:.0f} MB" if memory else "", f"{size / 1e6:.1f} MB" if size else "",
-            )  # fmt: skip
-    stream = StringIO()
-    Console(file=stream, width=140).print(table)
-    return stream.getvalue().rstrip()
 
 
 @app.command(epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
@@ -562,6 +536,7 @@ def tune(
     time_limit: Annotated[float | None, typer.Option(help="Seconds; what is not tried by then is listed.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what earlier runs measured.")] = False,
     report: Report = None,
+    png: Png = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -569,22 +544,25 @@ def tune(
 ) -> None:
     """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
     with _command(as_json, verbose):
-        from .reporting import write_html
+        from .reporting import check_pages, write_html, write_png
         from .tuning import tune as run
         from .tuning.report import render
 
         logging.getLogger("accel.tuning").setLevel(logging.DEBUG if verbose else logging.INFO)
+        check_pages(report, png)
         found = run(
             model, out, data=data, metric=metric, calibration=calibration, objective=objective,  # type: ignore[arg-type]
             max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
             max_size_mb=max_size_mb, batch=batch or (1,), sequence=sequence or (128,), texts=texts, split=split,
-            columns=_columns(column), calibration_split=calibration_split, samples=samples, max_length=max_length, backends=backend,
-            device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
+            columns=_columns(column), calibration_split=calibration_split, samples=samples, max_length=max_length,
+            backends=backend, device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         values = found.to_dict()
         if report is not None:
             write_html(values, report, title=f"accel tune {model}")
+        if png is not None:
+            write_png(values, png, title=f"accel tune {model}")
         _emit(values, as_json, "" if as_json else render(found))
 
 
@@ -617,6 +595,7 @@ def convert(
     """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
     with _command(as_json, verbose):
         from .converting import convert as run
+        from .reporting import text_table
 
         if model is not None and out is None and model_option is not None:
             model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
@@ -636,7 +615,7 @@ def convert(
             {"path": found.path, "artifacts": {n: a.path for n, a in found.artifacts.items()}, "failed": found.failed,
              "benchmark": values},
             as_json,
-            "" if as_json else f"{found.benchmark}\n\n{_benchmark_table(values)}{failures}\n{found.path}: "
+            "" if as_json else f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: "
             f"{', '.join(found.artifacts)}, benchmark.json, report.html",
         )  # fmt: skip
         if found.failed or any(variant.error for variant in found.benchmark.variants):

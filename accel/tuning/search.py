@@ -24,7 +24,7 @@ from ..artifact import Artifact, RunRecord, staging
 from ..candidates import Candidate, Recipe, Space, combined
 from ..config import available_processors
 from ..doctor import machine
-from ..errors import AccelError, BudgetError
+from ..errors import AccelError, BudgetError, SessionError
 from .building import Builder
 from .grading import Grader
 from .jobs import Store, opens
@@ -77,7 +77,7 @@ class Search:
         with self._stage("export"):
             begun = self._builder.begin(space.exports(), _EXPORTED)
             # Before the exports are waited for: data that cannot be used is found out in seconds.
-            self._grader.reference()
+            self._reference()
             exports = self._builder.finish(begun)
         if not exports:
             why = "\n".join(f"  {name}: {reason}" for name, reason in self._builder.failed.items())
@@ -96,6 +96,17 @@ class Search:
         with self._stage("time survivors"):
             self._timer.finals(survivors)
         return self._conclude(space, target)
+
+    def _reference(self) -> None:
+        try:
+            self._grader.reference()
+        except SessionError as error:
+            if self._clock.left() > 0:
+                raise
+            raise BudgetError(
+                f"The time limit of {self._clock.limit_s:g} s was over before PyTorch float32 was measured.",
+                fix="allow more time (--time-limit), or fewer rows (--samples).",
+            ) from error
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
