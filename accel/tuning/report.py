@@ -173,7 +173,7 @@ def no_fit(
         limits: The constraints.
         limit_s: The time limit.
     """
-    if not any(known for _, _, known in missed):
+    if not any(by or known for _, by, known in missed):
         within = f" within {limit_s:g} s" if limit_s is not None else ""
         fix = "run `accel tune --verbose` to see why."
         return BudgetError(
