@@ -321,6 +321,7 @@ class Helper:
 
 _not_mapped = 0  # bytes of imported libraries that a process of its own would hold in memory
 _starting = threading.Lock()
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 # What every process needs before it does anything of its own, and no runtime.
 _IMPORTED = ("torch", "transformers.modeling_utils", "transformers.generation", "accel.capture", "accel.modeling")
 
@@ -329,27 +330,28 @@ def _start(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     """A process that runs `target(pipe, *args)`, and the other end of its pipe.
 
     On Linux it is forked from a server that has imported torch and transformers and done nothing else, so that a process
-    costs a tenth of a second and not five. Elsewhere, where forking is not safe, each imports for itself.
+    costs a tenth of a second and not five. Where that is not safe, each imports for itself: on other systems, and beside a GPU
+    driver, which a library may start while it is imported, and which no forked process can use.
     """
-    context: Any
-    if sys.platform == "linux":
-        context = multiprocessing.get_context("forkserver")
+    forked = sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_DRIVERS)
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
         context.set_forkserver_preload(list(_IMPORTED))
-    else:
-        context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(target, dict(os.environ), theirs, *args), daemon=True)
+    process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
     with _without_main():
         process.start()
     theirs.close()
     return process, ours
 
 
-def _run(target: Callable[..., None], environment: Mapping[str, str], pipe: Connection, *args: Any) -> None:
+def _run(
+    target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
+) -> None:
     """In the process: the server's environment is that of its start, not of now."""
     global _not_mapped
     # A forked process has the imported libraries, but not their pages until it touches them.
-    _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if sys.platform == "linux" else 0
+    _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
     os.environ.clear()
     os.environ.update(environment)
     target(pipe, *args)
