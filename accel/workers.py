@@ -272,6 +272,7 @@ class Helper:
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Any = None
+        self._ended = False
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
         """`function(*args)` in the process.
@@ -288,6 +289,8 @@ class Helper:
         if self._process is None or not self._process.is_alive():
             self.close()
             self._process, self._pipe = _start(_help)
+            if self._ended:
+                self.kill()
         try:
             self._pipe.send((function, args))
             if not self._pipe.poll(timeout_s):
@@ -302,6 +305,11 @@ class Helper:
         if not good:
             raise value
         return value
+
+    def end(self) -> None:
+        """Kill it, from another thread, also when it is only just starting."""
+        self._ended = True
+        self.kill()
 
     def kill(self) -> None:
         """End the process in the middle of a call, which then raises `SessionError`."""

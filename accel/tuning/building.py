@@ -60,7 +60,7 @@ class Builder:
         """End the processes, in the middle of their work if need be: Ctrl-C does not wait for a build."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for helper in self._helpers:
-            helper.kill()
+            helper.end()
         self._pool.shutdown()
         for helper in self._helpers:
             helper.close()
