@@ -91,8 +91,7 @@ def tune(
         task: The task; inferred when `None`.
         threads: Threads of PyTorch and of candidates that do not vary them; what the process may use when `None`.
         time_limit_s: Seconds for the search, within one or two. Every stage has its share; what is not tried is listed
-            with that reason. After 0.6 of it nothing new is tried, and the rest goes to accuracy and the last measurement of
-            the best. `None`: no limit.
+            with that reason. `None`: no limit.
         fresh: Measure again what earlier runs measured.
         seed: Of inputs and of the choice of rows.
         revision, token, trust_remote_code: As in transformers.

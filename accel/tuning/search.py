@@ -39,9 +39,9 @@ _VARIED = 3  # recipes whose run options are varied
 _SURVIVORS = 5  # candidates whose accuracy is measured before it is asked whether one fits
 _HELPS = 1.01  # a run option that makes a candidate less than one percent faster does not
 
-# Of the time limit, at the end of each stage; exports have twice the share of what is made from them, because nothing goes
-# without them. What is left belongs to the last measurement.
-_EXPORTED, _BUILT, _SCREENED, _COMPOSED, _VARIED_BY, _GRADED = 0.6, 0.3, 0.45, 0.5, 0.6, 0.8
+# Of the time that is left when a stage begins. Nothing goes without exports; what is left after accuracy belongs to the last
+# measurement.
+_EXPORT, _REWRITE, _SCREEN, _COMPOSE, _VARY, _GRADE = 0.6, 0.35, 0.4, 0.2, 0.3, 0.6
 
 
 class Search:
@@ -75,7 +75,7 @@ class Search:
         """
         self._grader.begin()
         with self._stage("export"):
-            begun = self._builder.begin(space.exports(), _EXPORTED)
+            begun = self._builder.begin(space.exports(), self._clock.until(_EXPORT))
             # Before the exports are waited for: data that cannot be used is found out in seconds.
             self._reference()
             exports = self._builder.finish(begun)
@@ -83,12 +83,13 @@ class Search:
             why = "\n".join(f"  {name}: {reason}" for name, reason in self._builder.failed.items())
             raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
         with self._stage("optimize and quantize"):
-            made = [*exports, *self._builder.build(self._rewrites(space, exports), _BUILT)]
+            made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
         with self._stage("screen"):
-            self._screen(self._runs(space, made), _SCREENED)
+            self._screen(self._runs(space, made), self._clock.until(_SCREEN))
         with self._stage("compose"):
-            more = self._builder.build(self._compositions(space), _SCREENED)
-            self._screen(self._runs(space, more), _COMPOSED)
+            share = self._clock.until(_COMPOSE)
+            more = self._builder.build(self._compositions(space), share)
+            self._screen(self._runs(space, more), share)
         with self._stage("vary run options"):
             self._vary(space)
         with self._stage("measure accuracy"):
@@ -154,7 +155,7 @@ class Search:
 
     def _vary(self, space: Space) -> None:
         """Change the run options of the best recipes one by one, then put together what helped."""
-        bases = self._bases()
+        bases, share = self._bases(), self._clock.until(_VARY)
         changes: dict[str, list[Candidate]] = {}
         for base in bases:
             facts = base.made.facts
@@ -162,7 +163,7 @@ class Search:
             changes[str(base.candidate)] = space.variations(
                 base.candidate, dtype=facts["dtype"], lengths=lengths, masked=facts["masked"]
             )
-        self._screen([c for offered in changes.values() for c in offered], _VARIED_BY)
+        self._screen([c for offered in changes.values() for c in offered], share)
         together = []
         for base in bases:
             helped = [
@@ -173,7 +174,7 @@ class Search:
             ]
             if len(helped) > 1:
                 together.append(combined([t.candidate for t in sorted(helped, key=self._judge.speed)]))
-        self._screen(together, _VARIED_BY)
+        self._screen(together, share)
 
     def _bases(self) -> list[Tried]:
         """The best recipes, and the best one of each backend that is not quantized.
@@ -258,10 +259,11 @@ class Search:
             if not tried.reason:
                 ranked.append(tried)
         measured: list[Tried] = []
+        share = self._clock.until(_GRADE)
         for i in range(0, len(ranked), _SURVIVORS):
             for tried in progress.track(ranked[i : i + _SURVIVORS], "measuring accuracy"):
                 # The first ones are measured in any case, and more until one fits.
-                if self._clock.left(_GRADED) < self._grader.seconds and any(map(self._fits, measured)):
+                if self._clock.left(share) < self._grader.seconds and any(map(self._fits, measured)):
                     tried.reason = "its accuracy was not measured: the time limit was near"
                     continue
                 self._grader.grade(tried)

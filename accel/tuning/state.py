@@ -115,6 +115,10 @@ class Clock:
         """Seconds until a share of the limit is used up."""
         return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
 
+    def until(self, part: float) -> float:
+        """The share of the limit that is used up when a part of what is left now is: a slow start takes from all alike."""
+        return 1.0 if self.limit_s is None else (self.spent() + part * max(self.left(), 0.0)) / self.limit_s
+
     def timeout(self, share: float = 1.0) -> float | None:
         """How long a process may take to answer; at least a moment, so that what is nearly done gets through."""
         left = self.left(share)
