@@ -28,6 +28,7 @@ GPU_PYTHON ?= $(PYTHON)
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py
 	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json
+	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json --benchmark
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs serve

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import registry
 from .artifact import MANIFEST, Artifact
@@ -28,14 +28,9 @@ from .workers import Traffic, Workload
 from .workers import Variant as Variant
 from .workloads import grid, lengths, of_texts, read_texts
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 Model = str | os.PathLike[str] | Artifact | Variant
-_CASES_OF_TEXTS = 64
-_WARMUP_CASES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +173,7 @@ def benchmark(
     backends: Sequence[str] | None = None,
     pytorch: Sequence[str] = ("float32",),
     compiled: Sequence[str] = (),
+    cuda_graph: Sequence[str] | None = None,
     batch: Sequence[int] = (1,),
     sequence: Sequence[int] = (128,),
     texts: str | os.PathLike[str] | Sequence[str] | None = None,
@@ -208,6 +204,8 @@ def benchmark(
         pytorch: Dtypes of PyTorch eager to measure: `float32`, `bfloat16`, `float16`. Float32 is always measured where
             the PyTorch model is to be found, because the others are compared with it.
         compiled: Dtypes of PyTorch under `torch.compile`; compiling takes up to minutes.
+        cuda_graph: Dtypes of PyTorch eager replayed from CUDA graphs, which launches kernels without the host. `None`: on an
+            NVIDIA GPU those of `pytorch`, because eager small models wait for the host there; elsewhere none.
         batch: Rows a call; each with each sequence.
         sequence: Tokens a row.
         texts: A file of texts (one a line, or a table with a text column) or a list, instead of `sequence`: their lengths
@@ -235,12 +233,13 @@ def benchmark(
     """
     started = time.perf_counter()
     _check_settings(
-        batch, sequence, warmup, rounds, calls, callers, rate, pytorch, compiled, tokenize and texts is None
-    )
+        batch, sequence, warmup, rounds, calls, callers, rate, (*pytorch, *compiled, *(cuda_graph or ())),
+        tokenize and texts is None,
+    )  # fmt: skip
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     given = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
     variants = resolve(
-        given, backends=backends, pytorch=pytorch, compiled=compiled, task=task, device=device,
+        given, backends=backends, pytorch=pytorch, compiled=compiled, cuda_graph=cuda_graph, task=task, device=device,
         options=session_options, hub=hub,
     )  # fmt: skip
     traffic = Traffic(callers=callers, rate=rate, seed=seed)
@@ -294,7 +293,7 @@ def benchmark(
 
 def _check_settings(
     batch: Sequence[int], sequence: Sequence[int], warmup: int, rounds: int, calls: int, callers: int,
-    rate: float | None, pytorch: Sequence[str], compiled: Sequence[str], tokenizer_alone: bool,
+    rate: float | None, dtypes: Sequence[str], tokenizer_alone: bool,
 ) -> None:  # fmt: skip
     for name, values in (("batch", batch), ("sequence", sequence)):
         if not values or min(values) < 1:
@@ -309,7 +308,7 @@ def _check_settings(
             raise ConfigError(f"{name} is {value}.", fix=f"use at least {least}.")
     if rate is not None and not rate > 0:
         raise ConfigError(f"rate is {rate}.", fix="give calls a second, above 0.")
-    for dtype in (*pytorch, *compiled):
+    for dtype in dtypes:
         ExportConfig.from_dict({"dtype": dtype})
     if tokenizer_alone:
         raise ConfigError(
@@ -323,6 +322,7 @@ def resolve(
     backends: Sequence[str] | None,
     pytorch: Sequence[str],
     compiled: Sequence[str],
+    cuda_graph: Sequence[str] | None,
     task: str | None,
     device: str | None,
     options: SessionOptions | None,
@@ -372,6 +372,12 @@ def resolve(
         made += [
             pytorch_variant(folder, chosen, trust, dtype=dtype, compiled=True, device=device) for dtype in compiled
         ]
+        on_gpu = device is not None and device.startswith("cuda")
+        captured = cuda_graph if cuda_graph is not None else pytorch if on_gpu else ()
+        made += [
+            pytorch_variant(folder, chosen, trust, dtype=dtype, captured=True, device=device)
+            for dtype in dict.fromkeys(captured)
+        ]
     variants = [*made, *found]
     tasks = {variant.task for variant in variants}
     if len(tasks) != 1:
@@ -386,12 +392,14 @@ def pytorch_variant(
     *,
     dtype: str = "float32",
     compiled: bool = False,
+    captured: bool = False,
     device: str | None = None,
 ) -> Variant:
     """PyTorch on the model in a transformers folder."""
+    name = f"PyTorch {'compiled' if compiled else 'eager'} {dtype}{' in a CUDA graph' if captured else ''}"
     return Variant(
-        name=f"PyTorch {'compiled' if compiled else 'eager'} {dtype}", path=folder, task=task, pytorch=dtype,
-        compiled=compiled, device=device, trust_remote_code=trust_remote_code,
+        name=name, path=folder, task=task, pytorch=dtype, compiled=compiled, captured=captured, device=device,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
 
 

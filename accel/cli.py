@@ -14,6 +14,33 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_options import (
+    Artifact,
+    Atol,
+    Backend,
+    Backends,
+    Batches,
+    BatchSize,
+    Calibration,
+    CalibrationSplit,
+    Column,
+    Device,
+    Json,
+    MaxLength,
+    Metric,
+    Model,
+    Out,
+    Png,
+    Report,
+    Revision,
+    Sequences,
+    Split,
+    Task,
+    Texts,
+    Threads,
+    Trust,
+    Verbose,
+)
 from .errors import AccelError, ConfigError, UnknownBackendError
 
 app = typer.Typer(
@@ -25,20 +52,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-cache_app = typer.Typer(help="List or clear what was exported on the fly.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(
+    help="List or clear what is kept: exports made on the fly, and searches.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(cache_app, name="cache")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what upstream libraries say.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="Backend by name; see `accel doctor`.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Split = Annotated[str | None, typer.Option("--split", help="Split of the data.")]
-Column = Annotated[
-    list[str] | None, typer.Option("--column", help="USE=COLUMN, such as text=query; repeat it for more.")
-]
-MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens that longer rows are cut to.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Rows a call when measuring.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]
 
 
 def main() -> None:
@@ -125,8 +144,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command(epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or PEFT adapter.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
-    task: Annotated[str | None, typer.Option(help="Task; inferred from the model's config when left out.")] = None,
+    out: Out,
+    task: Task = None,
     backend: Backend = None,
     format: Annotated[str, typer.Option(help="Artifact format.")] = "onnx",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
@@ -135,7 +154,7 @@ def export(
     normalize: Annotated[
         bool | None, typer.Option("--normalize/--no-normalize", help="Embeddings: normalise inside the graph.")
     ] = None,
-    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from PyTorch.")] = None,
+    atol: Atol = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -171,11 +190,11 @@ def export(
 
 @app.command(epilog="Example: accel validate out/ --against distilbert/distilbert-base-uncased-finetuned-sst-2-english")
 def validate(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")],
+    artifact: Artifact,
     against: Annotated[str | None, typer.Option(help="PyTorch model; the recorded source when left out.")] = None,
     backend: Backend = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...")] = None,
-    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference.")] = None,
+    device: Device = None,
+    atol: Atol = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -200,8 +219,8 @@ def validate(
 
 @app.command(epilog="Example: accel optimize out/ out-o2/ --level O2")
 def optimize(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    artifact: Artifact,
+    out: Out,
     level: Annotated[str, typer.Option(help="O1, O2 (fusions), O3 (approximations) or O4 (float16).")] = "O2",
     disable: Annotated[list[str] | None, typer.Option(help="A fusion to leave out; repeat it for more.")] = None,
     enable: Annotated[list[str] | None, typer.Option(help="A fusion to add; repeat it for more.")] = None,
@@ -237,8 +256,8 @@ def optimize(
 
 @app.command(epilog="Example: accel quantize out/ out-int8/ --max-drop 0.3 --metric accuracy --data test.csv")
 def quantize(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    artifact: Artifact,
+    out: Out,
     scheme: Annotated[
         str | None,
         typer.Option(
@@ -246,8 +265,8 @@ def quantize(
         ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Processor to quantize for; auto reads this one's flags.")] = "auto",
-    calibration: Annotated[str | None, typer.Option(help="Rows for static schemes: a file or Hub data set.")] = None,
-    calibration_split: Annotated[str | None, typer.Option(help="Its split.")] = None,
+    calibration: Calibration = None,
+    calibration_split: CalibrationSplit = None,
     samples: Annotated[int | None, typer.Option(help="Calibration rows at most (256).")] = None,
     method: Annotated[str | None, typer.Option(help="minmax, moving_average, entropy or percentile.")] = None,
     exclude: Annotated[
@@ -256,7 +275,7 @@ def quantize(
     max_drop: Annotated[
         float | None, typer.Option(help="Budget: points of the metric that may be lost on --data.")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="What is measured; the task's default when left out.")] = None,
+    metric: Metric = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows to measure on: a file or Hub data set.")] = None,
     split: Split = None,
     column: Column = None,
@@ -326,7 +345,7 @@ def _quantized(artifact: Any) -> str:
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Artifact, transformers folder or Hub id.")],
     data: Annotated[str, typer.Option(help="Labelled rows: a CSV, JSON or Parquet file, a folder, or a Hub data set.")],
-    metric: Annotated[str | None, typer.Option(help="accuracy, f1, ...; the task's default when left out.")] = None,
+    metric: Metric = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the PyTorch model it was made from.")
     ] = False,
@@ -338,7 +357,7 @@ def evaluate(
     max_length: MaxLength = None,
     batch_size: BatchSize = 32,
     backend: Backend = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...")] = None,
+    device: Device = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -441,28 +460,26 @@ def benchmark(
     compiled: Annotated[
         list[str] | None, typer.Option("--compile", help="torch.compile in this dtype; repeat.")
     ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option("--batch", "-b", help="Rows a call; repeat for a grid. [1]")
+    cuda_graph: Annotated[
+        list[str] | None,
+        typer.Option(help="PyTorch eager in this dtype from a CUDA graph; repeat. On a GPU, as --pytorch."),
     ] = None,
-    sequence: Annotated[
-        list[int] | None, typer.Option("--sequence", "-s", help="Tokens a row; repeat for a grid. [128]")
-    ] = None,
-    texts: Annotated[
-        Path | None, typer.Option(help="Real texts instead of --sequence: a line each, or a table.")
-    ] = None,
+    batch: Batches = None,
+    sequence: Sequences = None,
+    texts: Texts = None,
     tokenizer: Annotated[bool, typer.Option("--tokenizer", help="Tokenize the texts inside the timed call.")] = False,
-    max_length: Annotated[int | None, typer.Option(help="Tokens that longer texts are cut to.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each variant; all processors when left out.")] = None,
+    max_length: MaxLength = None,
+    threads: Threads = None,
     warmup: Annotated[int, typer.Option(help="Calls before the first round.")] = 10,
     rounds: Annotated[int, typer.Option(help="How often the variants take turns.")] = 12,
     calls: Annotated[int, typer.Option(help="Calls of a variant in each round.")] = 20,
     callers: Annotated[int, typer.Option(help="Threads that call at once (closed loop).")] = 1,
     rate: Annotated[float | None, typer.Option(help="Calls a second that arrive at random times (open loop).")] = None,
-    task: Annotated[str | None, typer.Option(help="Task; inferred when left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...")] = None,
-    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from PyTorch float32.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a picture here (needs the extra `report`).")] = None,
+    task: Task = None,
+    device: Device = None,
+    atol: Atol = None,
+    report: Report = None,
+    png: Png = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -471,11 +488,13 @@ def benchmark(
     """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
     with _command(as_json, verbose):
         from .benchmarking import benchmark as run
-        from .reporting import write_html, write_png
+        from .reporting import check_pages, text_table, write_html, write_png
 
+        check_pages(report, png)
         found = run(
-            models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (), batch=batch or (1,),
-            sequence=sequence or (128,), texts=texts, tokenize=tokenizer, max_length=max_length, threads=threads,
+            models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
+            cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
+            tokenize=tokenizer, max_length=max_length, threads=threads,
             warmup=warmup, rounds=rounds, calls=calls, callers=callers, rate=rate, task=task, device=device, atol=atol,
             revision=revision, trust_remote_code=trust_remote_code,
         )  # fmt: skip
@@ -484,71 +503,40 @@ def benchmark(
             write_html(values, report)
         if png is not None:
             write_png(values, png)
-        _emit(values, as_json, f"{found}\n\n{_benchmark_table(values)}" if not as_json else "")
+        _emit(values, as_json, "" if as_json else f"{found}\n\n{text_table(values)}")
         if any(variant.error for variant in found.variants):
             raise typer.Exit(1)
 
 
-def _benchmark_table(values: dict[str, Any]) -> str:
-    """A table for the terminal."""
-    from io import StringIO
-
-    from rich.console import Console
-    from rich.table import Table
-
-    settings = values["settings"]
-    table = Table(title=f"{values['task']}, {settings['threads']} threads, baseline: {values['baseline']}")
-    heads = ("variant", "call", "median ms", "p95", "rows/s", "ratio (95 % interval)", "computes in", "memory", "files")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("variant", "call") else "right")
-    for variant in values["variants"]:
-        for cell in variant["cells"]:
-            latency, ratio = cell["latency"], cell["ratio"]
-            memory, size = variant["peak_memory_bytes"], variant["bytes"]
-            table.add_row(
-                variant["name"], cell["workload"], f"{latency['median']:.2f}", f"{latency['p95']:.2f}",
-                f"{cell['throughput']:.1f}",
-                f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "",
-                variant["compute_dtype"], f"{memory / 1e6:.0f} MB" if memory else "", f"{size / 1e6:.1f} MB" if size else "",
-            )  # fmt: skip
-    stream = StringIO()
-    Console(file=stream, width=140).print(table)
-    return stream.getvalue().rstrip()
-
-
 @app.command(epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
 def tune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    model: Model,
+    out: Out,
     data: Annotated[str, typer.Option(help="Labelled rows to measure accuracy on: a file or a Hub data set.")],
-    metric: Annotated[str | None, typer.Option(help="What is measured; the task's default when left out.")] = None,
-    calibration: Annotated[str | None, typer.Option(help="Rows for schemes that need activation ranges.")] = None,
+    metric: Metric = None,
+    calibration: Calibration = None,
     objective: Annotated[str, typer.Option(help="latency, throughput, size or cost.")] = "latency",
     max_drop: Annotated[float | None, typer.Option(help="Points that may be lost against PyTorch float32.")] = None,
     min_accuracy: Annotated[float | None, typer.Option(help="Least value of the metric.")] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="Largest median on every workload.")] = None,
     max_memory_mb: Annotated[float | None, typer.Option(help="Largest peak memory of the process.")] = None,
     max_size_mb: Annotated[float | None, typer.Option(help="Largest size of the files.")] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option("--batch", "-b", help="Rows a call; repeat for a grid. [1]")
-    ] = None,
-    sequence: Annotated[
-        list[int] | None, typer.Option("--sequence", "-s", help="Tokens a row; repeat for a grid. [128]")
-    ] = None,
-    texts: Annotated[
-        Path | None, typer.Option(help="Real texts instead of --sequence: a line each, or a table.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of --data.")] = None,
-    calibration_split: Annotated[str | None, typer.Option(help="Split of --calibration.")] = None,
+    batch: Batches = None,
+    sequence: Sequences = None,
+    texts: Texts = None,
+    split: Split = None,
+    column: Column = None,
+    calibration_split: CalibrationSplit = None,
     samples: Annotated[int | None, typer.Option(help="Rows of --data at most; all when left out.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens that longer rows are cut to.")] = None,
-    backend: Annotated[list[str] | None, typer.Option("--backend", help="Only these backends; repeat.")] = None,
+    max_length: MaxLength = None,
+    backend: Backends = None,
     device: Annotated[str | None, typer.Option(help="Device type to run on.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task; inferred when left out.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; all processors when left out.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds; nothing new is tried after about half.")] = None,
+    task: Task = None,
+    threads: Threads = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds; what is not tried by then is listed.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what earlier runs measured.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page here.")] = None,
+    report: Report = None,
+    png: Png = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -556,22 +544,25 @@ def tune(
 ) -> None:
     """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
     with _command(as_json, verbose):
-        from .reporting import write_html
+        from .reporting import check_pages, write_html, write_png
         from .tuning import tune as run
-        from .tuning_report import render
+        from .tuning.report import render
 
         logging.getLogger("accel.tuning").setLevel(logging.DEBUG if verbose else logging.INFO)
+        check_pages(report, png)
         found = run(
             model, out, data=data, metric=metric, calibration=calibration, objective=objective,  # type: ignore[arg-type]
             max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
             max_size_mb=max_size_mb, batch=batch or (1,), sequence=sequence or (128,), texts=texts, split=split,
-            calibration_split=calibration_split, samples=samples, max_length=max_length, backends=backend,
-            device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
+            columns=_columns(column), calibration_split=calibration_split, samples=samples, max_length=max_length,
+            backends=backend, device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         values = found.to_dict()
         if report is not None:
             write_html(values, report, title=f"accel tune {model}")
+        if png is not None:
+            write_png(values, png, title=f"accel tune {model}")
         _emit(values, as_json, "" if as_json else render(found))
 
 
@@ -587,15 +578,15 @@ def convert(
     sequence: Annotated[
         list[int] | None, typer.Option("--seq-len", "-s", help="Tokens a row; repeat for a grid. [16, 128]")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option("--backend", help="Only these backends; repeat.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task; inferred when left out.")] = None,
+    backend: Backends = None,
+    task: Task = None,
     optimize: Annotated[str, typer.Option(help="Optimization level, or none.")] = "O2",
     quantize: Annotated[str | None, typer.Option(help="Quantization scheme; none when left out.")] = None,
-    calibration: Annotated[str | None, typer.Option(help="Rows for schemes that need activation ranges.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from PyTorch.")] = None,
+    calibration: Calibration = None,
+    atol: Atol = None,
     nb_measures: Annotated[int, typer.Option(help="Timed calls of each variant and shape.")] = 240,
     warmup: Annotated[int, typer.Option(help="Calls before them.")] = 10,
-    threads: Annotated[int | None, typer.Option(help="Threads; all processors when left out.")] = None,
+    threads: Threads = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -604,6 +595,7 @@ def convert(
     """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
     with _command(as_json, verbose):
         from .converting import convert as run
+        from .reporting import text_table
 
         if model is not None and out is None and model_option is not None:
             model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
@@ -623,7 +615,7 @@ def convert(
             {"path": found.path, "artifacts": {n: a.path for n, a in found.artifacts.items()}, "failed": found.failed,
              "benchmark": values},
             as_json,
-            "" if as_json else f"{found.benchmark}\n\n{_benchmark_table(values)}{failures}\n{found.path}: "
+            "" if as_json else f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: "
             f"{', '.join(found.artifacts)}, benchmark.json, report.html",
         )  # fmt: skip
         if found.failed or any(variant.error for variant in found.benchmark.variants):
@@ -646,42 +638,31 @@ def demo(
 
 @cache_app.command("list", epilog="Example: accel cache list")
 def cache_list(as_json: Json = False) -> None:
-    """List the exports that `from_pretrained` made."""
+    """List exports that `from_pretrained` made, and what `accel tune` built and measured, with sizes."""
     with _command(as_json, False):
-        entries = [{"path": path, "bytes": _size(path)} for path in _exports()]
-        lines = [f"{_size(path) / 1e6:9.1f} MB  {path}" for path in _exports()]
-        _emit(entries, as_json, "\n".join(lines) or "The cache is empty.")
+        from .cache import entries
+
+        kept = entries()
+        lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
+        _emit(kept, as_json, "\n".join(lines) or "The cache is empty.")
 
 
-@cache_app.command("clear", epilog="Example: accel cache clear")
+@cache_app.command("clear", epilog="Example: accel cache clear tune")
 def cache_clear(
-    name: Annotated[str | None, typer.Argument(help="Only folders whose name starts with this.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Only entries whose name starts with this; see the list.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove the exports that `from_pretrained` made, and checksums remembered about them."""
-    import shutil
-
-    from .artifact import accel_home
-
+    """Remove exports that `from_pretrained` made, what `accel tune` keeps, and checksums remembered about them."""
     with _command(as_json, False):
-        removed = [path for path in _exports() if name is None or path.name.startswith(name)]
-        freed = sum(_size(path) for path in removed)
-        for path in removed:
-            shutil.rmtree(path)
-        if name is None:
-            (accel_home() / "verified.json").unlink(missing_ok=True)
-        _emit({"removed": removed, "bytes": freed}, as_json, f"Removed {len(removed)} exports, {freed / 1e6:.1f} MB.")
+        from .cache import clear
 
-
-def _exports() -> list[Path]:
-    from .artifact import accel_home
-
-    folder = accel_home() / "exports"
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        removed = clear(name)
+        freed = sum(entry.bytes for entry in removed)
+        _emit(
+            {"removed": removed, "bytes": freed},
+            as_json,
+            f"Removed {', '.join(entry.name for entry in removed) or 'nothing'}: {freed / 1e6:.1f} MB.",
+        )
 
 
 if __name__ == "__main__":

@@ -72,15 +72,10 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "A PNG needs matplotlib, which is not installed.", fix='pip install "accel-transformers[report]"'
-        ) from error
+    figure_class = _figure()
     variants = [v for v in values["variants"] if v["cells"]]
     names = [cell["workload"] for cell in variants[0]["cells"]] if variants else []
-    figure = Figure(figsize=(9, 1.2 + max(1, len(names)) * (0.6 + 0.35 * len(variants))), layout="constrained")
+    figure = figure_class(figsize=(9, 1.2 + max(1, len(names)) * (0.6 + 0.35 * len(variants))), layout="constrained")
     axes = figure.subplots(max(1, len(names)), 1, squeeze=False)[:, 0]
     for axis, name in zip(axes, names, strict=False):
         rows = [(v["name"], cell["latency"]) for v in variants for cell in v["cells"] if cell["workload"] == name]
@@ -91,6 +86,83 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
         axis.set_xlabel("ms; bar: median, mark: 95th percentile")
     figure.suptitle(title)
     figure.savefig(path, dpi=150, format="png")
+
+
+def check_pages(report: Path | None, png: Path | None) -> None:
+    """Refuse a page that could not be written, before minutes are spent on what it would show.
+
+    Raises:
+        ConfigError: Its folder does not exist, or a PNG needs matplotlib, which is not installed.
+    """
+    for path in (report, png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"There is no folder {path.parent} for {path.name}.", fix=f"mkdir -p {path.parent}")
+    if png is not None:
+        _figure()
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "A PNG needs matplotlib, which is not installed.", fix='pip install "accel-transformers[report]"'
+        ) from error
+    return Figure
+
+
+def text_table(values: Mapping[str, Any]) -> str:
+    """A benchmark for the terminal.
+
+    Args:
+        values: Its JSON form.
+    """
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = values["settings"]
+    table = Table(title=f"{values['task']}, {_traffic(settings)}, baseline: {values['baseline']}")
+    heads = ("variant", "call", "median ms", "p95", "rows/s", "ratio (95 % interval)", "computes in", "memory", "files")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("variant", "call") else "right")
+    notes = []
+    for variant in values["variants"]:
+        for cell in variant["cells"]:
+            latency, ratio = cell["latency"], cell["ratio"]
+            memory, size = variant["peak_memory_bytes"], variant["bytes"]
+            table.add_row(
+                variant["name"], cell["workload"], f"{latency['median']:.2f}", f"{latency['p95']:.2f}",
+                f"{cell['throughput']:.1f}",
+                f"{ratio['value']:.2f} ({ratio['low']:.2f}-{_number(ratio['high'])})" if ratio else "",
+                variant["compute_dtype"], f"{memory / 1e6:.0f} MB" if memory else "", f"{size / 1e6:.1f} MB" if size else "",
+            )  # fmt: skip
+            if saturated(cell, settings):
+                notes.append(
+                    f"{variant['name']} answered {cell['throughput'] / cell['batch']:.0f} of {settings['rate']:g} calls a "
+                    f"second ({cell['workload']}): it falls behind, and its latency grows with the length of the measurement."
+                )
+    stream = StringIO()
+    Console(file=stream, width=140).print(table)
+    return "\n".join([stream.getvalue().rstrip(), *notes])
+
+
+def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether calls arrived faster than they were answered. Arrivals are random: a quarter less is no sign yet."""
+    rate = settings.get("rate")
+    return rate is not None and float(cell["throughput"]) / float(cell["batch"]) < 0.75 * float(rate)
+
+
+def _traffic(settings: Mapping[str, Any]) -> str:
+    """Threads and callers in words."""
+    callers, rate = settings.get("callers", 1), settings.get("rate")
+    parts = [f"{settings['threads']} threads"]
+    if rate is not None:
+        parts.append(f"{rate:g} calls a second at random times, {callers} at once at most")
+    elif callers > 1:
+        parts.append(f"{callers} callers at once")
+    return ", ".join(parts)
 
 
 def _text(value: object) -> str:
@@ -108,20 +180,22 @@ def _facts(values: Mapping[str, Any]) -> str:
     )
 
 
+_ROW = 44  # pixels of a name and what is drawn below it
 _Rows = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _bars(rows: _Rows) -> str:
     """Median with the 95th percentile as a mark."""
     limit = max(cell["latency"]["p95"] for _, cell in rows)
-    height = 26 * len(rows) + 8
+    height = _ROW * len(rows) + 8
     made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Median latency of each variant'>"]
     for i, (variant, cell) in enumerate(rows):
-        y, latency = 26 * i + 4, cell["latency"]
-        width, mark = 460 * latency["median"] / limit, 330 + 460 * latency["p95"] / limit
+        # A candidate's name is as long as its recipe, so it stands above its bar.
+        y, latency = _ROW * i + 20, cell["latency"]
+        width, mark = 800 * latency["median"] / limit, 800 * latency["p95"] / limit
         made.append(
-            f"<text x=322 y={y + 14} text-anchor=end>{_text(variant['name'])}</text>"
-            f"<rect class=bar x=330 y={y + 2} width={width:.1f} height=16 rx=2></rect>"
+            f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>"
+            f"<rect class=bar x=0 y={y + 2} width={width:.1f} height=16 rx=2></rect>"
             f"<line class=whisker x1={mark:.1f} x2={mark:.1f} y1={y} y2={y + 20}></line>"
             f"<text x={mark + 6:.1f} y={y + 14}>{latency['median']:.2f} ms</text>"
         )
@@ -173,23 +247,23 @@ def _distributions(rows: _Rows) -> str:
         return ""
     low, high = min(map(min, samples)), max(map(max, samples))
     span = math.log(high / low) or 1.0
-    height = 26 * len(rows) + 24
+    height = _ROW * len(rows) + 24
     made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Every call of each variant'>"]
     for i, ((variant, _), times) in enumerate(zip(rows, samples, strict=True)):
-        y = 26 * i + 4
-        made.append(f"<text x=322 y={y + 14} text-anchor=end>{_text(variant['name'])}</text>")
-        bins = [0] * 92
+        y = _ROW * i + 20
+        made.append(f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>")
+        bins = [0] * 150
         for t in times:
-            bins[min(91, int(92 * math.log(t / low) / span))] += 1
+            bins[min(149, int(150 * math.log(t / low) / span))] += 1
         top = max(bins)
         made += [
-            f"<rect class=bar x={330 + 6 * j} y={y + 20 - 18 * n / top:.1f} width=5 height={18 * n / top:.1f}></rect>"
+            f"<rect class=bar x={6 * j} y={y + 20 - 18 * n / top:.1f} width=5 height={18 * n / top:.1f}></rect>"
             for j, n in enumerate(bins)
             if n
         ]
     made.append(
-        f"<text class=soft x=330 y={height - 4}>{low:.2f} ms</text>"
-        f"<text class=soft x=882 y={height - 4} text-anchor=end>{high:.2f} ms (logarithmic)</text></svg>"
+        f"<text class=soft x=0 y={height - 4}>{low:.2f} ms</text>"
+        f"<text class=soft x=900 y={height - 4} text-anchor=end>{high:.2f} ms (logarithmic)</text></svg>"
     )
     return "".join(made)
 
@@ -211,12 +285,13 @@ def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
         made.append(f"<text class=soft x={60 + 205 * part} y=358 text-anchor=middle>{right * part / 4:.1f}</text>")
         height = 344 - 82 * part
         made.append(f"<text class=soft x=54 y={height} text-anchor=end>{low + (high - low) * part / 4:.4f}</text>")
-    for x, y, variant in points:
+    for number, (x, y, variant) in enumerate(points, start=1):
         px, py = 60 + 820 * x / right, 340 - 330 * (y - low) / (high - low)
-        anchor, shift = ("end", -8) if px > 600 else ("start", 8)
         made.append(
-            f"<circle class=mark cx={px:.1f} cy={py:.1f} r=5></circle>"
-            f"<text x={px + shift:.1f} y={py - 7:.1f} text-anchor={anchor}>{_text(variant['name'])}</text>"
+            f"<circle class=mark cx={px:.1f} cy={py:.1f} r=5><title>{_text(variant['name'])}</title></circle>"
+            f"<text x={px + 7:.1f} y={py - 5:.1f}>{number}</text>"
         )
     made.append("<text class=soft x=470 y=376 text-anchor=middle>milliseconds (median)</text></svg>")
-    return "".join(made)
+    # The best ones lie close together: names beside them would cover each other.
+    names = "".join(f"<li>{_text(v['name'])}: {x:.2f} ms, {y:.4f}</li>" for x, y, v in points)
+    return "".join([*made, f"<ol>{names}</ol>"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import progress
 from .errors import SessionError
 from .statistics import summarize
-from .workers import Block, Loaded, Traffic, Variant, Worker, Workload
+from .workers import Block, Loaded, Traffic, Variant, Worker, WorkerLostError, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,7 @@ class Measured:
     tolerance: float | None = None
     agreement: float | None = None
     error: str | None = None
+    lost: bool = False  # its process died or did not answer in time
 
     def attempt(self, action: Callable[[Worker], Any]) -> Any:
         """Do something with the worker; what it raises ends this variant and no other."""
@@ -65,6 +66,7 @@ class Measured:
         try:
             return action(self.worker)
         except SessionError as error:
+            self.lost = isinstance(error, WorkerLostError)
             self.fail(error.message)
             return None
 
@@ -89,13 +91,66 @@ def start(variants: Sequence[Variant], threads: int | None = None) -> list[Measu
     return group
 
 
-def warm_up(group: Sequence[Measured], workload: Workload, calls: int) -> None:
-    """Calls that are not counted; every shape of the workload at least once, where there are not too many."""
-    calls = max(calls, min(len(workload.cases), _WARMUP_CASES))
+def close(group: Sequence[Measured]) -> None:
+    """End all processes; they take their leave at the same time."""
     for one in group:
+        if one.worker is not None:
+            one.worker.hang_up()
+    for one in group:
+        one.close()
+
+
+def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
+    """Calls that are not counted; every shape of the workload at least once, where there are not too many.
+
+    Args:
+        group: The baseline and the others.
+        workload: The calls.
+        calls: How many.
+        hopeless: Give up on a variant whose second call takes this many times as long as the baseline's; the first one may
+            compile. `None`: never.
+    """
+    calls = max(calls, min(len(workload.cases), _WARMUP_CASES))
+    base_ms = 0.0
+    for place, one in enumerate(group):
         one.attempt(lambda worker: worker.prepare(workload))
+        if hopeless is not None and place > 0:
+            one.warmup_s += _seconds(one.attempt(lambda worker: worker.time(workload.name, 1)))
+            _give_up_if_slow(one, workload, base_ms, hopeless)
         block: Block | None = one.attempt(lambda worker: worker.time(workload.name, calls))
-        one.warmup_s += block.seconds if block is not None else 0.0
+        one.warmup_s += _seconds(block)
+        if place == 0 and block is not None:
+            base_ms = max(block.milliseconds[-3:])
+
+
+def _seconds(block: Block | None) -> float:
+    return block.seconds if block is not None else 0.0
+
+
+def _give_up_if_slow(one: Measured, workload: Workload, base_ms: float, factor: float) -> None:
+    """Three calls that are all too slow decide, or one that is not done a second after it should be.
+
+    Measured: OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference kernels on a Xeon with AMX,
+    in 10 s a call where PyTorch takes 15 ms.
+    """
+    limit_ms = factor * base_ms
+    best_ms = math.inf
+    for _ in range(3):
+        if one.worker is None or best_ms <= limit_ms:
+            return
+        try:
+            block = one.worker.time(workload.name, 1, timeout_s=1 + limit_ms / 1000)
+            best_ms = min(best_ms, block.milliseconds[0])
+        except SessionError as error:
+            late = isinstance(error, WorkerLostError) and error.late
+            one.lost = isinstance(error, WorkerLostError) and not late
+            one.fail(_too_slow(1000 + limit_ms, base_ms, workload) if late else error.message)
+    if one.worker is not None and best_ms > limit_ms:
+        one.fail(_too_slow(best_ms, base_ms, workload))
+
+
+def _too_slow(took_ms: float, base_ms: float, workload: Workload) -> str:
+    return f"too slow to be timed: a call takes {took_ms:.0f} ms or more, the baseline's {base_ms:.0f} ms ({workload.name})"
 
 
 def take_turns(

@@ -12,17 +12,19 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .config import SessionOptions, available_processors
-from .errors import AccelError, SessionError
+from .errors import AccelError, BackendUnavailableError, ConfigError, SessionError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -47,6 +49,7 @@ class Variant:
         task: The task.
         pytorch: Measure PyTorch in this dtype instead of an artifact.
         compiled: For PyTorch: through `torch.compile`, weights frozen on the CPU.
+        captured: For PyTorch on an NVIDIA GPU: eager, captured in a CUDA graph for each shape and replayed.
         backend: Who runs an artifact; its own choice when `None`.
         device: Where; the backend's choice when `None`, the host for PyTorch.
         provider_options: The vendor's own options.
@@ -59,6 +62,7 @@ class Variant:
     task: str
     pytorch: str | None = None
     compiled: bool = False
+    captured: bool = False
     backend: str | None = None
     device: str | None = None
     provider_options: Mapping[str, object] | None = None
@@ -148,22 +152,34 @@ class Block:
     processor_seconds: float
 
 
+class WorkerLostError(SessionError):
+    """A process that died or did not answer in time; another try may go better.
+
+    Attributes:
+        late: It did not answer in time.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, late: bool = False) -> None:
+        super().__init__(message, fix=fix)
+        self.late = late
+
+
 class Worker:
     """A process that holds one variant.
+
+    Args:
+        variant: What to hold.
+        threads: That work on one call; what the process may use when `None`.
+        until: When, on the clock of `time.perf_counter`, it must have answered everything; `None`: never.
 
     Raises:
         SessionError: From every method: the variant failed, its process died, or it did not answer.
     """
 
-    def __init__(self, variant: Variant, threads: int | None = None) -> None:
+    def __init__(self, variant: Variant, threads: int | None = None, until: float | None = None) -> None:
         self.variant = variant
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, variant, threads or available_processors()), daemon=True
-        )
-        self._process.start()
-        theirs.close()
+        self._until = until
+        self._process, self._pipe = _start(_serve, variant, threads or available_processors())
 
     def load(self) -> Loaded:
         """Load the variant."""
@@ -185,9 +201,16 @@ class Worker:
         found: dict[str, Any] = self._ask("outputs", workload, case)
         return found
 
-    def time(self, workload: str, calls: int, first: int = 0, traffic: Traffic | None = None) -> Block:
+    def time(
+        self,
+        workload: str,
+        calls: int,
+        first: int = 0,
+        traffic: Traffic | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> Block:
         """Time calls, from the case `first` on."""
-        block: Block = self._ask("time", workload, calls, first, traffic or Traffic())
+        block: Block = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
         return block
 
     def peak_memory(self) -> int:
@@ -199,25 +222,32 @@ class Worker:
         """`function(model, *args)` in the process, for a function of a module."""
         return self._ask("call", function, args)
 
+    def hang_up(self) -> None:
+        """Let the process end by itself; `close` waits for it."""
+        self._pipe.close()
+
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
+        self.hang_up()
         self._process.join(timeout=10)
         if self._process.is_alive():
             self._process.kill()
             self._process.join(timeout=10)
 
-    def _ask(self, verb: str, *args: Any) -> Any:
+    def _ask(self, verb: str, *args: Any, patience: float = ANSWER_TIMEOUT_S) -> Any:
         try:
             self._pipe.send((verb, args))
         except (OSError, ValueError) as error:
             raise self._died() from error
-        return self._answer()
+        return self._answer(patience)
 
-    def _answer(self) -> Any:
+    def _answer(self, patience: float = ANSWER_TIMEOUT_S) -> Any:
         try:
-            if not self._pipe.poll(ANSWER_TIMEOUT_S):
-                raise SessionError(f"{self.variant.name} did not answer for {ANSWER_TIMEOUT_S:.0f} s.")
+            if self._until is not None:
+                patience = min(patience, max(self._until - time.perf_counter(), 0.1))
+            if not self._pipe.poll(patience):
+                self._process.kill()
+                raise WorkerLostError(f"{self.variant.name} did not answer for {patience:.0f} s.", late=True)
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._died() from error
@@ -225,9 +255,9 @@ class Worker:
             raise SessionError(f"{self.variant.name} failed: {value}")
         return value
 
-    def _died(self) -> SessionError:
+    def _died(self) -> WorkerLostError:
         self._process.join(timeout=5)
-        return SessionError(
+        return WorkerLostError(
             f"The process of {self.variant.name} died ({exit_reason(self._process.exitcode)}).",
             fix="run it alone to see why.",
         )
@@ -242,23 +272,31 @@ class Helper:
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Any = None
+        self._ended = False
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
         """`function(*args)` in the process.
+
+        Args:
+            function: Of a module.
+            args: Its arguments.
+            timeout_s: How long it may take; `None`: as long as it needs.
 
         Raises:
             AccelError: What the function raised; anything that is no `AccelError` comes as a `SessionError`.
-            SessionError: The process died.
+            SessionError: The process died, or took too long and was ended.
         """
         if self._process is None or not self._process.is_alive():
             self.close()
-            context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_help, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
+            self._process, self._pipe = _start(_help)
+            if self._ended:
+                self.kill()
         try:
             self._pipe.send((function, args))
+            if not self._pipe.poll(timeout_s):
+                self.kill()
+                self._process.join(timeout=5)
+                raise SessionError(f"It was stopped after {timeout_s:.0f} s.", fix="allow more time.")
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
@@ -267,6 +305,11 @@ class Helper:
         if not good:
             raise value
         return value
+
+    def end(self) -> None:
+        """Kill it, from another thread, also when it is only just starting."""
+        self._ended = True
+        self.kill()
 
     def kill(self) -> None:
         """End the process in the middle of a call, which then raises `SessionError`."""
@@ -282,6 +325,59 @@ class Helper:
                 self._process.kill()
                 self._process.join(timeout=5)
             self._process = None
+
+
+_not_mapped = 0  # bytes of imported libraries that a process of its own would hold in memory
+_starting = threading.Lock()
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+# What every process needs before it does anything of its own, and no runtime.
+_IMPORTED = ("torch", "transformers.modeling_utils", "transformers.generation", "accel.capture", "accel.modeling")
+
+
+def _start(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """A process that runs `target(pipe, *args)`, and the other end of its pipe.
+
+    On Linux it is forked from a server that has imported torch and transformers and done nothing else, so that a process
+    costs a tenth of a second and not five. Where that is not safe, each imports for itself: on other systems, and beside a GPU
+    driver, which a library may start while it is imported, and which no forked process can use.
+    """
+    forked = sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_DRIVERS)
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        context.set_forkserver_preload(list(_IMPORTED))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
+    with _without_main():
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def _run(
+    target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
+) -> None:
+    """In the process: the server's environment is that of its start, not of now."""
+    global _not_mapped
+    # A forked process has the imported libraries, but not their pages until it touches them.
+    _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
+    os.environ.clear()
+    os.environ.update(environment)
+    target(pipe, *args)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script from a process that starts: it would run the script again, up to the line that got here.
+
+    Everything that is sent to a process is found by the name of its module, so nothing there needs the script.
+    """
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def exit_reason(code: int | None) -> str:
@@ -374,28 +470,42 @@ class _Served:
 
         variant = self._variant
         assert variant.pytorch is not None
+        device = variant.device or "cpu"
+        on_gpu = device.startswith("cuda")
+        if variant.captured and not on_gpu:
+            raise ConfigError(
+                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.",
+                fix="pass device='cuda' (--device).",
+            )
+        if on_gpu and not torch.cuda.is_available():
+            raise BackendUnavailableError(
+                f"PyTorch {torch.__version__} finds no NVIDIA GPU.",
+                fix="install torch for CUDA, or leave the device out.",
+            )
         config = ExportConfig.from_dict({"dtype": variant.pytorch})
         hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
         location = Location(str(variant.path), variant.path)
         self._source = capture.load_source(location, task=variant.task, config=config, hub=hub)
-        model = self._source.model.to(variant.device or "cpu")
+        model = self._source.model.to(device)
         inner = model.model if isinstance(model, capture.SentenceEmbedder) else model
         self._names = frozenset(inspect.signature(inner.forward).parameters)
         notes = []
         if variant.compiled:
             # Freezing makes weights constants of the compiled code (weight layout, constant folding); CPU only.
-            on_cpu = (variant.device or "cpu") == "cpu"
-            how: dict[str, Any] = {"options": {"freezing": True}} if on_cpu else {"mode": "reduce-overhead"}
+            how: dict[str, Any] = {"options": {"freezing": True}} if device == "cpu" else {"mode": "reduce-overhead"}
             model = torch.compile(model, **how)
             notes.append(f"torch.compile({', '.join(f'{k}={v}' for k, v in how.items())})")
-        if (variant.device or "cpu").startswith("cuda"):
+        if variant.captured:
+            model = _Captured(model)
+            notes.append("inputs are copied into the graph's buffers at each call")
+        if on_gpu:
             notes.append(f"TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}")
         self._model = model
         axes = {axis for named in self._source.axes.values() for axis in named.values()}
         return Loaded(
             load_s=time.perf_counter() - started,
             backend="pytorch",
-            device=variant.device or "cpu",
+            device=device,
             compute_dtype=variant.pytorch,
             threads=torch.get_num_threads(),
             axes=tuple(sorted(axes)),
@@ -573,19 +683,24 @@ def _traffic(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]], traff
 def peak_memory() -> int:
     """Largest resident memory of this process in bytes.
 
-    From `/proc`, because `getrusage` hands the parent's peak down to a process that it starts.
+    From `/proc`, because `getrusage` hands the parent's peak down to a process that it starts; with the pages of libraries
+    that a process started alone would have mapped.
     """
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    if peak := _status("VmHWM"):
+        return peak + _not_mapped
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(name: str, pid: int | str = "self") -> int:
+    """A number of bytes that Linux tells about a process; 0 where it does not."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _synchronized(model: Any) -> Callable[..., Any]:
@@ -598,6 +713,48 @@ def _synchronized(model: Any) -> Callable[..., Any]:
         return result
 
     return call
+
+
+class _Captured:
+    """PyTorch on a GPU, replayed from a CUDA graph: eager kernels without the host's part in launching them.
+
+    Each shape is captured at its first call. Inputs are copied into the graph's buffers, and outputs stay in them until
+    the next call, so callers take turns.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._graphs: dict[Any, tuple[Any, dict[str, torch.Tensor], Any]] = {}
+        self._turn = threading.Lock()
+
+    def __call__(self, **feeds: torch.Tensor) -> Any:
+        import torch
+
+        shape = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in feeds.items())
+        with self._turn:
+            if shape not in self._graphs:
+                self._graphs[shape] = self._capture(feeds)
+            graph, buffers, result = self._graphs[shape]
+            torch._foreach_copy_(list(buffers.values()), list(feeds.values()))
+            graph.replay()
+            torch.cuda.synchronize()
+        return result
+
+    def _capture(self, feeds: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture."""
+        import torch
+
+        buffers = {name: tensor.clone() for name, tensor in feeds.items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._model(**buffers)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self._model(**buffers)
+        return graph, buffers, result
 
 
 def _like(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:

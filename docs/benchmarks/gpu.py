@@ -1,6 +1,7 @@
 """Encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
 
     python docs/benchmarks/gpu.py [OUT.json] [--quick]
+    python docs/benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, a process each
 
 Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and biases that are not zero. Inputs are
 on the GPU, and the same for every variant. A time is the median, over rounds in which the variants take turns, of one call
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import onnxruntime as ort
 import torch
 import transformers
 
-from accel import ORTModelForSequenceClassification, export, optimize
+from accel import ORTModelForSequenceClassification, benchmark, export, optimize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 logging.getLogger("torch._inductor").setLevel(logging.ERROR)
@@ -196,6 +198,33 @@ def measure(
     }
 
 
+def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
+    """The same shapes without padding through `accel.benchmark`: eager, eager in a CUDA graph and accel, a process each."""
+    model = make_model(name)
+    model.save_pretrained(folder / f"{name}-model")
+    artifact = export(folder / f"{name}-model", folder / f"{name}-onnx", task="text-classification")
+    made = optimize(artifact, folder / f"{name}-onnx-o4", backend="cuda", level="O4")
+    shapes = [(batch, sequence) for model_name, batch, sequence, fill in CASES if model_name == name and fill == 1.0]
+    cells: dict[str, Any] = {}
+    for batch, sequence in shapes[:1] if quick else shapes:
+        found = benchmark(
+            made, device="cuda", pytorch=["float32", "float16"], batch=[batch], sequence=[sequence],
+            rounds=ROUNDS, calls=CALLS, warmup=WARM_UP,
+        )  # fmt: skip
+        cells[f"{batch}x{sequence}"] = {
+            variant.name: {
+                "median_ms": round(variant.cells[0].latency.median, 4),
+                "ratio": asdict(variant.cells[0].ratio) if variant.cells[0].ratio else None,
+                "max_abs_difference": variant.max_abs_difference,
+                "notes": list(variant.notes),
+            }
+            if variant.error is None
+            else {"error": variant.error}
+            for variant in found.variants
+        }
+    return cells
+
+
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     quick = "--quick" in sys.argv
@@ -208,6 +237,15 @@ def main() -> None:
         },
         "rows": [],
     }  # fmt: skip
+    if "--benchmark" in sys.argv:
+        report = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else report
+        with tempfile.TemporaryDirectory() as temporary:
+            report["benchmark"] = {
+                name: by_benchmark(name, Path(temporary), quick) for name in dict.fromkeys(case[0] for case in CASES)
+            }
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(report["benchmark"], indent=1))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         for name in dict.fromkeys(case[0] for case in CASES):
             model = make_model(name)

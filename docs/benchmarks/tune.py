@@ -1,22 +1,27 @@
 """The bars of `accel benchmark` and `accel tune`, as JSON: A/A test, harness cost, the search, its resumption, its winner.
 
-    python docs/benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts aa,cost,tune,winner] [--tuned FOLDER]
+    python docs/benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts cost,tune,resume,winner,aa] [--tuned FOLDER]
+    python docs/benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json --parts page       # writes OUT.md from OUT.json
 
-Run it on a quiet machine; each part adds its numbers to OUT.json.
+Run it on a quiet machine, with an `ACCEL_HOME` that does not exist yet; each part adds its numbers to OUT.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import accel
+from accel import registry
 from accel.artifact import Artifact
 from accel.benchmarking import Variant, benchmark
 from accel.doctor import machine
+from accel.tuning.report import render
 from accel.workers import timed
 
 
@@ -69,6 +74,73 @@ def winner(folder: Path, data: str) -> dict[str, object]:
     }
 
 
+def page(values: dict[str, Any]) -> str:
+    """The page about OUT.json: what was found beside the bar."""
+    rows: list[tuple[str, str, str]] = []
+    if "cost" in values:
+        cost = values["cost"]
+        found = f"{cost['per_call_us']:.2f} us a call, of which {cost['inside_us']:.2f} in the timed region"
+        rows.append(("harness: a call that does nothing", "5 us", found))
+    if "tune" in values:
+        tuned = values["tune"]
+        rows += [
+            (
+                "tune, cold",
+                "600 s",
+                f"{tuned['seconds']:.0f} s: {tuned['candidates']} candidates, {tuned['timed']} timed",
+            ),
+            ("its winner", "4.2 times PyTorch float32", f"{tuned['speed']:.2f} times: {tuned['winner']}"),
+            ("points lost by it", "0.28", f"{tuned['drop']:.2f} on {tuned['rows']} rows"),
+        ]
+    if "resume" in values:
+        rows.append(("the same search again", "60 s", f"{values['resume']['seconds']:.1f} s"))
+    if "winner" in values:
+        won = values["winner"]
+        for name, recorded in won["recorded_ms"].items():
+            measured = won["measured_ms"][name]
+            change = f"{recorded:.2f} ms recorded, {measured:.2f} ms measured ({measured / recorded - 1:+.1%})"
+            rows.append((f"the winner in a new process, {name}", "10 %", change))
+        equal = f"{won['recorded_accuracy']:.4f} recorded, {won['measured_accuracy']:.4f} measured"
+        rows.append(("its accuracy", "equal", equal))
+    if "aa" in values:
+        aa = values["aa"]
+        middle, largest = aa["median_difference"], aa["largest_difference"]
+        rows += [
+            (
+                "A/A: difference of two copies",
+                "2 %",
+                f"{middle:.1%} (median of {aa['runs']} runs), at most {largest:.1%}",
+            ),
+            ("A/A: the interval covers 1", "18 of 20", f"{aa['covers_one']} of {aa['runs']}"),
+        ]
+    table = "\n".join(f"| {what} | {bar} | {found} |" for what, bar, found in rows)
+    machine = values["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
+    front = "\n".join(f"| {n} | {s:.2f} | {d:.2f} |" for n, s, d in values.get("tune", {}).get("front", []))
+    stages = "\n".join(f"| {name} | {took} |" for name, took in values.get("tune", {}).get("stages", {}).items())
+    return f"""# Bars of benchmark and tune
+
+Written by `docs/benchmarks/tune.py` from `tune.json`: MiniLM with BANKING77, 3,080 test queries, calls of 1x32 and 1x128 tokens,
+{machine["processors"]} processors, {machine.get("processor", "")}, Python {machine["python"]}, {versions}.
+
+| what | bar | found |
+|---|---|---|
+{table}
+
+Where the cold search spent its time:
+
+| stage | seconds |
+|---|---|
+{stages}
+
+The Pareto front, every candidate on it measured on all rows:
+
+| candidate | times PyTorch float32 | points lost |
+|---|---|---|
+{front}
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("model", "data", "calibration", "out"):
@@ -78,18 +150,27 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--time-limit", type=float, default=600.0)
     given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("accel.tuning").setLevel(logging.INFO)
     out, tuned = Path(given.out), Path(given.tuned)
     values = json.loads(out.read_text()) if out.is_file() else {}
-    facts = machine()
-    values["machine"] = {key: facts[key] for key in ("accel", "python", "processors", "libraries")}
+    if given.parts != "page":
+        facts = machine()
+        values["machine"] = {key: facts[key] for key in ("accel", "python", "processors", "libraries")}
+        values["machine"]["processor"] = registry.probe(registry.describe("cpu")).devices[0].arch
     for part in given.parts.split(","):
         if part == "cost":
             values["cost"] = cost()
         elif part == "tune":
             how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
             found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
-            values["tune"] = {"seconds": found.seconds, "winner": found.winner.name, "speed": found.winner.speed,
-                              "drop": found.winner.drop, "rows": found.rows, "candidates": len(found.trials)}  # fmt: skip
+            values["tune"] = {
+                "seconds": found.seconds, "stages": dict(found.stages), "winner": found.winner.name,
+                "speed": found.winner.speed, "drop": found.winner.drop, "rows": found.rows,
+                "candidates": len(found.trials), "timed": sum(trial.speed is not None for trial in found.trials),
+                "front": [[trial.name, round(trial.speed or 0, 2), trial.drop] for trial in found.front],
+            }  # fmt: skip
+            print(render(found))
         elif part == "resume":
             how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
             again = accel.tune(
@@ -100,6 +181,9 @@ def main() -> None:
             values["winner"] = winner(tuned, given.data)
         elif part == "aa":
             values["aa"] = a_a(tuned, given.runs)
+        elif part == "page":
+            out.with_suffix(".md").write_text(page(values), encoding="utf-8")
+            continue
         out.write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -264,3 +264,15 @@ def test_second_gpu(fused: Callable[..., Artifact]) -> None:
         result = session.run({name: tensor.to("cuda:1") for name, tensor in feeds.items()})["logits"]
         assert result.device == torch.device("cuda", 1)
     session.close()
+
+
+def test_pytorch_in_a_cuda_graph_answers_as_pytorch_does(tiny_folder: Callable[..., Path]) -> None:
+    from accel import benchmark
+
+    found = benchmark(
+        tiny_folder(), device="cuda", backends=["cuda"], batch=[2], sequence=[5, 9], rounds=2, calls=3, warmup=2
+    )
+    graph = found["PyTorch eager float32 in a CUDA graph"]
+    assert graph.error is None
+    assert graph.max_abs_difference <= graph.tolerance
+    assert [cell.workload for cell in graph.cells] == ["2x5", "2x9"]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from accel import benchmark
 from accel.artifact import Artifact
-from accel.benchmarking import Variant
+from accel.benchmarking import Variant, resolve
 from accel.errors import ConfigError
+from accel.hub import HubOptions
 from accel.reporting import html_page, write_png
+from accel.workers import _Captured
 
 FEW = {"rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
@@ -83,8 +90,6 @@ def test_the_page_needs_no_network(found) -> None:
 
 
 def test_png_without_matplotlib_names_the_extra(found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="matplotlib") as info:
         write_png(found.to_dict(), tmp_path / "x.png")
@@ -139,3 +144,69 @@ def test_settings_that_cannot_work(tiny_folder, settings, message) -> None:
 def test_sequence_beyond_the_positions(tiny_artifact) -> None:
     with pytest.raises(ConfigError, match="positions"):
         benchmark(tiny_artifact(), sequence=[100_000], **FEW)
+
+
+def test_a_cuda_graph_without_a_gpu_is_reported(tiny_folder) -> None:
+    found = benchmark(tiny_folder(), cuda_graph=["float32"], sequence=[5], **FEW)
+    graph = found["PyTorch eager float32 in a CUDA graph"]
+    assert "needs an NVIDIA GPU" in graph.error
+    assert found.variants[0].cells
+
+
+def test_on_a_gpu_pytorch_is_measured_in_cuda_graphs_too(tiny_folder) -> None:
+    how = {"backends": None, "compiled": (), "task": None, "options": None, "hub": HubOptions()}
+    variants = resolve([tiny_folder()], pytorch=("float32", "float16"), cuda_graph=None, device="cuda:0", **how)
+    assert [v.name for v in variants if v.captured] == [
+        "PyTorch eager float32 in a CUDA graph",
+        "PyTorch eager float16 in a CUDA graph",
+    ]
+    assert not any(v.captured for v in resolve([tiny_folder()], pytorch=(), cuda_graph=None, device=None, **how))
+
+
+def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for `torch.cuda`, whose graphs call again what was captured: the buffers and the order of things."""
+    calls: list[torch.Tensor] = []
+
+    class Graph:
+        def replay(self) -> None:
+            self.result.copy_(self.buffers["x"] * 2)
+
+    @contextlib.contextmanager
+    def graph(made: Graph) -> Iterator[None]:
+        captured.append(made)
+        yield
+
+    def model(*, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        result = x * 2
+        if captured and not hasattr(captured[-1], "result"):
+            captured[-1].buffers, captured[-1].result = {"x": x}, result
+        return result
+
+    captured: list[Graph] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    call = _Captured(model)
+    given = torch.tensor([1.0, 2.0])
+    assert call(x=given).tolist() == [2.0, 4.0]
+    assert call(x=torch.tensor([5.0, 6.0])).tolist() == [10.0, 12.0]
+    assert given.tolist() == [1.0, 2.0], "a graph's buffers are its own"
+    assert len(calls) == 4, "three calls to warm up and the captured one"
+    assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert len(captured) == 2
+
+
+def test_a_script_needs_no_main_guard(tiny_folder, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    how = "sequence=[5], rounds=1, calls=1, warmup=0, threads=1"
+    script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_folder())!r}, {how}).variants))\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -101,6 +101,18 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Cal
     assert len(entries) == 1
     assert entries[0]["bytes"] > 10_000
     assert json.loads(run("cache", "clear", "nothing-like-it", "--json").stdout)["removed"] == []
+    search = tmp_path / "tune" / "artifacts" / "abc"
+    search.mkdir(parents=True)
+    (search / "model.onnx").write_bytes(b"0" * 1000)
+    (tmp_path / "tune" / "screens").mkdir()
+    (tmp_path / "tune" / "screens" / "def.json").write_text("{}")
+    kept = json.loads(run("cache", "list", "--json").stdout)[-1]
+    assert (kept["name"], kept["what"], kept["bytes"]) == ("tune", "searches: 1 artifacts, 1 results", 1002)
+    assert "tune  (searches" in run("cache", "list").stdout
+    assert [entry["name"] for entry in json.loads(run("cache", "clear", "tune", "--json").stdout)["removed"]] == [
+        "tune"
+    ]
+    assert not (tmp_path / "tune").exists()
     assert len(json.loads(run("cache", "clear", "--json").stdout)["removed"]) == 1
     assert run("cache", "list").stdout.strip() == "The cache is empty."
 
@@ -137,6 +149,14 @@ def test_benchmark_of_one_failing_variant_exits_1(tiny_artifact: Callable[..., A
     assert result.exit_code == 1
     assert "failed: " in result.stdout
     assert "[PyTorch eager float32] mean=" in result.stdout
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_measuring(
+    tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    result = run("benchmark", tiny_artifact().path, "--report", tmp_path / "nowhere" / "page.html")
+    assert result.exit_code == 2
+    assert "There is no folder" in result.stderr
 
 
 def test_convert_writes_artifacts_and_a_report(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:

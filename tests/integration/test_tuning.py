@@ -6,7 +6,9 @@ import csv
 import json
 import random
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from accel.errors import BudgetError, ConfigError, InputError
 from accel.reporting import html_page
 from accel.testing.models import save_tiny
 from accel.tuning import Tuning
+from accel.tuning.jobs import Store
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
 
@@ -131,7 +134,7 @@ def test_a_second_run_measures_nothing_again(
 
     # The crash is tried again: it may have been the machine's fault.
     how = {**HOW, "backends": ["toy"]}
-    monkeypatch.setattr("accel.tuning_search.Worker", refuse)
+    monkeypatch.setattr("accel.tuning.timing.Worker", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.name == found.winner.name
     assert again.winner.value == found.winner.value
@@ -161,10 +164,39 @@ def test_settings_that_cannot_work(model: Path, data: Path, tmp_path: Path, sett
         tune(model, tmp_path / "out", data=str(data), **settings)
 
 
+def test_a_time_limit_that_is_too_short_is_an_error_at_once(
+    model: Path, data: Path, plugins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    started = time.perf_counter()
+    with pytest.raises(BudgetError, match=r"time limit of 0\.5 s"):
+        tune(model, tmp_path / "out", data=str(data), time_limit_s=0.5, **HOW)
+    # Half a second, and what it takes to end the processes.
+    assert time.perf_counter() - started < 20
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_is_not_passed_off_as_all_rows(found: Tuning) -> None:
+    assert (found.rows, found.total_rows, found.measured_on) == (40, 40, "40 rows")
+    assert replace(found, rows=10).measured_on == "10 of 40 rows"
+    assert set(found.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
+
+
+def test_a_fresh_store_forgets_what_was_there_and_keeps_what_it_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    Store().put("screens", {"a": 1}, {"found": 1})
+    fresh = Store(fresh=True)
+    assert fresh.get("screens", {"a": 1}) is None
+    fresh.put("screens", {"a": 1}, {"found": 2})
+    assert fresh.get("screens", {"a": 1}) == {"found": 2}
+
+
 def test_interrupting_keeps_what_was_measured(
     found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel.tuning_search import Search
+    from accel.tuning.search import Search
 
     home = tmp_path / "home"
     monkeypatch.setenv("ACCEL_HOME", str(home))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from .artifact import Artifact
-from .benchmarking import VariantResult
-from .errors import BudgetError, ConfigError
+from ..artifact import Artifact
+from ..benchmarking import VariantResult
+from ..errors import BudgetError, ConfigError
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
@@ -96,12 +96,14 @@ class Tuning:
         task: Of the model.
         metric: What was measured.
         rows: On how many rows.
+        total_rows: How many rows the data has; more than `rows` where a sample was asked for.
         reference: PyTorch float32's value.
         baseline: PyTorch float32, timed beside the survivors.
         objective: What was minimised or maximised.
         constraints: What the winner satisfies.
         machine: Facts that the numbers depend on.
         settings: Workloads and threads.
+        stages: Seconds by stage.
         seconds: For everything.
         resumed: Measurements that earlier runs had made.
     """
@@ -112,14 +114,21 @@ class Tuning:
     task: str
     metric: str
     rows: int
+    total_rows: int
     reference: float
     baseline: VariantResult
     objective: Objective
     constraints: Constraints
     machine: Mapping[str, Any]
     settings: Mapping[str, Any]
+    stages: Mapping[str, float]
     seconds: float
     resumed: int
+
+    @property
+    def measured_on(self) -> str:
+        """The rows in words: a sample is never passed off as all of them."""
+        return f"{self.rows} rows" if self.rows == self.total_rows else f"{self.rows} of {self.total_rows} rows"
 
     @property
     def front(self) -> tuple[Trial, ...]:
@@ -144,23 +153,33 @@ class Tuning:
             "winner": self.winner.name,
             "metric": self.metric,
             "rows": self.rows,
+            "total_rows": self.total_rows,
             "reference": self.reference,
             "objective": self.objective,
             "constraints": asdict(self.constraints),
+            "stages": dict(self.stages),
             "seconds": self.seconds,
             "resumed": self.resumed,
         }
 
 
-def no_fit(missed: Sequence[tuple[str, Mapping[str, float], bool]], limits: Mapping[str, float | None]) -> BudgetError:
+def no_fit(
+    missed: Sequence[tuple[str, Mapping[str, float], bool]], limits: Mapping[str, float | None], limit_s: float | None
+) -> BudgetError:
     """The error when no candidate satisfies all constraints: which ones bind, and by how much.
 
     Args:
         missed: Of each candidate its name, by how much it misses each constraint, and whether its accuracy was measured.
         limits: The constraints.
+        limit_s: The time limit.
     """
-    if not missed:
-        return BudgetError("No candidate could be measured.", fix="run `accel tune --verbose` to see why.")
+    if not any(by or known for _, by, known in missed):
+        within = f" within {limit_s:g} s" if limit_s is not None else ""
+        fix = "run `accel tune --verbose` to see why."
+        return BudgetError(
+            f"The accuracy of no candidate could be measured{within}; {len(missed)} were timed.",
+            fix=fix if limit_s is None else f"allow more time (--time-limit), or {fix}",
+        )
     lines = []
     for name, limit in limits.items():
         if limit is None:
@@ -193,7 +212,7 @@ def render(tuning: Tuning) -> str:
     from rich.table import Table
 
     names = [cell.workload for cell in tuning.baseline.cells]
-    table = Table(title=f"Pareto front: {tuning.objective} against {tuning.metric} on {tuning.rows} rows")
+    table = Table(title=f"Pareto front: {tuning.objective} against {tuning.metric} on {tuning.measured_on}")
     table.add_column("candidate")
     for head in (*(f"{name} ms" for name in names), "x PyTorch", tuning.metric, "drop (95 % interval)", "MB"):
         table.add_column(head, justify="right")

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from .artifact import check_output
-from .candidates import Space
-from .errors import ConfigError, did_you_mean
-from .hub import HubOptions, locate
-from .tasks import infer_task, read_config, task_spec
-from .tuning_jobs import Store
-from .tuning_report import Constraints, Objective
-from .tuning_report import Tuning as Tuning
-from .tuning_search import Search, Work
-from .workloads import read_texts
+from .. import capture, registry
+from ..artifact import check_output
+from ..candidates import Space
+from ..doctor import machine
+from ..errors import ConfigError, did_you_mean
+from ..hub import HubOptions, locate
+from ..tasks import infer_task, read_config, task_spec
+from ..workloads import read_texts
+from .jobs import Store, versions
+from .report import Constraints, Objective
+from .report import Tuning as Tuning
+from .search import Search
+from .state import Clock, Subject, Work
 
 logger = logging.getLogger(__name__)
-
-# Of the time limit: when nothing new is tried any more, and when no further accuracy is measured.
-_SEARCH_SHARE = 0.55
-_ACCURACY_SHARE = 0.8
 
 
 def tune(
@@ -92,8 +90,8 @@ def tune(
         device: Device type to run on; every one that a backend finds when `None`.
         task: The task; inferred when `None`.
         threads: Threads of PyTorch and of candidates that do not vary them; what the process may use when `None`.
-        time_limit_s: After about half of it nothing new is tried, and what is left goes to accuracy and the last
-            measurement of the best. `None`: no limit.
+        time_limit_s: Seconds for the search, within one or two. Every stage has its share; what is not tried is listed
+            with that reason. `None`: no limit.
         fresh: Measure again what earlier runs measured.
         seed: Of inputs and of the choice of rows.
         revision, token, trust_remote_code: As in transformers.
@@ -111,6 +109,9 @@ def tune(
         )
     if data is None:
         raise ConfigError("A search needs labelled data to measure accuracy on.", fix="pass data=... (--data FILE).")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ConfigError(f"time_limit_s is {time_limit_s}.", fix="give seconds, above 0.")
+    clock = Clock(limit_s=time_limit_s)
     constraints = Constraints(
         max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
         max_size_mb=max_size_mb,
@@ -128,10 +129,7 @@ def tune(
             "max_length": max_length,
         }
     search = Search(
-        source=os.fspath(model),
-        folder=location.folder,
-        task=chosen,
-        hub=hub,
+        subject=_subject(os.fspath(model), location.folder, chosen, hub),
         data={"data": data, "metric": metric, "columns": columns, "split": split, "samples": samples,
               "max_length": max_length, "seed": seed},
         calibration=calibrating,
@@ -141,8 +139,7 @@ def tune(
         work=Work(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, chosen), max_length=max_length,
                    threads=threads, seed=seed),
         store=Store(fresh=fresh),
-        deadline=None if time_limit_s is None else time.perf_counter() + _SEARCH_SHARE * time_limit_s,
-        end=None if time_limit_s is None else time.perf_counter() + _ACCURACY_SHARE * time_limit_s,
+        clock=clock,
     )  # fmt: skip
     space = Space(
         task=chosen,
@@ -158,6 +155,25 @@ def tune(
         raise
     finally:
         search.close()
+
+
+def _subject(source: str, folder: Path, task: str, hub: HubOptions) -> Subject:
+    facts = machine()
+    devices = [
+        f"{spec.name}: {device} {device.name} {device.arch}"
+        for spec in registry.describe_all()[0]
+        for device in registry.probe(spec).devices
+    ]
+    here = {key: facts[key] for key in ("platform", "processors", "processors_of_machine")}
+    return Subject(
+        source=source,
+        folder=folder,
+        task=task,
+        hub=hub,
+        digest=capture.folder_digest(folder),
+        machine={**here, "devices": sorted(devices)},
+        versions=versions(),
+    )
 
 
 def _lines(texts: Any, task: str) -> tuple[str, ...] | None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .artifact import Artifact, accel_home, sha256, tool_versions
-from .config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
+from ..artifact import Artifact, accel_home, sha256, tool_versions
+from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
 
 TOOLS = ("torch", "transformers", "onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf")
 
@@ -24,20 +24,22 @@ class Store:
     """What earlier searches measured, under `ACCEL_HOME/tune`, by everything that it depends on.
 
     Args:
-        fresh: Forget what is there.
+        fresh: Forget what was there before.
     """
 
     def __init__(self, *, fresh: bool = False) -> None:
         self._root = accel_home() / "tune"
         self._fresh = fresh
+        self._written: set[Path] = set()
         self.hits = 0
 
     def get(self, kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """What was found for a key, or `None`."""
-        if self._fresh:
+        file = self._file(kind, key)
+        if self._fresh and file not in self._written:
             return None
         try:
-            found = json.loads(self._file(kind, key).read_text(encoding="utf-8"))
+            found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         # What was built is looked up again and again; what was measured, once.
@@ -51,6 +53,7 @@ class Store:
         temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
         temporary.write_text(json.dumps(value), encoding="utf-8")
         temporary.replace(file)
+        self._written.add(file)
 
     def artifact(self, key: Mapping[str, Any]) -> Path:
         """The folder of the artifact that a key stands for."""
@@ -98,9 +101,9 @@ def build(
     Returns:
         What a search needs to know about it.
     """
-    from . import steps
-    from .calibration import calibration_batches
-    from .exporting import export
+    from .. import steps
+    from ..calibration import calibration_batches
+    from ..exporting import export
 
     started = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
@@ -136,7 +139,7 @@ def opens(path: Path, backend: str, device: str, options: Mapping[str, Any]) -> 
     Raises:
         AccelError: The backend refuses.
     """
-    from .sessions import open_artifact
+    from ..sessions import open_artifact
 
     how = SessionOptions.from_dict(options)
     opened = open_artifact(Artifact.load(path), backend=backend, device=device, options=how)
@@ -155,11 +158,11 @@ def accuracy(model: Mapping[str, Any], data: Mapping[str, Any], reference: list[
     Returns:
         Value, predictions and, with a reference, what was lost.
     """
-    from . import capture
-    from .calibration import load_processor
-    from .evaluation import EvaluationSet, close, open_model
-    from .hub import HubOptions, Location
-    from .intervals import difference_interval
+    from .. import capture
+    from ..calibration import load_processor
+    from ..evaluation import EvaluationSet, close, open_model
+    from ..hub import HubOptions, Location
+    from ..intervals import difference_interval
 
     trust = bool(model.get("trust_remote_code"))
     opened: Any

@@ -1,0 +1,185 @@
+"""Artifacts of a search: made in processes of their own, two at a time, and remembered."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from .. import progress
+from ..candidates import Recipe
+from ..config import available_processors
+from ..errors import AccelError, SessionError
+from ..workers import Helper
+from .jobs import Store, build, data_digest
+from .state import Clock, Made, Subject
+
+logger = logging.getLogger(__name__)
+
+LATE = "not tried: the time limit was near"
+
+
+class Builder:
+    """Makes the artifacts of recipes; a recipe that fails is a rejected candidate.
+
+    Args:
+        subject: What is tuned.
+        store: What earlier searches made.
+        clock: The time limit.
+        calibration: Arguments of `calibration_batches`; schemes that need them are not offered when `None`.
+        samples: Rows of it at most.
+
+    Attributes:
+        failed: Recipes that could not be made, and why.
+    """
+
+    def __init__(
+        self, subject: Subject, store: Store, clock: Clock, *, calibration: dict[str, Any] | None, samples: int
+    ) -> None:
+        self._subject, self._store, self._clock = subject, store, clock
+        self._calibration, self._samples = calibration, samples
+        self._helpers = [Helper() for _ in range(min(2, available_processors()))]
+        self._free: SimpleQueue[Helper] = SimpleQueue()
+        for helper in self._helpers:
+            self._free.put(helper)
+        self._pool = ThreadPoolExecutor(len(self._helpers))
+        self._turns: dict[str, threading.Lock] = {}
+        self._made: dict[str, Made] = {}
+        self.failed: dict[str, str] = {}
+
+    def __getitem__(self, recipe: Recipe) -> Made:
+        """The artifact of a recipe that was made."""
+        return self._made[str(recipe)]
+
+    def close(self) -> None:
+        """End the processes, in the middle of their work if need be: Ctrl-C does not wait for a build."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for helper in self._helpers:
+            helper.end()
+        self._pool.shutdown()
+        for helper in self._helpers:
+            helper.close()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """`function(*args)` in the next process that is free."""
+        return self._pool.submit(lambda: self._with_helper(lambda helper: self._ask(helper, 1.0, function, *args)))
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same, waited for."""
+        return self.start(function, *args).result()
+
+    def build(self, recipes: Sequence[Recipe], share: float) -> list[Made]:
+        """Make artifacts; see `begin`."""
+        return self.finish(self.begin(recipes, share))
+
+    def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[dict[str, Any] | str]]]:
+        """Start to make artifacts.
+
+        Args:
+            recipes: What to make.
+            share: Of the time limit; a build that is not done by then is given up.
+        """
+        return [
+            (recipe, self._pool.submit(lambda r=recipe: self._with_helper(lambda h: self._one(h, r, share))))  # type: ignore[misc]
+            for recipe in recipes
+        ]
+
+    def finish(self, begun: Sequence[tuple[Recipe, Future[dict[str, Any] | str]]]) -> list[Made]:
+        """Wait for what `begin` started; what fails is kept in `failed`."""
+        for recipe, future in progress.track(begun, "building"):
+            facts = future.result()
+            if isinstance(facts, str):
+                self.failed[str(recipe)] = facts
+                logger.info("%s: %s", recipe, facts)
+            else:
+                self._made[str(recipe)] = Made(recipe, self._store.artifact(self._key(recipe)), facts)
+        return [self._made[str(recipe)] for recipe, _ in begun if str(recipe) in self._made]
+
+    def files(self, made: Made) -> None:
+        """Make the folder of a known artifact again where an earlier run removed it.
+
+        Raises:
+            SessionError: It cannot be made any more.
+        """
+        facts = self._with_helper(lambda helper: self._one(helper, made.recipe, 1.0, files=True))
+        if isinstance(facts, str):
+            raise SessionError(facts)
+
+    def tidy(self, kept: set[Path]) -> None:
+        """Remove the files of artifacts that lost; what was measured about them stays, and so do exports."""
+        for made in self._made.values():
+            if made.recipe.stage != "export" and made.path not in kept:
+                shutil.rmtree(made.path, ignore_errors=True)
+
+    def _with_helper(self, action: Callable[[Helper], Any]) -> Any:
+        helper = self._free.get()
+        try:
+            return action(helper)
+        finally:
+            self._free.put(helper)
+
+    def _ask(self, helper: Helper, share: float, function: Callable[..., Any], *args: Any) -> Any:
+        return helper.call(function, *args, timeout_s=self._clock.timeout(share))
+
+    def _key(self, recipe: Recipe) -> dict[str, Any]:
+        calibration = None
+        if self._calibration is not None and recipe.stage == "quantize":
+            calibration = {**self._calibration, "data": data_digest(self._calibration["data"])}
+        return {
+            "source": self._subject.digest,
+            "task": self._subject.task,
+            "recipe": recipe.to_dict(),
+            "calibration": calibration,
+            "samples": self._samples if calibration else None,
+            "versions": self._subject.versions,
+        }
+
+    def _one(self, helper: Helper, recipe: Recipe, share: float, *, files: bool = False) -> dict[str, Any] | str:
+        """What is known about an artifact, or why there is none; `files`: and its folder, made again where it is gone."""
+        # Two recipes may start from the same one, and only one of their processes may make it.
+        with self._turns.setdefault(str(recipe), threading.Lock()):
+            return self._one_alone(helper, recipe, share, files)
+
+    def _one_alone(self, helper: Helper, recipe: Recipe, share: float, files: bool) -> dict[str, Any] | str:
+        key = self._key(recipe)
+        out = self._store.artifact(key)
+        known = self._store.get("builds", key)
+        if known is not None and "error" in known:
+            return str(known["error"])
+        if known is not None and (not files or (out / "accel.json").is_file()):
+            return known
+        if self._clock.left(share) <= 0:
+            return LATE
+        parent = None
+        if recipe.parent is not None:
+            if isinstance(problem := self._one(helper, recipe.parent, share, files=True), str):
+                return problem
+            parent = self._store.artifact(self._key(recipe.parent))
+        step = recipe.to_dict()
+        if recipe.stage == "quantize":
+            step["settings"] = {"samples": self._samples, **step["settings"]}
+        subject = self._subject
+        hub = {
+            "revision": subject.hub.revision,
+            "token": subject.hub.token,
+            "trust_remote_code": subject.hub.trust_remote_code,
+        }
+        logger.info("building %s", recipe)
+        try:
+            facts: dict[str, Any] = self._ask(
+                helper, share, build, step, parent, out, subject.source, subject.task, self._calibration, hub
+            )
+        except SessionError as error:
+            # Not remembered: the process died or was cut off, which may have been the machine's fault.
+            return f"building it failed: {error.message.splitlines()[0]}"
+        except AccelError as error:
+            why = f"building it failed: {error.message.splitlines()[0]}"
+            self._store.put("builds", key, {"error": why})
+            return why
+        self._store.put("builds", key, facts)
+        return facts

@@ -1,0 +1,350 @@
+"""The search behind `accel.tune`: its stages, in order.
+
+Candidates come from the backends' declared capabilities (`accel.candidates`). Latency screens are cheap and come first;
+accuracy is measured on all rows, of the survivors only; those are timed again, longer. Building and evaluating happen in
+processes of their own, so that a backend that crashes is one rejected candidate. Everything measured is kept under
+`ACCEL_HOME/tune` by what it depends on, so that a second run starts where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .. import progress
+from ..artifact import Artifact, RunRecord, staging
+from ..candidates import Candidate, Recipe, Space, combined
+from ..config import available_processors
+from ..doctor import machine
+from ..errors import AccelError, BudgetError, SessionError
+from .building import Builder
+from .grading import Grader
+from .jobs import Store, opens
+from .judging import Judge
+from .report import Constraints, Objective, Tuning, no_fit
+from .state import Clock, Made, Subject, Tried, Work
+from .timing import Timer
+
+logger = logging.getLogger(__name__)
+
+_VARIED = 3  # recipes whose run options are varied
+_SURVIVORS = 5  # candidates whose accuracy is measured before it is asked whether one fits
+_HELPS = 1.01  # a run option that makes a candidate less than one percent faster does not
+
+# Of the time that is left when a stage begins. Nothing goes without exports; what is left after accuracy belongs to the last
+# measurement.
+_EXPORT, _REWRITE, _SCREEN, _COMPOSE, _VARY, _GRADE = 0.6, 0.35, 0.4, 0.2, 0.3, 0.6
+
+
+class Search:
+    """One search and what it has found so far."""
+
+    def __init__(
+        self, *, subject: Subject, data: dict[str, Any], calibration: dict[str, Any] | None, calibration_samples: int,
+        objective: Objective, constraints: Constraints, work: Work, store: Store, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._subject, self._objective, self._constraints = subject, objective, constraints
+        self._work, self._store, self._clock = work, store, clock
+        self._builder = Builder(subject, store, clock, calibration=calibration, samples=calibration_samples)
+        callers = available_processors() if objective == "throughput" else 1
+        self._timer = Timer(subject, work, store, clock, self._builder, callers=callers)
+        self._grader = Grader(subject, data, store, self._builder)
+        self._judge = Judge(objective, constraints)
+        self._failed: dict[str, tuple[Candidate | None, str]] = {}
+        self._refusals: dict[tuple[str, str, str | None], str] = {}
+        self._stages: dict[str, float] = {}
+
+    def close(self) -> None:
+        """End every process."""
+        self._builder.close()
+        self._timer.close()
+
+    def run(self, space: Space, target: Path) -> Tuning:
+        """Search, and write the winner into `target`.
+
+        Raises:
+            BudgetError: No candidate fits.
+        """
+        self._grader.begin()
+        with self._stage("export"):
+            begun = self._builder.begin(space.exports(), self._clock.until(_EXPORT))
+            # Before the exports are waited for: data that cannot be used is found out in seconds.
+            self._reference()
+            exports = self._builder.finish(begun)
+        if not exports:
+            why = "\n".join(f"  {name}: {reason}" for name, reason in self._builder.failed.items())
+            raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
+        with self._stage("optimize and quantize"):
+            made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
+        with self._stage("screen"):
+            self._screen(self._runs(space, made), self._clock.until(_SCREEN))
+        with self._stage("compose"):
+            share = self._clock.until(_COMPOSE)
+            more = self._builder.build(self._compositions(space), share)
+            self._screen(self._runs(space, more), share)
+        with self._stage("vary run options"):
+            self._vary(space)
+        with self._stage("measure accuracy"):
+            survivors = self._survivors()
+        with self._stage("time survivors"):
+            self._timer.finals(survivors)
+        return self._conclude(space, target)
+
+    def _reference(self) -> None:
+        try:
+            self._grader.reference()
+        except SessionError as error:
+            if self._clock.left() > 0:
+                raise
+            raise BudgetError(
+                f"The time limit of {self._clock.limit_s:g} s was over before PyTorch float32 was measured.",
+                fix="allow more time (--time-limit), or fewer rows (--samples).",
+            ) from error
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._stages[name] = round(time.perf_counter() - started, 1)
+        logger.info("%s: %.1f s", name, self._stages[name])
+
+    # What to try next
+
+    @staticmethod
+    def _rewrites(space: Space, exports: Sequence[Made]) -> list[Recipe]:
+        """Optimizations and quantizations of the exports, in turns: a time limit cuts every kind off alike."""
+        kinds = [
+            offered
+            for made in exports
+            for offered in (
+                space.quantizations(made.recipe, made.facts["dtype"]),
+                space.optimizations(made.recipe, made.facts["dtype"]),
+            )
+        ]
+        return [recipe for row in itertools.zip_longest(*kinds) for recipe in row if recipe is not None]
+
+    @staticmethod
+    def _runs(space: Space, made: Sequence[Made]) -> list[Candidate]:
+        return [c for m in made for c in space.candidates(m.recipe, m.facts["dtype"])]
+
+    def _compositions(self, space: Space) -> list[Recipe]:
+        """The two best schemes of a format again, on the best optimized artifact of that format."""
+        recipes = []
+        ranking = self._judge.ranked()
+        for format in dict.fromkeys(t.made.recipe.format for t in ranking):
+            ranked = [t for t in ranking if t.made.recipe.format == format]
+            best = next((t.made for t in ranked if t.made.recipe.stage == "optimize"), None)
+            done = [t.made.recipe for t in ranked if t.made.recipe.stage == "quantize"]
+            if best is None:
+                continue
+            offered = {
+                (recipe.backend, recipe.setting): recipe
+                for recipe in space.quantizations(best.recipe, best.facts["dtype"])
+            }
+            top = list(dict.fromkeys((r.backend, r.setting) for r in done))[:2]
+            recipes += [offered[key] for key in top if key in offered]
+        return recipes
+
+    def _vary(self, space: Space) -> None:
+        """Change the run options of the best recipes one by one, then put together what helped."""
+        bases, share = self._bases(), self._clock.until(_VARY)
+        changes: dict[str, list[Candidate]] = {}
+        for base in bases:
+            facts = base.made.facts
+            lengths = self._timer.lengths(facts["limits"])
+            changes[str(base.candidate)] = space.variations(
+                base.candidate, dtype=facts["dtype"], lengths=lengths, masked=facts["masked"]
+            )
+        self._screen([c for offered in changes.values() for c in offered], share)
+        together = []
+        for base in bases:
+            helped = [
+                tried
+                for c in changes[str(base.candidate)]
+                if (tried := self._judge.tried.get(str(c))) is not None
+                and self._judge.speed(tried) > _HELPS * self._judge.speed(base)
+            ]
+            if len(helped) > 1:
+                together.append(combined([t.candidate for t in sorted(helped, key=self._judge.speed)]))
+        self._screen(together, share)
+
+    def _bases(self) -> list[Tried]:
+        """The best recipes, and the best one of each backend that is not quantized.
+
+        The latter lose less by another compute dtype than quantized ones lost already: they win when the budget is tight.
+        """
+        best: dict[str, Tried] = {}
+        for tried in self._judge.ranked():
+            best.setdefault(str(tried.made.recipe), tried)
+        exact: dict[str, Tried] = {}
+        for tried in best.values():
+            if tried.made.recipe.stage != "quantize":
+                exact.setdefault(tried.candidate.backend, tried)
+        kept = [*list(best.values())[:_VARIED], *exact.values()]
+        return [tried for tried in best.values() if tried in kept]
+
+    # Measuring
+
+    def _screen(self, candidates: Sequence[Candidate], share: float) -> None:
+        """Short measurements of candidates that are new; the same artifact made in two ways is measured once."""
+        seen = {t.identity: str(t.candidate) for t in self._judge.tried.values()}
+        fresh = []
+        for candidate in candidates:
+            tried = Tried(candidate, self._builder[candidate.recipe])
+            if str(candidate) in self._judge.tried or str(candidate) in self._failed:
+                continue
+            if refusal := self._refusal(tried):
+                self._failed[str(candidate)] = (candidate, refusal)
+            elif (twin := seen.get(tried.identity)) is not None:
+                self._failed[str(candidate)] = (candidate, f"the same files and options as {twin}")
+            else:
+                seen[tried.identity] = str(candidate)
+                fresh.append(tried)
+        self._timer.screen(fresh, share, hopeless=self._hopeless())
+        for tried in fresh:
+            if tried.screen is not None and tried.screen.error is None:
+                self._judge.tried[str(tried.candidate)] = tried
+                logger.info("%s: %.2f times PyTorch float32", tried.candidate, self._judge.speed(tried))
+            else:
+                why = tried.reason or (tried.screen.error if tried.screen else None) or "it was not measured"
+                self._failed[str(tried.candidate)] = (tried.candidate, why.splitlines()[0])
+                logger.info("%s: %s", tried.candidate, why.splitlines()[0])
+
+    def _hopeless(self) -> float:
+        """How many times slower than PyTorch a call may be that is worth timing.
+
+        Where rows a second or processor time count, one thread may win that is slower than all of them together; for size
+        time does not matter, but what takes a hundred times as long helps nobody.
+        """
+        return {"latency": 3.0, "size": 100.0}.get(self._objective, 3.0 * available_processors())
+
+    def _refusal(self, tried: Tried) -> str:
+        """Why a backend does not compute in another dtype; asked once, in a helper that is warm."""
+        c = tried.candidate
+        if c.options.compute_dtype is None:
+            return ""
+        where = (c.backend, c.device, c.options.compute_dtype)
+        if where not in self._refusals:
+            key = {
+                "opens": list(where),
+                "format": tried.made.recipe.format,
+                "versions": self._subject.versions,
+                "machine": self._subject.machine,
+            }
+            known = self._store.get("opens", key)
+            if known is None:
+                self._builder.files(tried.made)
+                try:
+                    self._builder.call(opens, tried.made.path, c.backend, c.device, c.options.to_dict())
+                    known = {"refusal": ""}
+                except AccelError as error:
+                    known = {"refusal": error.message.splitlines()[0]}
+                self._store.put("opens", key, known)
+            self._refusals[where] = str(known["refusal"])
+        return self._refusals[where]
+
+    def _survivors(self) -> list[Tried]:
+        """The accuracy of the best candidates, a few at a time, until one fits."""
+        ranked = []
+        for tried in self._judge.ranked():
+            tried.reason = self._judge.cheap_violation(tried) or tried.reason
+            if not tried.reason:
+                ranked.append(tried)
+        measured: list[Tried] = []
+        share = self._clock.until(_GRADE)
+        for i in range(0, len(ranked), _SURVIVORS):
+            for tried in progress.track(ranked[i : i + _SURVIVORS], "measuring accuracy"):
+                # The first ones are measured in any case, and more until one fits.
+                if self._clock.left(share) < self._grader.seconds and any(map(self._fits, measured)):
+                    tried.reason = "its accuracy was not measured: the time limit was near"
+                    continue
+                self._grader.grade(tried)
+                if tried.found is not None:
+                    measured.append(tried)
+            if any(map(self._fits, measured)):
+                break
+        return measured
+
+    def _fits(self, tried: Tried) -> bool:
+        return not self._judge.violations(tried)
+
+    # The end
+
+    def _conclude(self, space: Space, target: Path) -> Tuning:
+        finals = self._judge.finals()
+        winner = next((tried for tried in finals if self._fits(tried)), None)
+        failed = {**{name: (None, why) for name, why in self._builder.failed.items()}, **self._failed}
+        if winner is None:
+            ranked = self._judge.ranked()
+            missed = [(str(t.candidate), self._judge.violations(t), t.found is not None) for t in ranked]
+            raise no_fit(missed, asdict(self._constraints), self._clock.limit_s)
+        assert winner.final is not None
+        assert winner.final_anchor is not None
+        trials = self._judge.trials(winner, failed, space)
+        facts = machine()
+        del facts["home"], facts["executable"]
+        blocks = winner.final.cells[0].milliseconds
+        settings = {**self._work.key(), "threads": self._work.threads or available_processors(),
+                    "callers": self._timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
+        reference = self._grader.reference()
+        self._builder.files(winner.made)
+        made = Tuning(
+            artifact=Artifact.load(winner.made.path),
+            winner=next(trial for trial in trials if trial.winner),
+            trials=tuple(trials),
+            task=self._subject.task,
+            metric=reference["metric"],
+            rows=reference["rows"],
+            total_rows=reference["data"]["total"],
+            reference=reference["value"],
+            baseline=winner.final_anchor,
+            objective=self._objective,
+            constraints=self._constraints,
+            machine=facts,
+            settings=settings,
+            stages=self._stages,
+            seconds=round(self._clock.spent(), 1),
+            resumed=self._store.hits,
+        )
+        artifact = _write(winner, made, target)
+        self._builder.tidy({t.made.path for t in finals})
+        return replace(made, artifact=artifact)
+
+
+def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
+    """The winning artifact with its run options, so that loading it runs what was measured."""
+    assert winner.final is not None
+    assert winner.final_anchor is not None
+    assert winner.found is not None
+    run = RunRecord(
+        backend=winner.candidate.backend,
+        device=winner.candidate.device,
+        session={**winner.final.options},
+        measured={
+            "metric": tuning.metric,
+            "value": winner.found["value"],
+            "pytorch_float32": tuning.reference,
+            "drop": winner.found["drop"],
+            "rows": winner.found["rows"],
+            "data": winner.found["data"],
+            "median_ms": {c.workload: round(c.latency.median, 4) for c in winner.final.cells},
+            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in winner.final_anchor.cells},
+            "peak_memory_bytes": winner.final.peak_memory_bytes,
+            "objective": tuning.objective,
+        },
+    )
+    source = tuning.artifact
+    with staging(target) as folder:
+        shutil.copytree(source.path, folder, dirs_exist_ok=True)
+        made = Artifact.create(folder, replace(source.manifest, run=run))
+        values = replace(tuning, artifact=Artifact(target, made.manifest)).to_dict()
+        (folder / "tune.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return Artifact(target, made.manifest)

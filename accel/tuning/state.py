@@ -1,0 +1,125 @@
+"""What the stages of a search pass along: what is tuned, the calls to time, what was made and what was tried."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..benchmarking import VariantResult
+from ..candidates import Candidate, Recipe
+from ..hub import HubOptions
+from .jobs import digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is tuned, and where: everything that a measurement depends on and no candidate changes.
+
+    Attributes:
+        source: As the user named it.
+        folder: Where it is.
+        task: Its task.
+        hub: How to fetch it.
+        digest: Of its files.
+        machine: Processors and devices.
+        versions: Of every tool.
+    """
+
+    source: str
+    folder: Path
+    task: str
+    hub: HubOptions
+    digest: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The calls to be timed, before anything is loaded."""
+
+    batch: tuple[int, ...]
+    sequence: tuple[int, ...]
+    texts: tuple[str, ...] | None
+    max_length: int | None
+    threads: int | None
+    seed: int
+
+    def key(self) -> dict[str, Any]:
+        """What identifies the calls."""
+        values = asdict(self)
+        values["texts"] = digest(self.texts) if self.texts is not None else None
+        return values
+
+
+@dataclass(slots=True)
+class Made:
+    """An artifact of the search: how it was made, its folder, and what is known about it."""
+
+    recipe: Recipe
+    path: Path
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tried:
+    """A candidate and what was measured of it, beside PyTorch float32 (`anchor`).
+
+    Attributes:
+        candidate: Recipe and run options.
+        made: Its artifact.
+        screen, anchor: The short measurement.
+        final, final_anchor: The long one.
+        found: Its accuracy; see `jobs.accuracy`.
+        reason: Why it was not measured further.
+    """
+
+    candidate: Candidate
+    made: Made
+    screen: VariantResult | None = None
+    anchor: VariantResult | None = None
+    final: VariantResult | None = None
+    final_anchor: VariantResult | None = None
+    found: dict[str, Any] | None = None
+    reason: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Equal for candidates that run the same files in the same way, however they were made."""
+        c = self.candidate
+        return json.dumps([self.made.facts["digest"], c.backend, c.device, c.options.to_dict()], default=str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """A time limit, shared out over the stages; everything that is asked of another process is cut off at its end.
+
+    Attributes:
+        limit_s: Seconds for the search; `None`: no limit.
+        started: On the clock of `time.perf_counter`.
+    """
+
+    limit_s: float | None
+    started: float = field(default_factory=time.perf_counter)
+
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the limit is used up."""
+        return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
+
+    def until(self, part: float) -> float:
+        """The share of the limit that is used up when a part of what is left now is: a slow start takes from all alike."""
+        return 1.0 if self.limit_s is None else (self.spent() + part * max(self.left(), 0.0)) / self.limit_s
+
+    def timeout(self, share: float = 1.0) -> float | None:
+        """How long a process may take to answer; at least a moment, so that what is nearly done gets through."""
+        left = self.left(share)
+        return None if left == math.inf else max(left, 0.1)

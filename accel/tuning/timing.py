@@ -1,0 +1,234 @@
+"""Latencies of a search: short heats of a few candidates beside PyTorch float32, and a long one of the survivors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import benchmarking, progress, rounds, workloads
+from ..benchmarking import VariantResult
+from ..errors import SessionError
+from ..rounds import Measured
+from ..workers import Traffic, Variant, Worker, Workload
+from .building import LATE, Builder
+from .jobs import Store
+from .state import Clock, Subject, Tried, Work
+
+logger = logging.getLogger(__name__)
+
+PYTORCH = "PyTorch eager float32"
+_HEAT = 6  # candidates that are loaded at once, beside PyTorch
+_WARMUP = 6
+_RESERVE_S = 2.0  # for ending the processes of a heat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How long a measurement is.
+
+    Attributes:
+        rounds: How often the variants take turns.
+        calls: Calls of each in a round.
+        budget_s: For each workload; three rounds are made in any case.
+        hopeless: A candidate whose first calls take this many times as long as PyTorch's is not timed.
+    """
+
+    rounds: int
+    calls: int
+    budget_s: float
+    hopeless: float | None = None
+
+
+SCREEN = Amount(rounds=4, calls=6, budget_s=15)
+FINAL = Amount(rounds=12, calls=12, budget_s=45)
+
+
+class Timer:
+    """Times candidates, unless an earlier search did.
+
+    Args:
+        subject: What is tuned.
+        work: The calls.
+        store: What earlier searches measured.
+        clock: The time limit.
+        builder: Makes files again that an earlier search removed.
+        callers: Threads that call at once.
+
+    Attributes:
+        traffic: How calls arrive.
+    """
+
+    def __init__(
+        self, subject: Subject, work: Work, store: Store, clock: Clock, builder: Builder, *, callers: int
+    ) -> None:
+        self._subject, self._work, self._store, self._clock, self._builder = subject, work, store, clock, builder
+        self.traffic = Traffic(callers=callers)
+        self._anchor: Measured | None = None
+        self._workloads: list[Workload] = []
+        # A guess until the first heat: processes start, import and load within it.
+        self._heat_s, self._load_s = 10.0, 5.0
+
+    def close(self) -> None:
+        """End the process of PyTorch."""
+        if self._anchor is not None:
+            self._anchor.close()
+
+    def lengths(self, limits: Mapping[str, int]) -> Iterator[int]:
+        """Lengths that the calls have, where a model has these limits."""
+        if self._work.texts is None:
+            yield from self._work.sequence
+            return
+        for workload in self._text_workloads(limits):
+            yield from (case["input_ids"].shape[1] for case in workload.cases)
+
+    def screen(self, group: Sequence[Tried], share: float, *, hopeless: float | None) -> None:
+        """Short measurements, a few candidates at a time, until a share of the time limit is used up.
+
+        Args:
+            group: What to measure; each gets `screen` and `anchor`, or a reason why not.
+            share: Of the time limit.
+            hopeless: See `Amount`.
+        """
+        waiting = []
+        for tried in group:
+            if (known := self._store.get("screens", self._key(tried, "screen"))) is not None:
+                tried.screen, tried.anchor = _results(known)
+            else:
+                waiting.append(tried)
+        amount = Amount(rounds=SCREEN.rounds, calls=SCREEN.calls, budget_s=SCREEN.budget_s, hopeless=hopeless)
+        for i in range(0, len(waiting), _HEAT):
+            heat = waiting[i : i + _HEAT]
+            # A heat that would not be done in time is not begun. The first one is: nothing can win without it.
+            if self._anchor is not None and self._clock.left(share) < self._heat_s:
+                for tried in heat:
+                    tried.reason = LATE
+                continue
+            for tried, record, lost in self._heat(heat, amount, "screening"):
+                tried.screen, tried.anchor = _results(record)
+                # A process that died or was cut off may do better the next time.
+                if not lost:
+                    self._store.put("screens", self._key(tried, "screen"), record)
+
+    def finals(self, group: Sequence[Tried]) -> None:
+        """Longer measurements of the survivors, all side by side; each gets `final` and `final_anchor`.
+
+        With too little time left, the screens have to do.
+        """
+        waiting = []
+        for tried in group:
+            if (known := self._store.get("finals", self._key(tried, "final"))) is not None:
+                tried.final, tried.final_anchor = _results(known)
+            else:
+                waiting.append(tried)
+        if not waiting:
+            return
+        left = (self._clock.left() - self._load_s - _RESERVE_S) / max(len(self._workloads), 1)
+        budget = min(FINAL.budget_s, left)
+        if budget < 1:
+            for tried in waiting:
+                tried.final, tried.final_anchor = tried.screen, tried.anchor
+            return
+        amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=budget)
+        for tried, record, _ in self._heat(waiting, amount, "timing"):
+            found, anchor = _results(record)
+            if found.error is not None:
+                tried.reason = found.error
+                continue
+            tried.final, tried.final_anchor = found, anchor
+            if budget == FINAL.budget_s:
+                self._store.put("finals", self._key(tried, "final"), record)
+
+    def _key(self, tried: Tried, kind: str) -> dict[str, Any]:
+        return {
+            "what": tried.identity,
+            "kind": kind,
+            "amount": asdict(SCREEN if kind == "screen" else FINAL),
+            "work": self._work.key(),
+            "callers": self.traffic.callers,
+            "machine": self._subject.machine,
+            "versions": self._subject.versions,
+            "source": self._subject.digest,
+        }
+
+    def _variant(self, tried: Tried) -> Variant:
+        c = tried.candidate
+        return Variant(
+            name=str(c), path=tried.made.path, task=self._subject.task, backend=c.backend, device=c.device,
+            options=c.options, trust_remote_code=self._subject.hub.trust_remote_code,
+        )  # fmt: skip
+
+    def _until(self) -> float | None:
+        left = self._clock.left()
+        return None if left == math.inf else time.perf_counter() + left
+
+    def _heat(self, heat: Sequence[Tried], amount: Amount, what: str) -> list[tuple[Tried, dict[str, Any], bool]]:
+        """Each candidate with its result and that of PyTorch, taken in turns, and whether its process was lost."""
+        for tried in heat:
+            self._builder.files(tried.made)
+        started = time.perf_counter()
+        # PyTorch and the candidates import at the same time.
+        others = [Measured(v, Worker(v, self._work.threads, self._until())) for v in map(self._variant, heat)]
+        group = others
+        try:
+            anchor = self._start_anchor()
+            anchor.blocks = {}
+            group = [anchor, *others]
+            for one in progress.track(others, "loading"):
+                one.loaded = one.attempt(lambda worker: worker.load())
+            self._load_s = max(self._load_s, time.perf_counter() - started)
+            for workload in self._workloads:
+                rounds.warm_up(group, workload, _WARMUP, hopeless=amount.hopeless)
+                rounds.check(group, workload, None, judge=False)
+                rounds.take_turns(
+                    group, workload, rounds=amount.rounds, calls=amount.calls, budget_s=amount.budget_s,
+                    traffic=self.traffic, what=what,
+                )  # fmt: skip
+            for one in group:
+                one.peak_memory = one.attempt(lambda worker: worker.peak_memory())
+            base, *found = [asdict(benchmarking.result(one, anchor, self._workloads)) for one in group]
+        finally:
+            rounds.close(others)
+        self._heat_s = time.perf_counter() - started
+        if anchor.error is not None:
+            raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
+        return [
+            (tried, {"result": result, "anchor": base}, one.lost)
+            for tried, result, one in zip(heat, found, others, strict=True)
+        ]
+
+    def _start_anchor(self) -> Measured:
+        """PyTorch float32, kept loaded for all heats, and the workloads, whose inputs it makes."""
+        if self._anchor is not None:
+            return self._anchor
+        variant = Variant(
+            name=PYTORCH, path=self._subject.folder, task=self._subject.task, pytorch="float32",
+            trust_remote_code=self._subject.hub.trust_remote_code,
+        )  # fmt: skip
+        anchor = self._anchor = Measured(variant, Worker(variant, self._work.threads, self._until()))
+        anchor.loaded = anchor.attempt(lambda worker: worker.load())
+        if anchor.worker is None or anchor.loaded is None:
+            raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
+        if self._work.texts is None:
+            self._workloads = workloads.grid(anchor.worker, anchor.loaded, self._work.batch, self._work.sequence)
+        else:
+            self._workloads = self._text_workloads(anchor.loaded.limits)
+        return anchor
+
+    def _text_workloads(self, limits: Mapping[str, int]) -> list[Workload]:
+        assert self._work.texts is not None
+        return [
+            workloads.of_texts(
+                self._work.texts, self._subject.folder, name=f"{size} texts", task=self._subject.task, batch=size,
+                tokenize=False, max_length=self._work.max_length or limits.get("sequence"), seed=self._work.seed,
+            )
+            for size in self._work.batch
+        ]  # fmt: skip
+
+
+def _results(record: Mapping[str, Any]) -> tuple[VariantResult, VariantResult]:
+    """Candidate and PyTorch, from what was measured now or what was remembered as JSON."""
+    return VariantResult.from_dict(record["result"]), VariantResult.from_dict(record["anchor"])

@@ -1,0 +1,30 @@
+"""The time limit of a search, shared out over its stages."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from accel.tuning.state import Clock
+
+
+def test_without_a_limit_there_is_always_time() -> None:
+    clock = Clock(limit_s=None)
+    assert (clock.left(), clock.until(0.3), clock.timeout()) == (math.inf, 1.0, None)
+
+
+def test_a_stage_gets_a_part_of_what_is_left() -> None:
+    late = Clock(limit_s=100.0, started=time.perf_counter() - 60)
+    share = late.until(0.5)
+    assert share == pytest.approx(0.8, abs=0.01)
+    assert late.left(share) == pytest.approx(20, abs=1)
+    assert late.timeout(share) == pytest.approx(20, abs=1)
+
+
+def test_when_it_is_over_a_process_has_a_moment_to_answer() -> None:
+    over = Clock(limit_s=10.0, started=time.perf_counter() - 60)
+    assert over.left() < 0
+    assert over.timeout() == 0.1
+    assert over.until(0.5) > 1

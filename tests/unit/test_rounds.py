@@ -1,0 +1,89 @@
+"""Taking turns: what happens to a variant that is too slow, and to one whose process is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.reporting import text_table
+from accel.rounds import Measured, warm_up
+from accel.workers import Block, Variant, WorkerLostError, Workload
+
+WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
+
+
+class FakeWorker:
+    """Calls that take a stated time, without taking it; one above `never` does not answer."""
+
+    def __init__(self, milliseconds: float, *, never: float = 1e9, dies: bool = False) -> None:
+        self.milliseconds, self.never, self.dies, self.calls = milliseconds, never, dies, 0
+
+    def prepare(self, workload: Workload) -> None: ...
+
+    def time(self, workload: str, calls: int, first: int = 0, traffic: Any = None, timeout_s: float = 600.0) -> Block:
+        if self.dies:
+            raise WorkerLostError("it died")
+        if self.calls and self.milliseconds > self.never:
+            raise WorkerLostError("no answer", late=True)
+        self.calls += calls
+        return Block((self.milliseconds,) * calls, calls * self.milliseconds / 1000, 0.0)
+
+    def hang_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def measured(name: str, worker: FakeWorker) -> Measured:
+    return Measured(Variant(name=name, path=Path(), task="text-classification"), worker)  # type: ignore[arg-type]
+
+
+def group(*workers: FakeWorker) -> list[Measured]:
+    return [measured(str(place), worker) for place, worker in enumerate((FakeWorker(10.0), *workers))]
+
+
+def test_a_hopeless_variant_is_given_up_after_a_few_calls() -> None:
+    fast, slow = FakeWorker(5.0), FakeWorker(40.0)
+    found = group(fast, slow)
+    warm_up(found, WORK, 6, hopeless=3.0)
+    assert found[1].error is None
+    assert fast.calls == 8, "one that may compile, one that decides, six to warm up"
+    assert found[2].error == "too slow to be timed: a call takes 40 ms or more, the baseline's 10 ms (1x8)"
+    assert slow.calls == 4
+    assert not found[2].lost, "it would be as slow the next time"
+
+
+def test_a_call_that_does_not_end_is_cut_off() -> None:
+    found = group(FakeWorker(10_000.0, never=1000.0))
+    warm_up(found, WORK, 6, hopeless=3.0)
+    assert found[1].error == "too slow to be timed: a call takes 1030 ms or more, the baseline's 10 ms (1x8)"
+    assert not found[1].lost
+
+
+def test_a_process_that_dies_is_lost() -> None:
+    found = group(FakeWorker(5.0, dies=True))
+    warm_up(found, WORK, 6, hopeless=3.0)
+    assert found[1].lost
+
+
+def test_without_a_limit_everything_is_warmed_up() -> None:
+    slow = FakeWorker(40.0)
+    found = group(slow)
+    warm_up(found, WORK, 6)
+    assert (found[1].error, slow.calls) == (None, 6)
+
+
+@pytest.mark.parametrize(("rate", "told"), [(200.0, True), (100.0, False), (None, False)])
+def test_a_variant_that_falls_behind_is_named(rate: float | None, told: bool) -> None:
+    cell = {"workload": "1x8", "batch": 1, "latency": {"median": 9.0, "p95": 10.0}, "ratio": None, "throughput": 100.0}
+    variant = {
+        "name": "slow one",
+        "compute_dtype": "float32",
+        "peak_memory_bytes": None,
+        "bytes": None,
+        "cells": [cell],
+    }
+    settings = {"threads": 2, "callers": 1, "rate": rate}
+    values = {"task": "text-classification", "baseline": "slow one", "settings": settings, "variants": [variant]}
+    assert ("slow one answered 100 of 200 calls a second" in text_table(values)) is told
