@@ -53,7 +53,7 @@ class _Timed(TextStreamer):  # type: ignore[misc]  # transformers is untyped her
             self.times.append(time.perf_counter())
         super().put(value)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002  # transformers' signature
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # transformers' signature
         """A piece of text that will not change any more."""
         if self._on_text is not None:
             self._on_text(text)
