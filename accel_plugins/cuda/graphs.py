@@ -101,8 +101,9 @@ class ShapeGraphs:
         if found is not None:
             return found
         runtime, stream = self._runtime, self._runtime.stream
-        stream.wait_stream(torch.cuda.current_stream(runtime.device))
         enqueue = self._prepared(plan)
+        # Behind the inputs and what was just prepared, which are written on the current stream.
+        stream.wait_stream(torch.cuda.current_stream(runtime.device))
         # The first run allocates what every later one uses again.
         for _ in range(2):
             with torch.cuda.stream(stream):

@@ -9,6 +9,7 @@ file beside the general one and picks by what a call's mask holds.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ def counting_weights(sequence: int, device: torch.device | None = None) -> torch
     return torch.stack((torch.ones_like(places), places), dim=1)
 
 
+_host_weights = functools.lru_cache(maxsize=64)(counting_weights)
+
+
 def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Each row's number of tokens and the sum of their places, computed where the mask is: `(batch, 2) int64`.
 
@@ -79,7 +83,9 @@ def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
 def held_by(mask: torch.Tensor) -> Held:
     """What a `(batch, sequence)` mask holds; waits for it where it is on a GPU."""
     sequence = mask.shape[1]
-    return held_by_flags(flags_of(mask, counting_weights(sequence, mask.device)).cpu().numpy(), sequence)
+    # Those of the host are kept; on a GPU they would have to be waited for by every stream that reads them.
+    weights = counting_weights(sequence, mask.device) if mask.is_cuda else _host_weights(sequence)
+    return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
 def plan_for(held: Held, places: int, *, packs: bool) -> Plan:
