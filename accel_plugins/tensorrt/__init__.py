@@ -32,6 +32,7 @@ SPEC = BackendSpec(
             consumes="onnx",
             produces="onnx",
             devices=("cuda",),
+            dtypes=("float32", "float16"),
             schemes=("static-fp8", "static-int8"),
         ),
     ),
