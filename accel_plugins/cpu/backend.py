@@ -14,7 +14,7 @@ from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
 from accel.specs import DeviceSpec, Probe, Reason
 
 from ..ort.exporter import OnnxExporter
-from ..ort.session import OrtSession, open_session
+from ..ort.session import OrtSession, for_float8, is_float8, open_session
 from .flags import cpu_flags
 
 PROVIDER = "CPUExecutionProvider"
@@ -71,7 +71,7 @@ class CpuBackend:
                 f"{PROVIDER} has no options of its own, not {sorted(options)}.",
                 fix="pass ONNX Runtime's settings as session_options=SessionOptions(native={...}).",
             )
-        computes = "int8" if artifact.manifest.quantization else "float32"
+        computes = "int8" if artifact.manifest.quantization and not is_float8(artifact) else "float32"
         if session.compute_dtype not in (None, "float32"):
             raise ConfigError(
                 f"ONNX Runtime's CPU kernels compute in float32, not in {session.compute_dtype}.",
@@ -84,7 +84,7 @@ class CpuBackend:
                 device=device,
                 provider=PROVIDER,
                 provider_options=options,
-                options=session,
+                options=for_float8(session, artifact),
                 # ONNX Runtime casts half-precision graphs to float32 for its CPU kernels.
                 compute_dtype=computes,
                 disabled_optimizers=SLOW_FUSIONS,

@@ -16,9 +16,9 @@ from accel.specs import DeviceSpec, Probe, Reason
 
 from ..ort.gpu_optimizer import GpuOptimizer
 from ..ort.graphs import load_graph
-from ..ort.session import OPTIONS_OBJECT
+from ..ort.nvidia import judge, survey
+from ..ort.session import OPTIONS_OBJECT, for_float8
 from .options import CudaOptions, read_options
-from .probe import judge, survey
 from .runtime import Runtime
 from .session import CudaSession
 
@@ -91,6 +91,7 @@ class CudaBackend:
                 fix=f"make a {session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
                 f"accel export --dtype {session.compute_dtype}.",
             )
+        session = for_float8(session, artifact)
         ort.set_default_logger_severity(_ERRORS_ONLY)
         return {
             component.name: CudaSession(
@@ -114,7 +115,7 @@ class CudaBackend:
             return Runtime(path, component, device, options, session)
         key = json.dumps(
             [str(path), component.files[0].sha256, device.index, options.cuda_graphs, options.padding,
-             dict(options.provider), session.to_dict()],
+             options.packing, dict(options.provider), session.to_dict()],
             default=str, sort_keys=True,
         )  # fmt: skip
         found = self._runtimes.get(key)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from accel.errors import SessionError
 
-from ..ort.masks import Form, flags_of
+from ..ort.masks import Held, Plan, counting_weights, flags_of, held_by_flags
+from ..ort.packing import Packing
 from .runtime import Runtime, device_tensor
 
 
@@ -27,33 +28,36 @@ class MaskCheck:
         self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._flags = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._flags = torch.zeros((mask.shape[0], 2), dtype=torch.int64).pin_memory()
         self._view = self._flags.numpy()
+        self._sequence = mask.shape[1]
+        # Kept: the graph reads it.
+        self._weights = counting_weights(self._sequence, mask.device)
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(mask.device)
         with torch.cuda.stream(self._stream):
-            self._flags.copy_(flags_of(mask), non_blocking=True)
+            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
             self._stream.synchronize()
             self._graph.capture_begin(capture_error_mode="thread_local")
-            self._flags.copy_(flags_of(mask), non_blocking=True)
+            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
             self._graph.capture_end()
 
     def mark(self, current: torch.cuda.Stream) -> None:
         """The mask is in its buffer once `current` gets here."""
         self._ready.record(current)
 
-    def flags(self) -> tuple[int, int]:
-        """What `flags_of` finds in the marked mask; waits for that alone, not for the work enqueued after it."""
+    def held(self) -> Held:
+        """What the marked mask holds; waits for that alone, not for the work enqueued after it."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
             self._graph.replay()
             self._done.record(self._stream)
         self._done.synchronize()
-        return int(self._view[0]), int(self._view[1])
+        return held_by_flags(self._view, self._sequence)
 
 
 class ShapeGraphs:
-    """The graphs of one input shape, one for each form of the model, over the same fixed buffers.
+    """The graphs of one input shape, one for each plan, over the same fixed buffers.
 
     Args:
         runtime: What is captured.
@@ -72,33 +76,38 @@ class ShapeGraphs:
         self.input_list = list(self.inputs.values())
         self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
         self.load(list(inputs.values()))
-        self.graphs: dict[Form, torch.cuda.CUDAGraph] = {}
-        self.expected: Form = "general"
-        mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
-        self.check = MaskCheck(mask) if mask is not None and runtime.options.padding == "check" else None
+        self.graphs: dict[Plan, torch.cuda.CUDAGraph] = {}
+        self.expected = Plan("general")
+        self.waits = False
+        self._packings: list[Packing] = []
+        self._mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
+        checked = runtime.options.padding == "check"
+        self.check = MaskCheck(self._mask) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Copy inputs, in order, into the fixed buffers, on the current stream; see `on_device` about pinned memory."""
         for buffer, value in zip(self.input_list, values, strict=True):
             buffer.copy_(value, non_blocking=not value.is_pinned())
 
-    def capture(self, form: Form) -> torch.cuda.CUDAGraph:
-        """The graph of a form, made from what the input buffers hold when it is first asked for.
+    def capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
+        """The graph of a plan, made from what the input buffers hold when it is first asked for.
 
         Takes a few runs.
 
         Raises:
             CaptureError: It cannot be captured, or replays something else than it ran.
         """
-        found = self.graphs.get(form)
+        found = self.graphs.get(plan)
         if found is not None:
             return found
         runtime, stream = self._runtime, self._runtime.stream
-        binding = runtime.bind(form, self.inputs, self.outputs)
+        enqueue = self._prepared(plan)
+        # Behind the inputs and what was just prepared, which are written on the current stream.
         stream.wait_stream(torch.cuda.current_stream(runtime.device))
         # The first run allocates what every later one uses again.
         for _ in range(2):
-            runtime.enqueue(form, binding)
+            with torch.cuda.stream(stream):
+                enqueue()
         torch.cuda.synchronize(runtime.device)
         expected = {name: tensor.clone() for name, tensor in self.outputs.items()}
         for tensor in self.outputs.values():
@@ -110,7 +119,7 @@ class ShapeGraphs:
                 # Other threads may allocate meanwhile.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    runtime.enqueue(form, binding)
+                    enqueue()
                 finally:
                     graph.capture_end()
                 graph.replay()
@@ -121,8 +130,27 @@ class ShapeGraphs:
         for name, tensor in self.outputs.items():
             if not _agree(tensor, expected[name]):
                 raise CaptureError(f"replaying the captured run gives another {name}")
-        self.graphs[form] = graph
+        self.graphs[plan] = graph
+        # From now on calls of this shape wait for their mask: 40 microseconds that a wrong guess costs many times over.
+        self.waits = self.waits or plan.form == "packed"
         return graph
+
+    def _prepared(self, plan: Plan) -> Callable[[], None]:
+        """What enqueues a run over the fixed buffers, on the current stream as far as it is ours."""
+        runtime, mask = self._runtime, self._mask
+        if plan.form != "packed" or mask is None:
+            binding = runtime.bind(plan.form, self.inputs, self.outputs)
+            return lambda: runtime.enqueue(plan.form, binding)
+        packing = Packing(mask.shape, plan.rows, runtime.device)
+        # Kept: the graph reads and writes its buffers.
+        self._packings.append(packing)
+        binding = runtime.bind(plan.form, {**self.inputs, **packing.inputs}, self.outputs)
+
+        def enqueue() -> None:
+            packing.fill(mask)
+            runtime.enqueue(plan.form, binding)
+
+        return enqueue
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:

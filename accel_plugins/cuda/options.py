@@ -29,7 +29,7 @@ PROVIDER_OPTIONS = (
     "tunable_op_tuning_enable",
     "use_tf32",
 )
-OWN_OPTIONS = ("cuda_graphs", "padding")
+OWN_OPTIONS = ("cuda_graphs", "packing", "padding")
 _TAKEN = {
     "enable_cuda_graph": "use cuda_graphs=0 to turn CUDA graphs off.",
     "user_compute_stream": "leave it out: calls are ordered on torch's current stream.",
@@ -47,6 +47,7 @@ class CudaOptions:
         padding: What may be assumed about the padding mask. `check` looks at each call's mask and picks the fastest
             kernels that are right for it; `right` promises that padding only ever stands on the right of at least one
             token (a wrong promise gives wrong results); `any` never looks and always takes the general kernels.
+        packing: Whether calls with much padding on the right are computed on their tokens alone. Only with `check`.
         tf32: Whether float32 matrix products may round their inputs to 10 bits of mantissa (TF32). ONNX Runtime's
             default is yes; ours is no.
         provider: ONNX Runtime's options, as strings.
@@ -54,6 +55,7 @@ class CudaOptions:
 
     cuda_graphs: int = 16
     padding: Padding = "check"
+    packing: bool = True
     tf32: bool = False
     provider: Mapping[str, str] = field(default_factory=dict)
 
@@ -93,6 +95,7 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptio
     return CudaOptions(
         cuda_graphs=_integer("cuda_graphs", options.get("cuda_graphs", 16)),
         padding=cast("Padding", padding),
+        packing=_truth("packing", options.get("packing", True)),
         tf32=tf32,
         provider={**provider, "device_id": str(index), "use_tf32": "1" if tf32 else "0"},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
@@ -13,7 +13,8 @@ from accel.errors import InputError, SessionClosedError, SessionError, did_you_m
 from accel.interfaces import Feeds, State
 from accel.specs import DeviceSpec, TensorSpec
 
-from ..ort.masks import Form, flags_of, form_of, form_of_flags
+from ..ort.masks import Form, Held, Plan, held_by
+from ..ort.packing import Packing
 from ..ort.values import ort_value_as_tensor
 from .graphs import CaptureError, ShapeGraphs
 from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
@@ -26,7 +27,7 @@ _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
     "lengths": ("full", "lengths"),
     "general": ("full", "lengths", "general"),
 }
-"""Masks by what they hold that a form of the graph computes rightly."""
+"""Masks by what they hold that a form of the graph computes rightly, whatever its number of rows."""
 Key = tuple[torch.Size, ...]
 
 
@@ -52,6 +53,8 @@ class CudaSession:
         self._compute_dtype = compute_dtype
         self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
         self._names = list(self._dtypes)
+        self._dtype_list = list(self._dtypes.values())
+        self._index = device.index
         self._mask_position = self._names.index(runtime.mask) if runtime.mask is not None else -1
         self._output_names = [spec.name for spec in component.outputs]
         self._output_dtypes: dict[str, torch.dtype] = {s.name: getattr(torch, s.dtype) for s in component.outputs}
@@ -125,21 +128,21 @@ class CudaSession:
         # What comes before the first launch is what a small model waits for, so the common case does little here.
         try:
             values = [feeds[name] for name in self._names]
-            usual = len(feeds) == len(values) and all(map(self._fits, values, self._dtypes.values()))
+            usual = len(feeds) == len(values)
+            for tensor, dtype in zip(values, self._dtype_list, strict=True):
+                if tensor.dtype is not dtype or tensor.get_device() != self._index or tensor.requires_grad:
+                    usual = False
+                    break
         except KeyError:
             usual = False
         if not usual:
             values = self._converted(feeds)
         key: Key = tuple([tensor.shape for tensor in values])
         with runtime.lock:
-            if torch.cuda.current_device() != self._where.index:
+            if torch.cuda.current_device() != self._index:
                 with torch.cuda.device(self._where):
-                    return self._enqueue(runtime, key, values, names, out or {})
-            return self._enqueue(runtime, key, values, names, out or {})
-
-    def _fits(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether a tensor can be copied or bound as it is."""
-        return tensor.dtype is dtype and tensor.device == self._where and not tensor.requires_grad
+                    return self._enqueue(runtime, key, values, names, out or {}, usual)
+            return self._enqueue(runtime, key, values, names, out or {}, usual)
 
     def _enqueue(
         self,
@@ -148,9 +151,9 @@ class CudaSession:
         values: list[torch.Tensor],
         names: Sequence[str],
         out: Mapping[str, torch.Tensor],
+        resident: bool,
     ) -> dict[str, torch.Tensor]:
-        current = torch.cuda.current_stream(self._where)
-        runtime.follow(current)
+        current = runtime.follow()
         graphs = self._graphs.get(key)
         try:
             if graphs is None:
@@ -158,7 +161,7 @@ class CudaSession:
                 graphs = self._new_graphs(runtime, key, tensors)
                 if graphs is None:
                     return self._run_kernels(runtime, tensors, names, out, current)
-            return self._replay(runtime, graphs, values, names, out, current)
+            return self._replay(runtime, graphs, values, names, out, current, resident)
         except _RUN_ERRORS as error:
             shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
             raise self._mapped(error, shapes) from error
@@ -188,9 +191,9 @@ class CudaSession:
         graphs = ShapeGraphs(
             runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
         )
-        graphs.expected = self._form(runtime, tensors)
+        held = self._held(runtime, tensors)
         try:
-            graphs.capture(graphs.expected)
+            self._captured(runtime, graphs, held)
         except CaptureError as error:
             runtime.graph_obstacle = error.message
             logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
@@ -206,46 +209,67 @@ class CudaSession:
         names: Sequence[str],
         out: Mapping[str, torch.Tensor],
         current: torch.cuda.Stream,
+        resident: bool,
     ) -> dict[str, torch.Tensor]:
         """Copy in, replay, copy out. With a mask on the GPU the form that was right last time is replayed before it is
-        known to be right this time, and another one after it where it was not.
+        known to be right this time, and another one after it where it was not. The number of rows of a packed call is
+        too likely to change for that: where calls of a shape were packed, the mask is waited for.
         """
-        if all(tensor.is_cuda for tensor in values):
+        if resident or all(tensor.is_cuda for tensor in values):
             torch._foreach_copy_(graphs.input_list, values)
         else:
             graphs.load(values)
-        check, form = graphs.check, graphs.expected
+        check, plan, held = graphs.check, graphs.expected, None
         if check is not None:
             mask = values[self._mask_position]
-            if mask.is_cuda:
-                check.mark(current)
+            if not mask.is_cuda:
+                held = held_by(mask)
             else:
-                graphs.expected = form = form_of(mask)
-                check = None
-        (graphs.graphs.get(form) or graphs.capture(form)).replay()
+                check.mark(current)
+                if graphs.waits or plan.form == "packed":
+                    held = check.held()
+            if held is not None:
+                plan, check = runtime.plan(held, mask), None
+        graph = graphs.graphs.get(plan)
+        if graph is None:
+            graph = graphs.capture(plan) if held is None else self._captured(runtime, graphs, held)
+        else:
+            graphs.expected = plan
+        graph.replay()
         results = {name: self._copied(graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
-            holds = form_of_flags(check.flags(), mask.shape[1])
-            graphs.expected = holds
-            if holds not in _RIGHT_FOR[form]:
-                graphs.capture(holds).replay()
+            held = check.held()
+            if held.form not in _RIGHT_FOR[plan.form]:
+                self._captured(runtime, graphs, held).replay()
                 for name, result in results.items():
                     result.copy_(graphs.outputs[name])
+            else:
+                graphs.expected = runtime.plan(held, mask)
         return results
+
+    def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: Held) -> torch.cuda.CUDAGraph:
+        """The fastest graph for a mask that holds that; expected for the next call, too."""
+        mask = graphs.input_list[self._mask_position]
+        plan = runtime.plan(held, mask) if runtime.mask is not None else Plan(held.form)
+        try:
+            graph = graphs.capture(plan)
+        except (SessionError, *_RUN_ERRORS) as error:
+            if plan.form != "packed":
+                raise
+            plan = runtime.without_packing(held, error)
+            graph = graphs.capture(plan)
+        graphs.expected = plan
+        return graph
 
     @staticmethod
     def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
         return value.clone() if buffer is None else buffer.copy_(value)
 
-    def _form(self, runtime: Runtime, tensors: Feeds) -> Form:
-        """The form for these inputs; waits for the GPU where the mask is there."""
+    def _held(self, runtime: Runtime, tensors: Feeds) -> Held:
+        """What the mask of these inputs holds, or what the options promise; waits for the GPU where the mask is there."""
         if runtime.mask is None or runtime.options.padding != "check":
-            return runtime.safe_form
-        mask = tensors[runtime.mask]
-        if not mask.is_cuda:
-            return form_of(mask)
-        leading, behind_gap = flags_of(mask).tolist()
-        return form_of_flags((leading, behind_gap), mask.shape[1])
+            return Held(runtime.safe_form, 0)
+        return held_by(tensors[runtime.mask])
 
     # Running kernel by kernel
 
@@ -257,8 +281,9 @@ class CudaSession:
         out: Mapping[str, torch.Tensor],
         current: torch.cuda.Stream,
     ) -> dict[str, torch.Tensor]:
-        form = self._form(runtime, tensors)
+        held = self._held(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
+        plan = Plan(held.form) if runtime.mask is None else runtime.plan(held, inputs[runtime.mask])
         results: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         if self._known_shapes:
             shapes = self._output_shapes(inputs)
@@ -266,16 +291,38 @@ class CudaSession:
                 given = out.get(name)
                 dtype = self._output_dtypes[name]
                 results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
-        binding = runtime.bind(form, inputs, results)
-        runtime.stream.wait_stream(current)
-        runtime.enqueue(form, binding)
-        current.wait_stream(runtime.stream)
+        try:
+            binding = self._enqueued(runtime, plan, inputs, results, current)
+        except (SessionError, *_RUN_ERRORS) as error:
+            if plan.form != "packed":
+                raise
+            binding = self._enqueued(runtime, runtime.without_packing(held, error), inputs, results, current)
         if self._known_shapes:
             return {name: value for name, value in results.items() if value is not None}
         found = dict(zip(names, binding.get_outputs(), strict=True))
         made = {name: ort_value_as_tensor(value) for name, value in found.items()}
         # ONNX Runtime may use its memory again as soon as the tensor is gone: the caller gets a copy.
         return {name: self._copied(tensor, out.get(name)) for name, tensor in made.items()}
+
+    def _enqueued(
+        self,
+        runtime: Runtime,
+        plan: Plan,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor | None],
+        current: torch.cuda.Stream,
+    ) -> Any:
+        """ONNX Runtime's binding of a run that is on its way; `current` is behind it."""
+        if plan.form == "packed" and runtime.mask is not None:
+            mask = inputs[runtime.mask]
+            packing = Packing(mask.shape, plan.rows, self._where)
+            packing.fill(mask)
+            inputs = {**inputs, **packing.inputs}
+        binding = runtime.bind(plan.form, inputs, results)
+        runtime.stream.wait_stream(current)
+        runtime.enqueue(plan.form, binding)
+        current.wait_stream(runtime.stream)
+        return binding
 
     def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:
         sizes: dict[int | str, int] = {}

@@ -118,6 +118,10 @@ class Calibrator:
                         fix="look for missing or infinite values in the data, or exclude the layer that makes them.",
                     )
                 seen = found.setdefault(name, ChannelRange(low, high))
+                if seen.low.shape != low.shape:
+                    # The last axis is no channel: it is as long as the texts (what `Softmax` makes, transposed keys).
+                    seen.low, seen.high = seen.low.min(keepdims=True), seen.high.max(keepdims=True)
+                    low, high = low.min(keepdims=True), high.max(keepdims=True)
                 seen.low, seen.high = np.minimum(seen.low, low), np.maximum(seen.high, high)
                 seen.low_sum += float(low.min()) * rows
                 seen.high_sum += float(high.max()) * rows

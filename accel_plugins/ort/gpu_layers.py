@@ -288,8 +288,13 @@ def compute_one_token(model: ir.Model) -> int:
     return count
 
 
-def _token_inputs(node: ir.Node) -> list[int]:
-    """Positions of the inputs that hold one vector for each token; empty when the node mixes tokens."""
+def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
+    """Positions of the inputs that hold one vector for each token; empty when the node mixes tokens.
+
+    Args:
+        node: The node.
+        more_outputs: Whether outputs other than the first may be read.
+    """
     positions = []
     for position in _TOKENWISE.get((node.domain, node.op_type), ()):
         value = node.inputs[position] if position < len(node.inputs) else None
@@ -303,7 +308,7 @@ def _token_inputs(node: ir.Node) -> list[int]:
         return []
     if node.op_type == "LayerNormalization" and node.attributes.get_int("axis", -1) not in (-1, 2):
         return []
-    if any(output.uses() for output in node.outputs[1:]):
+    if not more_outputs and any(output.uses() for output in node.outputs[1:]):
         return []
     result = dims(node.outputs[0])
     if any((dims(node.inputs[p]) or [])[:2] != (result or [])[:2] for p in positions):
@@ -320,7 +325,7 @@ def _movable(gather: ir.Node) -> dict[int, ir.Node]:
         node = value.producer() if value is not None else None
         if node is None or id(node) in candidates:
             continue
-        positions = _token_inputs(node)
+        positions = token_inputs(node)
         if positions:
             candidates[id(node)] = node
             waiting += [node.inputs[p] for p in positions]
@@ -348,7 +353,7 @@ def _move(gather: ir.Node, moved: dict[int, ir.Node]) -> None:
         node = value.producer()
         if node is not None and id(node) in moved:
             inputs: list[ir.Value | None] = list(node.inputs)
-            for position in _token_inputs(node):
+            for position in token_inputs(node):
                 source = inputs[position]
                 assert source is not None
                 inputs[position] = one_token(source)

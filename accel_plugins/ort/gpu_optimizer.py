@@ -39,13 +39,22 @@ GPU_FUSIONS = (
 )
 
 
-def chosen_gpu_fusions(config: OptimizeConfig) -> list[Fusion]:
+ONNX_RUNTIME_ONLY = ("attention", "embed-layer-norm", "skip-layer-norm", "bias-gelu", "fast-gelu")
+"""Fusions into operators of ONNX Runtime's own."""
+
+
+def chosen_gpu_fusions(config: OptimizeConfig, *, portable: bool = False) -> list[Fusion]:
     """A level's fusions without the disabled and with the enabled ones, in the order in which they run.
+
+    Args:
+        config: The level and the changes to it.
+        portable: Whether the graph must stay one of ONNX's own operators.
 
     Raises:
         ConfigError: A name that is no fusion, or is both enabled and disabled.
     """
-    known = [fusion.name for fusion in GPU_FUSIONS]
+    fusions = [fusion for fusion in GPU_FUSIONS if not (portable and fusion.name in ONNX_RUNTIME_ONLY)]
+    known = [fusion.name for fusion in fusions]
     for name in (*config.enable, *config.disable):
         if name not in known:
             raise ConfigError(
@@ -57,7 +66,7 @@ def chosen_gpu_fusions(config: OptimizeConfig) -> list[Fusion]:
     levels = _LEVELS[: _LEVELS.index(config.level) + 1]
     # ONNX Runtime's EmbedLayerNormalization has no bfloat16 (1.31).
     without = {*config.disable, *(("embed-layer-norm", "float16") if "bfloat16" in config.enable else ())}
-    return [f for f in GPU_FUSIONS if (f.level in levels or f.name in config.enable) and f.name not in without]
+    return [f for f in fusions if (f.level in levels or f.name in config.enable) and f.name not in without]
 
 
 class GpuOptimizer:
@@ -67,10 +76,12 @@ class GpuOptimizer:
 
     Args:
         backend: Name of the backend that owns it, for the manifest.
+        portable: Whether the graph must stay one of ONNX's own operators, for other runtimes than ONNX Runtime.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *, portable: bool = False) -> None:
         self._backend = backend
+        self._portable = portable
 
     def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
         """Write the optimized graphs; see `accel.interfaces.Optimizer`. Takes seconds.
@@ -84,7 +95,7 @@ class GpuOptimizer:
                 f"{artifact.path} is quantized; its graph is no longer the one that fusions look for.",
                 fix="optimize first, then quantize.",
             )
-        fusions = chosen_gpu_fusions(config)
+        fusions = chosen_gpu_fusions(config, portable=self._portable)
         models = load_graphs(artifact)
         counts: Counter[str] = Counter()
         before = after = 0

@@ -2,13 +2,16 @@
 
 The graph in an artifact takes the padding mask as it is: `(batch, sequence)`, right for any mask. ONNX Runtime's CUDA
 kernels are twice as fast when they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 against
-6.7 ms), which says the same only where padding stands on the right; and faster again without any mask, where there is no
-padding. A session opens these forms of the same file beside the general one and picks by what a call's mask holds.
+6.7 ms), which says the same only where padding stands on the right; faster again without any mask, where there is no
+padding; and where there is much of it, without computing it at all (`packing`). A session opens these forms of the same
+file beside the general one and picks by what a call's mask holds.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,38 +22,95 @@ from onnx_ir.passes import common as passes
 
 from .gpu_attention import MASK_NAME, ROWS_NAME
 from .graphs import MICROSOFT, add_initializer, replace_value
+from .packing import can_pack, pack, packed_rows
 
-Form = Literal["general", "lengths", "full"]
-"""`general`: any mask. `lengths`: each row keeps its first tokens, at least one. `full`: every token is kept."""
+Form = Literal["general", "lengths", "full", "packed"]
+"""`general`: any mask. `lengths`: each row keeps its first tokens, at least one. `full`: every token is kept. `packed`: as
+`lengths`, computed on the tokens alone."""
 _MASK_INPUT = {"Attention": 3, "MultiHeadAttention": 4}
 
-
-def form_of(mask: torch.Tensor) -> Form:
-    """The fastest form that is right for a `(batch, sequence)` mask on the host."""
-    kept = mask != 0
-    if bool(kept.all()):
-        return "full"
-    if bool(kept[:, 0].all()) and not bool((kept[:, 1:] > kept[:, :-1]).any()):
-        return "lengths"
-    return "general"
+# Measured on an H200, see docs/backends/cuda.md.
+PACKED_FROM = 1024
+"""Places (batch times sequence) from which on packing is worth it: fewer do not fill the GPU."""
+PACKED_UP_TO = 0.75
+"""Largest share of the places that a packed call may compute."""
 
 
-def flags_of(mask: torch.Tensor) -> torch.Tensor:
-    """What `form_of` looks at, computed where the mask is, without waiting for it: `(2,) int64`.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a mask holds: the fastest form that is right for it at any size, and its tokens."""
 
-    The smallest number of leading tokens that any row keeps, and the number of tokens kept behind a gap.
+    form: Form
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call is computed: the form of the graph, and for `packed` the number of rows."""
+
+    form: Form
+    rows: int = 0
+
+
+def counting_weights(sequence: int, device: torch.device | None = None) -> torch.Tensor:
+    """What `flags_of` multiplies a row with: ones, and the places' numbers: `(sequence, 2) int64`."""
+    places = torch.arange(sequence, device=device)
+    return torch.stack((torch.ones_like(places), places), dim=1)
+
+
+_host_weights = functools.lru_cache(maxsize=64)(counting_weights)
+
+
+def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Each row's number of tokens and the sum of their places, computed where the mask is: `(batch, 2) int64`.
+
+    A row's tokens stand at its beginning exactly when that sum is the smallest that so many places can have. Three kernels.
     """
-    kept = mask != 0
-    leading = kept.cumprod(1).sum(1)
-    return torch.stack((leading.amin(), kept.sum() - leading.sum()))
+    return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 
 
-def form_of_flags(flags: tuple[int, int], sequence: int) -> Form:
-    """`form_of` from what `flags_of` found."""
-    leading, behind_gap = flags
-    if behind_gap or leading < 1:
-        return "general"
-    return "full" if leading == sequence else "lengths"
+def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
+    """What the mask held from which `flags` come."""
+    counts, places = flags[:, 0], flags[:, 1]
+    tokens = int(counts.sum())
+    if tokens == flags.shape[0] * sequence:
+        return Held("full", tokens)
+    if counts.min() >= 1 and (places * 2 == counts * (counts - 1)).all():
+        return Held("lengths", tokens)
+    return Held("general", tokens)
+
+
+def held_by(mask: torch.Tensor) -> Held:
+    """What a `(batch, sequence)` mask holds; waits for it where it is on a GPU."""
+    sequence = mask.shape[1]
+    # Those of the host are kept; on a GPU they would have to be waited for by every stream that reads them.
+    weights = counting_weights(sequence, mask.device) if mask.is_cuda else _host_weights(sequence)
+    return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
+
+
+def plan_for(held: Held, places: int, *, packs: bool) -> Plan:
+    """The fastest way to compute a call.
+
+    Args:
+        held: What its mask holds.
+        places: Batch times sequence.
+        packs: Whether the graph has a packed form.
+    """
+    if packs and held.form == "lengths" and places >= PACKED_FROM:
+        rows = packed_rows(held.tokens, places)
+        if rows <= PACKED_UP_TO * places:
+            return Plan("packed", rows)
+    return Plan(held.form)
+
+
+def packs(path: Path) -> bool:
+    """Whether the graph of a file has a packed form that is worth it: in float16, for which there are packed kernels."""
+    model = _load(path)
+    mask = _find(model, MASK_NAME)
+    if mask is None or mask_input(path) is None or not can_pack(model, mask):
+        return False
+    weights = [node.inputs[1] for node in model.graph if node.op_type == "Attention"]
+    return all(weight is not None and weight.dtype == ir.DataType.FLOAT16 for weight in weights)
 
 
 def mask_input(path: Path) -> str | None:
@@ -77,6 +137,8 @@ def in_form(path: Path, form: Form) -> bytes:
         for rows in _uses_of(_find(model, ROWS_NAME)):
             if rows.op_type == "Where" and rows.inputs[1] is not None:
                 replace_value(rows.outputs[0], rows.inputs[1])
+        if form == "packed":
+            pack(model, mask)
         lengths = _lengths(model.graph, mask) if form == "lengths" else None
         for node in _uses_of(mask):
             position = _MASK_INPUT.get(node.op_type)

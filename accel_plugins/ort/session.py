@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,7 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from accel.artifact import Component
+from accel.artifact import Artifact, Component
 from accel.config import SessionOptions, available_processors
 from accel.errors import (
     BackendUnavailableError,
@@ -95,6 +96,21 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
     return made, disabled
 
 
+def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
+    """The options with which ONNX Runtime opens a graph with FP8 pairs: without its rewriting of Q/DQ pairs, which takes
+    them for INT8 and makes a graph that it then refuses (1.31).
+    """
+    if not is_float8(artifact):
+        return session
+    return replace(session, native={"session.disable_quant_qdq": "1", **session.native})
+
+
+def is_float8(artifact: Artifact) -> bool:
+    """Whether a graph has FP8 pairs, which ONNX Runtime computes in floating point."""
+    quantization = artifact.manifest.quantization
+    return quantization is not None and quantization.scheme.endswith("fp8")
+
+
 def open_session(
     path: Path,
     component: Component,
@@ -130,6 +146,7 @@ def open_runtime(
     disabled_optimizers: Sequence[str] = (),
     shapes: Mapping[str, int] | None = None,
     model: bytes | None = None,
+    others: Sequence[str] = (),
 ) -> ort.InferenceSession:
     """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
 
@@ -142,12 +159,18 @@ def open_runtime(
         disabled_optimizers: Names of ONNX Runtime's graph optimizers to leave out.
         shapes: Fixed sizes for named axes.
         model: The serialized graph to open instead of the file's, with its weights in the file's folder.
+        others: Providers that may take what this one has no kernels for.
 
     Raises:
         ConfigError: An option that ONNX Runtime does not have.
         SessionError: The graph is refused.
         BackendUnavailableError: The provider did not load.
     """
+    if provider not in ort.get_available_providers():
+        raise BackendUnavailableError(
+            f"This build of ONNX Runtime has no {provider}, only {', '.join(ort.get_available_providers())}.",
+            fix="run `accel doctor`.",
+        )
     native, disabled = native_options(options)
     if model is not None:
         native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.parent))
@@ -159,7 +182,7 @@ def open_runtime(
         session = ort.InferenceSession(
             str(path) if model is None else model,
             native,
-            providers=[(provider, strings)],
+            providers=[(provider, strings), *others],
             disabled_optimizers=[*disabled_optimizers, *disabled] or None,
         )
     except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
@@ -324,10 +347,14 @@ class OrtSession:
                 raise self._wrong_names(feeds, dtypes)
             if tensor.dtype is not dtype:
                 tensor = self._converted(name, tensor, dtype)
-            tensors[name] = tensor.detach().cpu().contiguous()
+            tensors[name] = self._placed(tensor)
         if len(feeds) != len(tensors):
             raise self._wrong_names(feeds, dtypes)
         return tensors
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as ONNX Runtime can read it: contiguous, where the session runs."""
+        return tensor.detach().cpu().contiguous()
 
     @staticmethod
     def _wrong_names(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> InputError:

@@ -1,15 +1,18 @@
 """Encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
 
-    python docs/benchmarks/gpu.py [OUT.json] [--quick]
+    python docs/benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune]
     python docs/benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, a process each
 
 Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and biases that are not zero. Inputs are
 on the GPU, and the same for every variant. A time is the median, over rounds in which the variants take turns, of one call
-from its start until the GPU is done. An error is the Euclidean norm of the difference from PyTorch float32 over its norm.
+from its start until the GPU is done. The rows below full batches are compared with PyTorch in a CUDA graph, and without
+packed execution; the bar's rows with `torch.compile` too, in the modes given. An error is the Euclidean norm of the
+difference from PyTorch float32 over its norm.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import json
@@ -17,10 +20,9 @@ import logging
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,14 @@ CASES = [
     ("roberta-base", 16, 384, 1.0),
     ("roberta-base", 16, 384, 0.65),
     ("roberta-base", 32, 256, 1.0),
+]
+# Where packed execution begins and ends to be worth it.
+FILLS = [
+    ("roberta-base", 16, 384, 0.8),
+    ("roberta-base", 16, 384, 0.5),
+    ("roberta-base", 32, 256, 0.65),
+    ("roberta-base", 32, 128, 0.51),
+    ("roberta-base", 8, 128, 0.51),
 ]
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 ROUNDS, CALLS, WARM_UP = 5, 40, 10
@@ -147,7 +157,12 @@ def copies(call: Call) -> list[str]:
 
 @torch.inference_mode()
 def measure(
-    name: str, models: dict[str, Any], folder: Path, shape: tuple[int, int, float], quick: bool
+    name: str,
+    models: dict[str, Any],
+    folder: Path,
+    shape: tuple[int, int, float],
+    modes: Sequence[str],
+    rounds: int,
 ) -> dict[str, Any]:
     """All variants at one shape."""
     inputs = make_inputs(name, *shape)
@@ -159,14 +174,17 @@ def measure(
     builders: dict[str, Callable[[], Call]] = {
         "pytorch float16 in a CUDA graph": lambda: in_cuda_graph(models["float16"], inputs)
     }
-    for mode in COMPILE_MODES[1:2] if quick else COMPILE_MODES:
+    for mode in modes:
         builders[f"torch.compile {mode}"] = lambda mode=mode: compiled(models["float16"], mode, inputs)  # type: ignore[misc]
     for label, build in builders.items():
         try:
             variants[label] = build()
         except Exception as error:  # noqa: BLE001  # a baseline that fails is reported as such
             failed[label] = f"{type(error).__name__}: {str(error)[:200]}"
-    for label, options in {"accel": {}, "accel, padding='right'": {"padding": "right"}}.items():
+    ours_options: dict[str, dict[str, Any]] = {"accel": {}, "accel, padding='right'": {"padding": "right"}}
+    if shape[2] < 1:
+        ours_options["accel, packing=False"] = {"packing": False}
+    for label, options in ours_options.items():
         ours = ORTModelForSequenceClassification.from_pretrained(folder, backend="cuda", provider_options=options)
         variants[label] = lambda ours=ours: ours(**inputs).logits  # type: ignore[misc]
         for _ in range(4):
@@ -181,7 +199,7 @@ def measure(
             found = call().float()
             rows[label]["error"] = float((found - expected).norm() / expected.norm())
     rows["accel"]["host copies"] = copies(variants["accel"])
-    for _ in range(2 if quick else ROUNDS):
+    for _ in range(rounds):
         for label, call in variants.items():
             rows[label]["ms"] += milliseconds(call, CALLS)
     for row in rows.values():
@@ -226,9 +244,13 @@ def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    quick = "--quick" in sys.argv
-    out = Path(arguments[0]) if arguments else Path(__file__).parent / "gpu.json"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).parent / "gpu.json")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--modes", default=",".join(COMPILE_MODES))
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    modes = [COMPILE_MODES[1]] if arguments.quick else arguments.modes.split(",")
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "versions": {
@@ -252,9 +274,10 @@ def main() -> None:
             artifact = export(model, Path(temporary) / name, task="text-classification")
             made = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4")
             models = {"float32": model.cuda(), "float16": copy.deepcopy(model).half().cuda()}
-            for case in CASES:
+            for case in (*CASES, *FILLS):
                 if case[0] == name:
-                    row = measure(name, models, made.path, case[1:], quick)
+                    rounds = 2 if arguments.quick else ROUNDS
+                    row = measure(name, models, made.path, case[1:], modes if case in CASES else (), rounds)
                     report["rows"].append(row)
                     print(json.dumps(row, indent=1), flush=True)
                     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -111,6 +111,65 @@ def test_any_padding(
             assert difference(session.run(given), on_cpu(session_artifact, feeds)) < 1e-4, kind
 
 
+def with_lengths(feeds: Mapping[str, torch.Tensor], fill: float, seed: int) -> dict[str, torch.Tensor]:
+    """The same tokens with padding on the right of rows of random lengths."""
+    batch, sequence = feeds["attention_mask"].shape
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(2, int(2 * fill * sequence))
+    lengths = torch.randint(1, longest, (batch,), generator=generator).clamp(max=sequence)
+    mask = (torch.arange(sequence) < lengths[:, None]).long()
+    return {**feeds, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_packed(
+    fused: Callable[..., Artifact],
+    tiny_artifact: Callable[..., Artifact],
+    open_on_gpu: Open,
+    task: str,
+    graphs: int,
+    where: str,
+) -> None:
+    """Fills change from call to call, full batches and other masks come between: all results are right."""
+    original = tiny_artifact("bert", task)
+    session: Any = open_on_gpu(fused("bert", task, "O4"), cuda_graphs=graphs)
+    whole = feeds_of(original, 64, 64)
+    calls = [with_lengths(whole, fill, seed) for seed, fill in enumerate((0.3, 0.3, 0.3, 0.5, 0.1, 0.45, 0.3))]
+    calls[4:4] = [feeds for _, feeds in masks(whole)]
+    for feeds in calls:
+        found, expected = session.run(on_gpu(feeds) if where == "gpu" else feeds), on_cpu(original, feeds)
+        kept = feeds["attention_mask"].bool()
+        for name, value in expected.items():
+            one = found[name].cpu()
+            if value.shape[:2] == kept.shape:
+                one, value = one[kept], value[kept]
+            assert (one - value).abs().max() < 3e-2
+    assert session._runtime.packs
+    if graphs:
+        plans = next(iter(session._graphs.values())).graphs
+        assert len({plan.rows for plan in plans if plan.form == "packed"}) >= 2
+
+
+def test_padded_places_of_a_packed_call_are_zero(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    artifact = fused("bert", "feature-extraction", "O4")
+    session = open_on_gpu(artifact)
+    feeds = with_lengths(feeds_of(artifact, 64, 64), 0.3, 0)
+    for _ in range(3):
+        found = session.run(on_gpu(feeds))["last_hidden_state"].cpu()
+    assert not found[feeds["attention_mask"] == 0].any()
+    assert found[feeds["attention_mask"] == 1].any(-1).all()
+
+
+def test_packing_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    artifact = fused("bert", "text-classification", "O4")
+    session: Any = open_on_gpu(artifact, packing=False)
+    for _ in range(3):
+        session.run(on_gpu(with_lengths(feeds_of(artifact, 64, 64), 0.3, 0)))
+    assert all(plan.form != "packed" for graphs in session._graphs.values() for plan in graphs.graphs)
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet", "vit"])
 @pytest.mark.parametrize(("level", "accepted"), [("O2", 1e-4), ("O4", 2e-2)])
 def test_optimized_models(
@@ -204,7 +263,7 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
         for _ in range(4):
             session.run(feeds)
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
             session.run(feeds)
             torch.cuda.synchronize()
         names = [event.name for event in profiled.events()]

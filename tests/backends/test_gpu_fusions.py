@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -21,9 +23,11 @@ from accel.interfaces import Session
 from accel.specs import DeviceSpec
 from accel.steps import optimize
 from accel.testing.models import tiny_model
+from accel_plugins.ort.gpu_attention import MASK_NAME
 from accel_plugins.ort.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
-from accel_plugins.ort.graphs import load_graphs
-from accel_plugins.ort.masks import Form, form_of, in_form, mask_input
+from accel_plugins.ort.graphs import MICROSOFT, load_graphs
+from accel_plugins.ort.masks import Form, held_by, in_form, mask_input, packs
+from accel_plugins.ort.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 
 Fused = Callable[..., Artifact]
 LAYERS = 2
@@ -145,12 +149,110 @@ def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
     for kind, feeds in padded(feeds_of(artifact, 4, 20)):
         arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
         expected = sessions["general"].run(None, arrays)[0]
-        form = form_of(feeds["attention_mask"])
+        form = held_by(feeds["attention_mask"]).form
         seen.add(form)
         assert np.abs(sessions[form].run(None, arrays)[0] - expected).max() < 1e-5, kind
         if kind in ("left", "hole"):
             assert np.abs(sessions["lengths"].run(None, arrays)[0] - expected).max() > 1e-3, "the test sees the mask"
     assert seen == set(forms)
+
+
+def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> bytes:
+    """The graph with each `PackedAttention`, for which there is no CPU kernel, as what it stands for: rows back to their
+    places, `Attention` with lengths, places to rows. Rows behind the last token become NaN: they may hold anything.
+    """
+    model = ir.from_proto(onnx.load_from_string(serialized))
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+
+    def value(name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
+        if name not in inputs:
+            inputs[name] = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+            graph.inputs.append(inputs[name])
+        return inputs[name]
+
+    positions = value(POSITIONS, ir.DataType.INT64, ["batch", "sequence"])
+    kept = value(lengths, ir.DataType.INT32, ["batch"])
+    live = value("live", ir.DataType.BOOL, ["tokens", 1])
+    flat = ir.node("Constant", [], {"value": ir.tensor(np.array([-1, 32], np.int64))})
+    nothing = ir.node("Constant", [], {"value": ir.tensor(np.array(np.nan, np.float32))})
+    zero = ir.node("Constant", [], {"value": ir.tensor(np.array(0, np.float32))})
+    graph.insert_before(graph[0], [flat, nothing, zero])
+    for node in [node for node in graph if node.op_type == "PackedAttention"]:
+        x, weight, bias, _, starts = node.inputs
+        assert starts is not None
+        assert starts.name == STARTS
+        # Padded places are read from any row, and the operator for the CPU multiplies them by zero.
+        gone = ir.node("IsNaN", [x])
+        clean = ir.node("Where", [gone.outputs[0], zero.outputs[0], x])
+        places = ir.node("Gather", [clean.outputs[0], positions])
+        whole = ir.node("Attention", [places.outputs[0], weight, bias, kept], dict(node.attributes), domain=MICROSOFT)
+        rows = ir.node("Reshape", [whole.outputs[0], flat.outputs[0]])
+        packed = ir.node("Gather", [rows.outputs[0], inputs[INDEX]])
+        result = ir.node("Where", [live, packed.outputs[0], nothing.outputs[0]])
+        graph.insert_before(node, [gone, clean, places, whole, rows, packed, result])
+        node.outputs[0].replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    made: bytes = ir.to_proto(model).SerializeToString()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [
+        ("bert", "text-classification"),
+        ("roberta", "text-classification"),
+        ("distilbert", "token-classification"),
+        ("bert", "feature-extraction"),
+        ("xlm-roberta", "fill-mask"),
+        ("electra", "question-answering"),
+    ],
+)
+def test_packed_form(fused: Fused, family: str, task: str) -> None:
+    artifact = fused(family, task)
+    path = artifact.file()
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    general = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    graph = without_packed_attention(in_form(path, "packed"))
+    packed = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    feeds = feeds_of(artifact, 4, 20)
+    mask = torch.ones(4, 20, dtype=torch.int64)
+    for row, length in enumerate((20, 1, 7, 13)):
+        mask[row, length:] = 0
+    feeds["attention_mask"] = mask
+    arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
+    expected = general.run(None, arrays)
+    for rows in (41, 64):
+        packing = Packing((4, 20), rows, torch.device("cpu"))
+        packing.fill(mask)
+        given = {**arrays, **{name: tensor.numpy() for name, tensor in packing.inputs.items()}}
+        given |= {"lengths": mask.sum(1).int().numpy(), "live": (np.arange(rows) < 41)[:, None]}
+        found = packed.run(None, {i.name: given[i.name] for i in packed.get_inputs()})
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            if one.shape[:2] == (4, 20):
+                assert not one[mask.numpy() == 0].any(), "padded places are zero"
+                one, other = one[mask.numpy() == 1], other[mask.numpy() == 1]
+            assert np.isfinite(one).all()
+            assert np.abs(one - other).max() < 2e-5
+
+
+def test_packed_layers_are_packed_to_the_end(fused: Fused) -> None:
+    """For a classifier nothing but the first token leaves the packed layout."""
+    graph = ir.from_proto(onnx.load_from_string(in_form(fused("bert").file(), "packed"))).graph
+    assert Counter(n.op_type for n in graph)["PackedAttention"] == LAYERS
+    assert POSITIONS not in {value.name for value in graph.inputs}
+    assert not any(n.op_type == "Attention" for n in graph)
+
+
+def test_which_graphs_pack(fused: Fused) -> None:
+    assert packs(fused("bert", "text-classification", "O4").file())
+    assert not packs(fused("bert").file()), "the kernels for float32 are slow"
+    assert not packs(fused("vit", "image-classification", "O4").file()), "it has no padding"
+    model = load_graphs(fused("mpnet"))["model"]
+    mask = next(value for node in model.graph for value in node.outputs if value.name == MASK_NAME)
+    assert not can_pack(model, mask), "its attention has a bias"
 
 
 def test_forms_need_fused_attention(tiny_artifact: Callable[..., Artifact]) -> None:

@@ -14,8 +14,9 @@ from accel_plugins.cuda import SPEC
 from accel_plugins.cuda import backend as backend_module
 from accel_plugins.cuda.backend import CudaBackend
 from accel_plugins.cuda.options import read_options
-from accel_plugins.cuda.probe import Facts, judge, visible
-from accel_plugins.ort.masks import flags_of, form_of, form_of_flags
+from accel_plugins.ort.masks import Held, Plan, held_by, plan_for
+from accel_plugins.ort.nvidia import Facts, judge, visible
+from accel_plugins.ort.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
 
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
 HEALTHY: dict[str, Any] = {
@@ -175,6 +176,7 @@ def test_onnx_runtimes_own_options_are_passed_on() -> None:
         ({"device_id": 1}, "contradicts the device cuda:0"),
         ({"enable_cuda_graph": 1}, "cuda_graphs=0"),
         ({"user_compute_stream": 7}, "current stream"),
+        ({"packing": "sometimes"}, "True or False"),
         ({"padding": "rigth"}, "Did you mean 'right'"),
         ({"cuda_graphs": -1}, "whole number"),
         ({"use_tf32": "perhaps"}, "True or False"),
@@ -202,17 +204,63 @@ MASKS = {
 def test_form_by_mask(kind: str, dtype: torch.dtype) -> None:
     mask = torch.tensor(MASKS[kind]).to(dtype)
     expected = kind if kind in ("full", "lengths") else "general"
-    assert form_of(mask) == expected
-    leading, behind = flags_of(mask).tolist()
-    assert form_of_flags((leading, behind), 4) == expected
+    assert held_by(mask) == Held(expected, int(mask.sum()))  # type: ignore[arg-type]
 
 
-def test_form_by_mask_agrees_with_itself_on_random_masks() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_form_by_mask_on_every_small_mask() -> None:
     seen = set()
-    for _ in range(300):
-        mask = (torch.rand(2, 3, generator=generator) < 0.7).long()
-        leading, behind = flags_of(mask).tolist()
-        assert form_of(mask) == form_of_flags((leading, behind), 3)
-        seen.add(form_of(mask))
+    for number in range(2**8):
+        mask = torch.tensor([(number >> i) & 1 for i in range(8)]).view(2, 4)
+        rows = ["".join(map(str, row)) for row in mask.tolist()]
+        expected = "general"
+        if all(row in ("1000", "1100", "1110", "1111") for row in rows):
+            expected = "full" if rows == ["1111", "1111"] else "lengths"
+        assert held_by(mask).form == expected, rows
+        seen.add(expected)
     assert seen == {"full", "lengths", "general"}
+
+
+def test_any_number_but_zero_keeps_a_token() -> None:
+    assert held_by(torch.tensor([[5, 5, -1, 0]])) == Held("lengths", 3)
+
+
+# Packing
+
+
+@pytest.mark.parametrize(
+    ("held", "places", "packs", "expected"),
+    [
+        (Held("lengths", 4000), 6144, True, Plan("packed", 4224)),
+        (Held("lengths", 4000), 6144, False, Plan("lengths")),
+        (Held("lengths", 4700), 6144, True, Plan("lengths")),
+        (Held("full", 6144), 6144, True, Plan("full")),
+        (Held("general", 3000), 6144, True, Plan("general")),
+        (Held("lengths", 200), 1023, True, Plan("lengths")),
+    ],
+)
+def test_packed_where_it_is_worth_it(held: Held, places: int, packs: bool, expected: Plan) -> None:
+    assert plan_for(held, places, packs=packs) == expected
+
+
+def test_packed_rows_hold_the_tokens_in_few_sizes() -> None:
+    for places in (2048, 6144, 8191, 30_000):
+        sizes = {packed_rows(tokens, places) for tokens in range(1, places + 1)}
+        assert len(sizes) <= 16
+        assert all(tokens <= packed_rows(tokens, places) <= places for tokens in range(1, places + 1))
+
+
+def test_packing_indices() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
+    packing = Packing((3, 4), 8, torch.device("cpu"))
+    for _ in range(2):
+        packing.fill(mask)
+    found = {name: tensor.tolist() for name, tensor in packing.inputs.items()}
+    assert found[STARTS] == [0, 3, 4, 6]
+    assert found[FIRST] == [0, 3, 4]
+    assert found[INDEX][:6] == [0, 1, 2, 4, 8, 9]
+    offsets = packing.inputs[OFFSETS].flatten().tolist()
+    assert sorted(offsets) == list(range(12))
+    assert offsets[:8] == found[INDEX]
+    positions = torch.tensor(found[POSITIONS])
+    assert positions[mask.bool()].tolist() == list(range(6))
+    assert positions.max() < 8

@@ -1,5 +1,6 @@
-"""What keeps the CUDA provider from running here. Looks at libraries and at the driver's management library (NVML), which
-neither makes a CUDA context nor breaks a later fork.
+"""What keeps ONNX Runtime's providers for NVIDIA GPUs from running here.
+
+Looks at libraries and at the driver's management library (NVML), which neither makes a CUDA context nor breaks a later fork.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 
 from accel.specs import DeviceSpec, Probe, Reason
 
-PROVIDER = "CUDAExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+_LIBRARIES = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
 _INSTALL = 'pip uninstall -y onnxruntime onnxruntime-gpu && pip install "accel-transformers[cuda]"'
 _MISSING_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared object file")
 
@@ -27,6 +30,7 @@ class Facts:
     """What was found on this machine.
 
     Attributes:
+        provider: The provider that is wanted.
         providers: What the imported ONNX Runtime was built with.
         distributions: Version by name, of those of ONNX Runtime that are installed.
         build_cuda: CUDA version of the ONNX Runtime build (`13.0`), or `None`.
@@ -37,6 +41,7 @@ class Facts:
         load_error: Why the provider's library does not load, or `None`.
     """
 
+    provider: str = CUDA
     providers: tuple[str, ...] = ()
     distributions: Mapping[str, str] = field(default_factory=dict)
     build_cuda: str | None = None
@@ -61,7 +66,7 @@ def judge(facts: Facts) -> Probe:
 
 
 def _build(facts: Facts) -> Reason | None:
-    if PROVIDER in facts.providers:
+    if facts.provider in facts.providers:
         return None
     if {"onnxruntime", "onnxruntime-gpu"} <= set(facts.distributions):
         return Reason(
@@ -70,7 +75,7 @@ def _build(facts: Facts) -> Reason | None:
             _INSTALL,
         )
     have = ", ".join(f"{name} {version}" for name, version in facts.distributions.items()) or "a build without CUDA"
-    return Reason("no-gpu-build", f"{have} is installed, which has no {PROVIDER}", _INSTALL)
+    return Reason("no-gpu-build", f"{have} is installed, which has no {facts.provider}", _INSTALL)
 
 
 def _driver(facts: Facts) -> Reason | None:
@@ -112,19 +117,27 @@ def _torch(facts: Facts) -> Reason | None:
 
 
 def _library(facts: Facts) -> Reason | None:
-    if facts.load_error is None or PROVIDER not in facts.providers:
+    if facts.load_error is None or facts.provider not in facts.providers:
         return None
     missing = _MISSING_LIBRARY.search(facts.load_error)
     what = f"{missing[1]} is missing" if missing else facts.load_error
+    tensorrt = re.search(r"libnv(?:infer|onnx)\w*\.so\.(\d+)", what)
+    if tensorrt is not None:
+        wanted = int(tensorrt[1])
+        return Reason(
+            "library",
+            f"{facts.provider} is listed but its library does not load: {what} (TensorRT {wanted})",
+            f'pip install "tensorrt>={wanted},<{wanted + 1}"',
+        )
     major = (facts.build_cuda or "").partition(".")[0]
     return Reason(
         "library",
-        f"{PROVIDER} is listed but its library does not load: {what}",
+        f"{facts.provider} is listed but its library does not load: {what}",
         f'pip install "onnxruntime-gpu[cuda,cudnn]", or a PyTorch built for CUDA {major or "of the same major version"}',
     )
 
 
-def survey() -> Facts:
+def survey(provider: str = CUDA) -> Facts:
     """Look at this machine. Raises nothing: what cannot be read is as if it were not there."""
     import onnxruntime as ort
     import torch
@@ -138,7 +151,9 @@ def survey() -> Facts:
             distributions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    folder = Path(ort.__file__).parent / "capi"
     return Facts(
+        provider=provider,
         providers=providers,
         distributions=distributions,
         build_cuda=build_cuda,
@@ -146,7 +161,7 @@ def survey() -> Facts:
         driver_cuda=driver_cuda,
         gpus=gpus,
         torch_cuda=torch.version.cuda,
-        load_error=_load_error(Path(ort.__file__).parent / "capi") if PROVIDER in providers and driver else None,
+        load_error=_load_error(folder, _LIBRARIES[provider]) if provider in providers and driver else None,
     )
 
 
@@ -160,26 +175,26 @@ def _build_cuda() -> str | None:
     return str(version) if version else None
 
 
-def _load_error(folder: Path) -> str | None:
+def _load_error(folder: Path, library: str) -> str | None:
     """What the dynamic linker says about the libraries that the provider needs; `None` when all are found.
 
     PyTorch, imported before, has loaded the CUDA libraries of its own wheels, which serve ONNX Runtime when both are built
     for the same major version; else ONNX Runtime loads those of NVIDIA's wheels where they are installed.
     """
-    error = _link_error(folder)
+    error = _link_error(folder, library)
     if error is not None:
         import onnxruntime as ort
 
         with redirect_stdout(io.StringIO()):
             ort.preload_dlls()
-        error = _link_error(folder)
+        error = _link_error(folder, library)
     return error
 
 
-def _link_error(folder: Path) -> str | None:
+def _link_error(folder: Path, library: str) -> str | None:
     try:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
+        ctypes.CDLL(str(folder / library))
     except OSError as error:
         # Only a missing library is a finding; the provider's own symbols are resolved when ONNX Runtime loads it.
         return str(error) if _MISSING_LIBRARY.search(str(error)) else None

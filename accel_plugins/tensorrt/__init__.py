@@ -1,0 +1,39 @@
+"""TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
+
+from accel.specs import BackendSpec, Capability
+
+FORMAT = "tensorrt"
+_FLOATS = ("float32", "float16", "bfloat16")
+
+SPEC = BackendSpec(
+    name="tensorrt",
+    summary="TensorRT on NVIDIA GPUs (ONNX Runtime's provider, or engines built ahead of time)",
+    extra="tensorrt",
+    impl="accel_plugins.tensorrt.backend:TensorrtBackend",
+    priority=15,
+    # It chooses kernels by their measured time, and so changes numerics from build to build.
+    auto=False,
+    requires=("onnxruntime",),
+    aliases=("TensorrtExecutionProvider", "trt"),
+    capabilities=(
+        Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=_FLOATS),
+        Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        Capability(
+            stage="optimize",
+            consumes="onnx",
+            produces="onnx",
+            devices=("cuda",),
+            dtypes=_FLOATS,
+            schemes=("O1", "O2", "O3", "O4"),
+        ),
+        Capability(
+            stage="quantize",
+            consumes="onnx",
+            produces="onnx",
+            devices=("cuda",),
+            dtypes=("float32", "float16"),
+            schemes=("static-fp8", "static-int8"),
+        ),
+    ),
+)

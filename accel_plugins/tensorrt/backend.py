@@ -1,0 +1,151 @@
+"""TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+
+from accel.artifact import Artifact, Component
+from accel.config import SessionOptions
+from accel.errors import ConfigError
+from accel.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
+from accel.specs import DeviceSpec, Probe, Reason
+
+from ..ort.device_session import DeviceSession
+from ..ort.graphs import load_graph
+from ..ort.nvidia import CUDA, TENSORRT, judge, survey
+from ..ort.session import for_float8, open_runtime
+from . import FORMAT
+from .building import EngineExporter
+from .caches import Machine, check_target, engine_cache, timing_cache
+from .engines import INSTALL, Engine
+from .options import TensorrtOptions, precision_flags, precisions, read_options
+from .profiles import complete, provider_options
+
+
+class TensorrtBackend:
+    """Builds and runs TensorRT engines."""
+
+    def probe(self) -> Probe:
+        """The GPUs, or every reason why TensorRT cannot use them. Makes no CUDA context."""
+        try:
+            if importlib.util.find_spec("tensorrt") is not None:
+                # Loads TensorRT's libraries, which ONNX Runtime's provider then finds.
+                importlib.import_module("tensorrt")
+            found = judge(survey(TENSORRT))
+        # Foreign libraries in unknown states: whatever they raise is a reason, not a crash.
+        except Exception as error:  # noqa: BLE001
+            reason = Reason("probe-failed", f"looking for TensorRT failed: {type(error).__name__}: {error}", INSTALL)
+            return Probe(reasons=(reason,))
+        version = tensorrt_version()
+        if version is None:
+            reason = Reason("no-tensorrt", "the package tensorrt is not installed", INSTALL)
+            return replace(found, devices=(), reasons=(*found.reasons, reason))
+        return replace(found, versions={**found.versions, "tensorrt": version})
+
+    def exporter(self) -> Exporter:
+        """Builds engines ahead of time."""
+        return EngineExporter(self.probe)
+
+    def optimizer(self) -> Optimizer:
+        """Constants, masks and float16, without operators of ONNX Runtime's own."""
+        from ..ort.gpu_optimizer import GpuOptimizer
+
+        return GpuOptimizer("tensorrt", portable=True)
+
+    def quantizer(self) -> Quantizer:
+        """Q/DQ pairs of INT8 or FP8."""
+        from ..ort.gpu_quantizer import GpuQuantizer
+
+        return GpuQuantizer("tensorrt")
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+    ) -> Mapping[str, Session]:
+        """Open every component; see `accel.interfaces.Backend.open`.
+
+        The first opening of an ONNX graph builds its engine, which takes minutes; later ones load it from the cache.
+
+        Raises:
+            TargetMismatchError: An engine that was built for another GPU or by another TensorRT.
+        """
+        if session.compute_dtype not in (None, artifact.dtype):
+            raise ConfigError(
+                f"The graph computes in {artifact.dtype}, which TensorRT cannot change to {session.compute_dtype}.",
+                fix="make such an artifact: accel optimize --backend tensorrt --level O4 (float16).",
+            )
+        machine = Machine.of(device, self.probe().versions)
+        if artifact.format == FORMAT:
+            if options:
+                raise ConfigError(f"An engine has no options, not {sorted(options)}.", fix="leave them out.")
+            check_target(artifact, machine)
+            return {c.name: self._engine(artifact, c, device) for c in artifact.components}
+        checked = read_options(options, device)
+        return {
+            c.name: self._session(artifact, c, device, checked, session, shapes, machine) for c in artifact.components
+        }
+
+    @staticmethod
+    def _engine(artifact: Artifact, component: Component, device: DeviceSpec) -> Engine:
+        plan = (artifact.path / component.file).read_bytes()
+        quantized = artifact.manifest.quantization is not None
+        return Engine(
+            plan,
+            device,
+            compute_dtype="int8" if quantized else artifact.dtype,
+            inputs=component.inputs,
+            outputs=component.outputs,
+        )
+
+    @staticmethod
+    def _session(
+        artifact: Artifact,
+        component: Component,
+        device: DeviceSpec,
+        options: TensorrtOptions,
+        session: SessionOptions,
+        shapes: Shapes | None,
+        machine: Machine,
+    ) -> DeviceSession:
+        """ONNX Runtime's session; what TensorRT has no kernels for is left to CUDA."""
+        profile = complete(component, options.profile, shapes)
+        found = precisions(load_graph(artifact, component))
+        precision = "+".join(found) or "float32"
+        cache = engine_cache(artifact, component.name, machine, profile, precision)
+        runtime = open_runtime(
+            artifact.path / component.file,
+            component,
+            provider=TENSORRT,
+            provider_options={
+                **options.provider,
+                **provider_options(component, profile),
+                **precision_flags(found),
+                "trt_engine_cache_enable": "1",
+                "trt_engine_cache_path": str(cache),
+                "trt_timing_cache_enable": "1",
+                "trt_timing_cache_path": str(timing_cache(machine)),
+            },
+            options=for_float8(session, artifact),
+            others=(CUDA,),
+        )
+        low = [word for word in found if word in ("int8", "float8_e4m3fn")]
+        return DeviceSession(runtime, component, device, low[0] if low else artifact.dtype)
+
+
+def tensorrt_version() -> str | None:
+    """TensorRT's version, from the metadata of the distribution that brought it."""
+    for name in ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

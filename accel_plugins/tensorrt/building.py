@@ -1,0 +1,125 @@
+"""ONNX artifacts to artifacts with engines for the GPU at hand, and PyTorch models the same way."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
+from accel.capture import Source
+from accel.config import ExportConfig
+from accel.errors import ConfigError, ExportError
+from accel.specs import DeviceSpec, Probe
+
+from ..ort.exporter import OnnxExporter
+from ..ort.graphs import MICROSOFT, load_graph
+from . import FORMAT
+from .caches import Machine, timing_cache
+from .engines import Engine, build_plan, check_precisions
+from .options import precisions
+from .profiles import Profile, complete, read_profile, shapes_of
+
+PROFILE_VARIABLE = "ACCEL_TENSORRT_PROFILE"
+"""Environment variable with the profile of engines that `accel export --format tensorrt` builds."""
+
+
+def build(
+    artifact: Artifact, out: Path, *, device: DeviceSpec, machine: Machine, profile: Profile | None = None
+) -> Artifact:
+    """Build engines for every graph of an ONNX artifact into the existing folder `out`. Takes minutes.
+
+    The precision is the graph's; an engine that computes nothing in it is refused.
+
+    Args:
+        artifact: In the format `onnx`, without operators of ONNX Runtime's own.
+        out: Where to write.
+        device: The GPU.
+        machine: What it is; goes into the artifact, which runs there alone.
+        profile: Sizes of axes; `complete` fills in the others.
+
+    Raises:
+        ConfigError: Another format, or a profile that does not fit.
+        ExportError: A graph with operators that TensorRT does not have.
+        SessionError: TensorRT refuses a graph.
+    """
+    if artifact.format != "onnx":
+        raise ConfigError(f"Engines are built from ONNX, not from {artifact.format}.", fix="export the model to ONNX.")
+    started = time.perf_counter()
+    components, sizes = [], {}
+    for component in artifact.components:
+        model = load_graph(artifact, component)
+        own = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain == MICROSOFT})
+        if own:
+            raise ExportError(
+                f"{component.file} has operators of ONNX Runtime's own: {', '.join(own)}. TensorRT does not know them.",
+                fix="start from the artifact before it was optimized, or optimize it with --backend tensorrt.",
+            )
+        wanted = complete(component, profile or {})
+        sizes[component.name] = {axis: str(found) for axis, found in wanted.items()}
+        plan = build_plan(
+            artifact.path / component.file,
+            {spec.name: shapes_of(spec, wanted) for spec in component.inputs},
+            times=timing_cache(machine) / "times.bin",
+        )
+        engine = Engine(plan, device)
+        try:
+            check_precisions(engine.information(), precisions(model))
+        finally:
+            engine.close()
+        file = f"{component.name}.plan"
+        (out / file).write_bytes(plan)
+        components.append(replace(component, file=file, files=record_files(out, [file])))
+    copy_companions(artifact.path, out)
+    step = Step(
+        stage="export",
+        backend="tensorrt",
+        config={"profile": sizes},
+        versions=tool_versions("tensorrt"),
+        seconds=round(time.perf_counter() - started, 2),
+        parent=artifact.digest,
+    )
+    manifest = replace(
+        artifact.manifest,
+        format=FORMAT,
+        components=tuple(components),
+        steps=(*artifact.manifest.steps, step),
+        run=None,
+        target=machine.target(),
+    )
+    return Artifact.create(out, manifest)
+
+
+class EngineExporter:
+    """Captures a model as ONNX in a temporary folder and builds its engines.
+
+    Args:
+        probe: The backend's.
+        environment: Where the profile is read from.
+    """
+
+    def __init__(self, probe: Callable[[], Probe], environment: Mapping[str, str] = os.environ) -> None:
+        self._probe = probe
+        self._environment = environment
+
+    def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
+        """See `accel.interfaces.Exporter`. Takes minutes; needs the GPU that the engine is for.
+
+        Raises:
+            ExportError: There is no such GPU, with every reason.
+        """
+        profile = read_profile(self._environment.get(PROFILE_VARIABLE, ""))
+        probe = self._probe()
+        if not probe.available:
+            why = "; ".join(str(reason) for reason in probe.reasons)
+            raise ExportError(
+                f"An engine is built on the GPU that runs it, and TensorRT cannot be used here: {why}.",
+                fix="export to ONNX here, and build the engine on the GPU host.",
+            )
+        device = probe.devices[0]
+        with tempfile.TemporaryDirectory(prefix="accel-tensorrt-") as folder:
+            graph = OnnxExporter("tensorrt").export(source, task=task, config=config, out=Path(folder))
+            return build(graph, out, device=device, machine=Machine.of(device, probe.versions), profile=profile)

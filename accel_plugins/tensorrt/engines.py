@@ -1,0 +1,313 @@
+"""Engines without ONNX Runtime: build, save, load, infer, through TensorRT's own Python package (10 and 11).
+
+What is called here was checked against the signatures of the `tensorrt` 11.4 bindings. None of it was ever run on a GPU:
+see docs/backends/tensorrt.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from accel.errors import BackendUnavailableError, InputError, SessionClosedError, SessionError, did_you_mean
+from accel.interfaces import Feeds, State
+from accel.specs import DeviceSpec, TensorSpec
+
+from .profiles import Shape
+
+INSTALL = 'pip install "accel-transformers[tensorrt]"'
+# TensorRT's words for types, as `DataType` has them.
+_TYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+}
+# What the inspector calls a low precision: in a type of TensorRT 11, and inside a format of TensorRT 10.
+_INSPECTED = {
+    "float16": ("half", "fp16"),
+    "bfloat16": ("bf16", "bfloat16"),
+    "int8": ("int8",),
+    "float8_e4m3fn": ("fp8",),
+}
+
+
+def load_tensorrt() -> Any:
+    """The `tensorrt` package.
+
+    Raises:
+        BackendUnavailableError: It is not installed, or its libraries are missing.
+    """
+    try:
+        return importlib.import_module("tensorrt")
+    except (ImportError, OSError) as error:
+        raise BackendUnavailableError(f"TensorRT cannot be imported: {error}.", fix=INSTALL) from error
+
+
+def build_plan(
+    graph: Path,
+    shapes: Mapping[str, tuple[Shape, Shape, Shape]],
+    *,
+    times: Path | None = None,
+    workspace_bytes: int | None = None,
+    tf32: bool = False,
+) -> bytes:
+    """Build an engine for the GPU at hand. Takes minutes.
+
+    Args:
+        graph: An ONNX file; its types decide what is computed in what (a strongly typed network).
+        shapes: Smallest, usual and largest shape of each input.
+        times: A file of kernel times, read if it exists and written back.
+        workspace_bytes: Memory that kernels may use beside their tensors; TensorRT's own limit when `None`.
+        tf32: Whether float32 products may round their inputs to 10 bits of mantissa.
+
+    Raises:
+        BackendUnavailableError: There is no TensorRT.
+        SessionError: TensorRT refuses the graph, or finds no kernels for it.
+    """
+    trt = load_tensorrt()
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    # TensorRT 11 has no other kind of network, and ignores the flag.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):
+        errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        raise SessionError(
+            f"TensorRT cannot read {graph.name}: {errors[:600]}",
+            fix="start from a graph without com.microsoft operators: accel optimize --backend tensorrt.",
+        )
+    config = builder.create_builder_config()
+    # The inspector tells types only of engines that were built so.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if not tf32:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    profile = builder.create_optimization_profile()
+    for name, (least, usual, most) in shapes.items():
+        profile.set_shape(name, least, usual, most)
+    config.add_optimization_profile(profile)
+    cache = config.create_timing_cache(times.read_bytes() if times is not None and times.exists() else b"")
+    config.set_timing_cache(cache, False)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise SessionError(
+            f"TensorRT finds no kernels for {graph.name}.", fix="give a smaller profile, or more workspace."
+        )
+    if times is not None:
+        partial = times.with_suffix(".partial")
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+        partial.replace(times)
+    return bytes(plan)
+
+
+def computed_types(information: str) -> Counter[str]:
+    """How many tensors between an engine's layers have which type, in lower case, from the inspector's JSON.
+
+    TensorRT 10 writes them as `Format/Datatype` ("Row major linear FP16 format"), TensorRT 11 as `DataType` ("Half").
+    """
+    found: Counter[str] = Counter()
+    for layer in json.loads(information).get("Layers", ()):
+        for tensor in (*layer.get("Inputs", ()), *layer.get("Outputs", ())) if isinstance(layer, dict) else ():
+            word = next((str(tensor[key]) for key in ("DataType", "Format/Datatype") if key in tensor), "")
+            found[word.lower()] += 1
+    return found
+
+
+def check_precisions(information: str, wanted: Sequence[str]) -> None:
+    """Refuse an engine that computes nothing in a precision that its graph asks for.
+
+    Raises:
+        SessionError: There is such a precision.
+    """
+    types = computed_types(information)
+    for precision in wanted:
+        words = _INSPECTED[precision]
+        if not any(word in name for name in types for word in words):
+            have = ", ".join(f"{name} ({n})" for name, n in types.most_common()) or "nothing"
+            raise SessionError(
+                f"The graph asks for {precision}, and TensorRT built an engine that has no tensor of it, only {have}.",
+                fix="check that this GPU has such kernels; use another precision otherwise.",
+            )
+
+
+def torch_device(device: DeviceSpec) -> torch.device:
+    """A device as torch has it."""
+    return torch.device(device.type, device.index)
+
+
+class Engine:
+    """An engine on one GPU, with one execution context: a `Session`. Not thread-safe.
+
+    Args:
+        plan: What `build_plan` returned, or the content of a `.plan` file.
+        device: The GPU.
+        compute_dtype: What its graph computes in.
+        inputs, outputs: As an artifact declares them; read from the engine when `None`.
+    """
+
+    def __init__(
+        self,
+        plan: bytes,
+        device: DeviceSpec | None = None,
+        *,
+        compute_dtype: str = "float32",
+        inputs: Sequence[TensorSpec] | None = None,
+        outputs: Sequence[TensorSpec] | None = None,
+    ) -> None:
+        trt = load_tensorrt()
+        self._device = device or DeviceSpec("cuda")
+        self._where = torch_device(self._device)
+        self._compute_dtype = compute_dtype
+        with torch.cuda.device(self._where):
+            self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+            self._engine = self._runtime.deserialize_cuda_engine(plan)
+            if self._engine is None:
+                raise SessionError(
+                    "TensorRT cannot load this engine: it was built by another version, or for another GPU.",
+                    fix="build it again on this machine.",
+                )
+            self._context = self._engine.create_execution_context()
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        taken = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self._inputs = tuple(inputs) if inputs is not None else tuple(map(self._spec, taken))
+        made = [name for name in names if name not in taken]
+        self._outputs = tuple(outputs) if outputs is not None else tuple(map(self._spec, made))
+        self._types = {name: self._type(name) for name in names}
+        self._limits = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
+
+    @classmethod
+    def load(cls, path: Path, device: DeviceSpec | None = None) -> Engine:
+        """An engine from a `.plan` file."""
+        return cls(path.read_bytes(), device)
+
+    def _type(self, name: str) -> torch.dtype:
+        word = str(self._engine.get_tensor_dtype(name)).rpartition(".")[2].upper()
+        if word not in _TYPES:
+            raise SessionError(f"The engine's tensor {name!r} is {word}, which torch tensors cannot be bound to.")
+        return _TYPES[word]
+
+    def _spec(self, name: str) -> TensorSpec:
+        shape = self._engine.get_tensor_shape(name)
+        dims = tuple(int(d) if int(d) >= 0 else f"{name}_{i}" for i, d in enumerate(shape))
+        return TensorSpec(name, str(self._type(name)).removeprefix("torch."), dims)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it takes."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it returns."""
+        return self._outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The GPU."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What its graph computes in."""
+        return self._compute_dtype
+
+    def information(self) -> str:
+        """The inspector's JSON about its layers."""
+        trt = load_tensorrt()
+        inspector = self._engine.create_engine_inspector()
+        return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `accel.interfaces.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
+        if self._context is None:
+            self._closed()
+        if state is not None:
+            raise InputError("An engine keeps no state.", fix="leave state=... out.")
+        names = [spec.name for spec in self._outputs]
+        unknown = [name for name in (*(outputs or ()), *(out or ())) if name not in names]
+        if unknown:
+            raise InputError(f"The engine returns {names}, not {unknown}.{did_you_mean(unknown[0], names)}")
+        tensors = self._checked(feeds)
+        results: dict[str, torch.Tensor] = {}
+        with torch.cuda.device(self._where):
+            for name, tensor in tensors.items():
+                if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                    raise self._outside(name, tensor)
+                self._context.set_tensor_address(name, tensor.data_ptr())
+            for name in names:
+                shape = tuple(int(d) for d in self._context.get_tensor_shape(name))
+                results[name] = self._buffer(name, shape, (out or {}).get(name))
+                self._context.set_tensor_address(name, results[name].data_ptr())
+            stream = torch.cuda.current_stream(self._where)
+            if not self._context.execute_async_v3(stream.cuda_stream):
+                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                raise SessionError(f"TensorRT failed on inputs {shapes}.", fix="use smaller batches.")
+        return {name: results[name] for name in (outputs or names)}
+
+    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        declared = [spec.name for spec in self._inputs]
+        if set(feeds) != set(declared):
+            raise InputError(f"The engine takes {declared} and was given {list(feeds)}.", fix="pass exactly these.")
+        tensors = {}
+        for name in declared:
+            tensor, dtype = feeds[name], self._types[name]
+            if tensor.is_floating_point() and not dtype.is_floating_point:
+                raise InputError(f"Input {name!r} is {tensor.dtype}; the engine takes {dtype}.", fix="convert it.")
+            tensors[name] = tensor.detach().to(self._where, dtype).contiguous()
+        return tensors
+
+    def _buffer(self, name: str, shape: Shape, given: torch.Tensor | None) -> torch.Tensor:
+        dtype = self._types[name]
+        if given is None:
+            return torch.empty(shape, dtype=dtype, device=self._where)
+        if (
+            tuple(given.shape) != shape
+            or given.dtype != dtype
+            or given.device != self._where
+            or not given.is_contiguous()
+        ):
+            raise InputError(f"The buffer for {name!r} must be contiguous {dtype} {shape} on {self._where}.")
+        return given
+
+    def _outside(self, name: str, tensor: torch.Tensor) -> InputError:
+        least, _, most = (tuple(int(d) for d in shape) for shape in self._limits[name])
+        return InputError(
+            f"Input {name!r} has shape {tuple(tensor.shape)}; the engine was built for {least} to {most}.",
+            fix="build it with a wider profile.",
+        )
+
+    def new_state(self, batch: int) -> State:
+        """Engines keep no state.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError("An engine keeps no state between calls.")
+
+    def close(self) -> None:
+        """Give TensorRT's memory back, after the GPU is done."""
+        if self._context is not None:
+            torch.cuda.synchronize(self._where)
+        self._context = self._engine = self._runtime = None
+
+    def _closed(self) -> NoReturn:
+        raise SessionClosedError("This session is closed.", fix="open the model again.")

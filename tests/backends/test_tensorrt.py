@@ -1,0 +1,59 @@
+"""The TensorRT backend on a GPU with TensorRT, and what of it needs only a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from accel import capture, registry
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.specs import DeviceSpec
+from accel.testing.conformance import BackendConformance
+
+
+def unavailable() -> str:
+    probe = registry.probe(registry.describe("tensorrt"))
+    return "" if probe.available else "; ".join(reason.message for reason in probe.reasons)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(unavailable()), reason=f"no TensorRT: {unavailable()}")
+class TestTensorrt(BackendConformance):
+    backend = "tensorrt"
+    device = "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
+def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Artifact], task: str) -> None:
+    """The session that TensorRT's provider is run with, over another provider of the same kind."""
+    from accel_plugins.ort.device_session import DeviceSession
+    from accel_plugins.ort.nvidia import CUDA
+    from accel_plugins.ort.session import open_runtime
+
+    artifact = tiny_artifact("bert", task)
+    component = artifact.components[0]
+    runtime = open_runtime(
+        artifact.file(), component, provider=CUDA, provider_options={"use_tf32": "0"}, options=SessionOptions()
+    )
+    session = DeviceSession(runtime, component, DeviceSpec("cuda"), "float32")
+    cpu = registry.load(registry.describe("cpu"))
+    expected_by = cpu.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    kept = []
+    for seed, (batch, sequence) in enumerate([(1, 5), (3, 17), (3, 17)]):
+        sizes = {"batch": batch, "sequence": sequence}
+        feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=artifact.path)
+        found = session.run({name: tensor.cuda() for name, tensor in feeds.items()})
+        kept.append((found, expected_by.run(feeds)))
+    for found, expected in kept:
+        for name, value in expected.items():
+            assert found[name].is_cuda
+            assert (found[name].cpu() - value).abs().max() < 1e-4
+    name = component.outputs[0].name
+    buffer = torch.empty_like(kept[-1][0][name])
+    session.run(feeds, out={name: buffer})
+    assert torch.equal(buffer, kept[-1][0][name])
+    session.close()

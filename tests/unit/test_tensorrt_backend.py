@@ -1,0 +1,563 @@
+"""What the TensorRT backend does without TensorRT: profiles, options, cache keys, refusals, verdicts on simulated machines.
+
+Engines are built and run here against a stand-in for the `tensorrt` package. Its names and signatures are those of the
+bindings of TensorRT 11.4; it computes nothing. What it shows is the order of our calls, not that TensorRT likes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from accel import registry
+from accel.artifact import Artifact, Component, Manifest
+from accel.config import SessionOptions
+from accel.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ExportError,
+    InputError,
+    SessionError,
+    TargetMismatchError,
+)
+from accel.exporting import export
+from accel.specs import DeviceSpec, Probe, TensorSpec
+from accel.steps import optimize
+from accel.testing.models import tiny_model
+from accel_plugins.ort.graphs import MICROSOFT, load_graphs
+from accel_plugins.ort.nvidia import TENSORRT, Facts, judge
+from accel_plugins.tensorrt import FORMAT, SPEC, building, engines
+from accel_plugins.tensorrt import backend as backend_module
+from accel_plugins.tensorrt.backend import TensorrtBackend
+from accel_plugins.tensorrt.building import PROFILE_VARIABLE, EngineExporter, build
+from accel_plugins.tensorrt.caches import Machine, check_target, engine_cache, timing_cache
+from accel_plugins.tensorrt.engines import build_plan, check_precisions, computed_types
+from accel_plugins.tensorrt.options import precision_flags, precisions, read_options
+from accel_plugins.tensorrt.profiles import Sizes, complete, from_data, provider_options, read_profile, shapes_of
+
+GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
+HERE = Machine(gpu="NVIDIA H200", arch="sm_90", tensorrt="10.13.0", driver="580.159")
+IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
+PAST = TensorSpec("past.0.key", "float32", ("batch", 12, "past_sequence", 64), role="cache")
+COMPONENT = Component(
+    name="model",
+    file="model.onnx",
+    files=(),
+    inputs=(IDS, TensorSpec("attention_mask", "int64", ("batch", "sequence"), role="mask")),
+    outputs=(TensorSpec("logits", "float32", ("batch", 3)),),
+    max_sizes={"sequence": 384},
+)
+HEALTHY: dict[str, Any] = {
+    "provider": TENSORRT,
+    "providers": (TENSORRT, "CUDAExecutionProvider", "CPUExecutionProvider"),
+    "distributions": {"onnxruntime-gpu": "1.31.1"},
+    "build_cuda": "13.0",
+    "driver": "580.159",
+    "driver_cuda": (13, 0),
+    "gpus": (GPU,),
+    "torch_cuda": "13.0",
+}
+
+
+# Profiles
+
+
+def test_profiles_are_read() -> None:
+    found = read_profile("batch=1:8:32, sequence=128")
+    assert found == {"batch": Sizes(1, 8, 32), "sequence": Sizes(128, 128, 128)}
+    assert read_profile("") == {}
+
+
+@pytest.mark.parametrize("text", ["batch", "batch=8:1:32", "batch=1:2", "batch=0", "batch=-1:2:3", "batch=1:8:32;x=1"])
+def test_wrong_profiles_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_profile(text)
+
+
+def test_a_profile_covers_every_axis() -> None:
+    assert complete(COMPONENT, {}) == {"batch": Sizes(1, 8, 32), "sequence": Sizes(1, 128, 384)}
+    assert complete(COMPONENT, {"batch": Sizes(1, 1, 1)}, {"sequence": 64, "batch": 9}) == {
+        "batch": Sizes(1, 1, 1),
+        "sequence": Sizes(64, 64, 64),
+    }
+    cached = replace(COMPONENT, inputs=(IDS, PAST))
+    assert complete(cached, {})["past_sequence"] == Sizes(1, 128, 512)
+
+
+def test_a_profile_must_fit_the_graph() -> None:
+    with pytest.raises(ConfigError, match="no axis 'length'"):
+        complete(COMPONENT, {"length": Sizes(1, 1, 1)})
+    with pytest.raises(ConfigError, match="the model has 384"):
+        complete(COMPONENT, {"sequence": Sizes(1, 128, 512)})
+
+
+def test_a_profile_from_data_holds_it() -> None:
+    def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+        return {spec.name: torch.zeros(rows, length) for spec in COMPONENT.inputs}
+
+    found = from_data(COMPONENT, [batch(4, 10), batch(4, 40), batch(2, 12)])
+    assert found == {"batch": Sizes(2, 4, 4), "sequence": Sizes(10, 12, 40)}
+    with pytest.raises(ConfigError, match="no data"):
+        from_data(COMPONENT, [])
+    with pytest.raises(InputError, match="attention_mask"):
+        from_data(COMPONENT, [{"input_ids": torch.zeros(1, 2)}])
+
+
+def test_profiles_in_the_providers_words() -> None:
+    options = provider_options(
+        replace(COMPONENT, inputs=(IDS, PAST)), complete(replace(COMPONENT, inputs=(IDS, PAST)), {})
+    )
+    assert options == {
+        "trt_profile_min_shapes": "input_ids:1x1,past.0.key:1x12x1x64",
+        "trt_profile_opt_shapes": "input_ids:8x128,past.0.key:8x12x128x64",
+        "trt_profile_max_shapes": "input_ids:32x384,past.0.key:32x12x512x64",
+    }
+
+
+def test_fixed_graphs_need_no_profile() -> None:
+    fixed = replace(COMPONENT, inputs=(TensorSpec("x", "float32", (1, 3)),))
+    assert provider_options(fixed, complete(fixed, {})) == {}
+
+
+# Options and precision
+
+
+def test_options() -> None:
+    found = read_options({"trt_max_workspace_size": 1 << 30, "trt_sparsity_enable": True, "profile": "batch=4"}, GPU)
+    assert found.profile == {"batch": Sizes(4, 4, 4)}
+    assert found.provider == {"trt_max_workspace_size": "1073741824", "trt_sparsity_enable": "1", "device_id": "0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"trt_fp16_enable": True}, "precision comes from the graph"),
+        ({"trt_int8_enable": True}, "precision comes from the graph"),
+        ({"trt_engine_cache_path": "x"}, "ACCEL_HOME"),
+        ({"trt_profile_min_shapes": "x"}, "profile="),
+        ({"user_compute_stream": 1}, "current stream"),
+        ({"trt_max_workspace": 1}, "Did you mean 'trt_max_workspace_size'"),
+        ({"device_id": 1}, "contradicts the device cuda:0"),
+        ({"profile": "batch"}, "no part of a profile"),
+    ],
+)
+def test_wrong_options_are_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_options(given, GPU)
+    assert says in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def portable(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    out = tmp_path_factory.mktemp("portable") / "o4"
+    return optimize(tiny_artifact("bert"), out, backend="tensorrt", level="O4")
+
+
+def test_its_optimizer_keeps_to_onnx(portable: Artifact) -> None:
+    """float16 with float32 islands, and no operator that only ONNX Runtime has."""
+    model = load_graphs(portable)["model"]
+    assert not [node.op_type for node in model.graph if node.domain == MICROSOFT]
+    assert portable.dtype == "float16"
+    islands = [node for node in model.graph if node.op_type == "ReduceSum"]
+    assert all(value.dtype != ir.DataType.FLOAT16 for node in islands for value in node.inputs if value is not None)
+    with pytest.raises(ConfigError, match="attention"):
+        optimize(portable, portable.path.parent / "never", backend="tensorrt", enable=("attention",))
+
+
+def test_precision_is_read_from_the_graph(tiny_artifact: Callable[..., Artifact], portable: Artifact) -> None:
+    assert precisions(load_graphs(tiny_artifact("bert"))["model"]) == ()
+    assert precisions(load_graphs(portable)["model"]) == ("float16",)
+    assert precision_flags(("float16", "int8")) == {"trt_fp16_enable": "1", "trt_int8_enable": "1"}
+    assert precision_flags(("float8_e4m3fn",)) == {}
+
+
+LAYERS_10 = {
+    "Layers": [
+        {
+            "Name": "fc1",
+            "Inputs": [{"Name": "x", "Dimensions": [8, 768], "Format/Datatype": "Row major linear FP16 format"}],
+            "Outputs": [{"Name": "y", "Dimensions": [8, 3072], "Format/Datatype": "Row major linear FP32"}],
+        },
+        "a name alone",
+    ]
+}
+LAYERS_11 = {
+    "Layers": [{"Name": "fc1", "Inputs": [{"Name": "x", "DataType": "FP8", "Format": "linear"}], "Outputs": []}]
+}
+
+
+def test_precision_of_an_engine() -> None:
+    assert sum(computed_types(json.dumps(LAYERS_10)).values()) == 2
+    check_precisions(json.dumps(LAYERS_10), ["float16"])
+    check_precisions(json.dumps(LAYERS_11), ["float8_e4m3fn"])
+    check_precisions(json.dumps(LAYERS_10), [])
+    with pytest.raises(SessionError, match="asks for int8, and TensorRT built an engine that has no tensor of it"):
+        check_precisions(json.dumps(LAYERS_10), ["float16", "int8"])
+    with pytest.raises(SessionError, match="only nothing"):
+        check_precisions('{"Layers": []}', ["float16"])
+
+
+# Caches and targets
+
+
+def test_cache_folders_depend_on_everything(portable: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
+    profile = {"batch": Sizes(1, 8, 32)}
+    base = engine_cache(portable, "model", HERE, profile, "float16")
+    assert base == engine_cache(portable, "model", HERE, dict(profile), "float16")
+    assert json.loads((base / "engine.json").read_text())["profile"] == {"batch": "1:8:32"}
+    others = [
+        engine_cache(tiny_artifact("bert"), "model", HERE, profile, "float16"),
+        engine_cache(portable, "decoder", HERE, profile, "float16"),
+        engine_cache(portable, "model", HERE, {"batch": Sizes(1, 8, 33)}, "float16"),
+        engine_cache(portable, "model", HERE, profile, "int8"),
+    ]
+    others += [
+        engine_cache(portable, "model", replace(HERE, **{name: "other"}), profile, "float16")
+        for name in ("gpu", "arch", "tensorrt", "driver")
+    ]
+    assert len({base, *others}) == 9
+
+
+def test_kernel_times_are_shared_by_graphs() -> None:
+    assert timing_cache(HERE) == timing_cache(replace(HERE))
+    assert (
+        len({timing_cache(HERE), *(timing_cache(replace(HERE, **{n: "x"})) for n in ("gpu", "tensorrt", "driver"))})
+        == 4
+    )
+
+
+def engine_artifact(path: Path, target: dict[str, str]) -> Artifact:
+    path.mkdir()
+    manifest = Manifest(format=FORMAT, task="text-classification", components=(COMPONENT,), target=target)
+    return Artifact.create(path, manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpu": "NVIDIA A10", "arch": "sm_86"}, "gpu 'NVIDIA A10' (here 'NVIDIA H200'), arch 'sm_86' (here 'sm_90')"),
+        ({"tensorrt": "11.4.0"}, "tensorrt '11.4.0' (here '10.13.0')"),
+    ],
+)
+def test_an_engine_for_another_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
+) -> None:
+    artifact = engine_artifact(tmp_path / "engine", {**HERE.target(), **changes})
+    versions = {"tensorrt": "10.13.0", "driver": "580.159"}
+    monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
+    with pytest.raises(TargetMismatchError) as raised:
+        TensorrtBackend().open(artifact, device=GPU, options={}, session=SessionOptions())
+    assert says in str(raised.value)
+    assert "--format tensorrt" in str(raised.value)
+
+
+def test_a_newer_driver_is_no_obstacle(tmp_path: Path) -> None:
+    check_target(engine_artifact(tmp_path / "engine", HERE.target()), replace(HERE, driver="999.1"))
+
+
+# Probe and selection
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says", "remedy"),
+    [
+        (
+            {"load_error": "libnvinfer.so.10: cannot open shared object file: No such file or directory"},
+            "library",
+            "TensorrtExecutionProvider is listed but its library does not load: libnvinfer.so.10 is missing (TensorRT 10)",
+            'pip install "tensorrt>=10,<11"',
+        ),
+        (
+            {"load_error": "libcudnn.so.9: cannot open shared object file: No such file or directory"},
+            "library",
+            "libcudnn.so.9 is missing",
+            "onnxruntime-gpu[cuda,cudnn]",
+        ),
+        ({"providers": ("CPUExecutionProvider",)}, "no-gpu-build", "which has no TensorrtExecutionProvider", "[cuda]"),
+        ({"driver": "550.54", "driver_cuda": (12, 4)}, "driver-too-old", "built for CUDA 13.0", "driver for CUDA 13"),
+    ],
+)
+def test_each_obstacle_has_its_reason_and_remedy(changes: dict[str, Any], code: str, says: str, remedy: str) -> None:
+    probe = judge(Facts(**{**HEALTHY, **changes}))
+    assert [reason.code for reason in probe.reasons] == [code]
+    assert says in probe.reasons[0].message
+    assert remedy in probe.reasons[0].remedy
+
+
+def test_a_healthy_machine_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "survey", lambda provider: Facts(**HEALTHY))
+    monkeypatch.setattr(backend_module, "tensorrt_version", lambda: None)
+    assert [reason.code for reason in TensorrtBackend().probe().reasons] == ["no-tensorrt"]
+    monkeypatch.setattr(backend_module, "tensorrt_version", lambda: "10.13.0")
+    probe = TensorrtBackend().probe()
+    assert probe.devices == (GPU,)
+    assert probe.versions["tensorrt"] == "10.13.0"
+
+
+def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(provider: str) -> Facts:
+        raise OSError("a library in an unknown state")
+
+    monkeypatch.setattr(backend_module, "survey", broken)
+    assert "a library in an unknown state" in TensorrtBackend().probe().reasons[0].message
+
+
+def test_it_is_never_chosen_by_itself() -> None:
+    cpu = registry.describe("cpu")
+    probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "tensorrt": Probe(devices=(GPU,))}
+    found = registry.select(
+        format="onnx", task="text-classification", dtype="float32", device=None, specs=(cpu, SPEC), probes=probes
+    )
+    assert found.backend == "cpu"
+    named = registry.select(
+        format="onnx", task="text-classification", dtype="float32", device=None, specs=(cpu, SPEC), probes=probes,
+        backend="tensorrt",
+    )  # fmt: skip
+    assert named.backend == "tensorrt"
+    assert registry.describe("TensorrtExecutionProvider") is SPEC
+    assert registry.owner("export", "tensorrt").name == "tensorrt"
+
+
+def test_a_wheel_without_the_provider_is_an_error(portable: Artifact) -> None:
+    """The real ONNX Runtime of this machine, which has no TensorRT: its silent fallback to the CPU is not taken."""
+    import onnxruntime as ort
+
+    if TENSORRT in ort.get_available_providers():
+        pytest.skip("this ONNX Runtime lists TensorRT")
+    with pytest.raises(BackendUnavailableError, match="has no TensorrtExecutionProvider"):
+        TensorrtBackend().open(portable, device=GPU, options={}, session=SessionOptions())
+
+
+def test_compute_dtype_is_refused_with_a_remedy(portable: Artifact) -> None:
+    with pytest.raises(ConfigError, match="--level O4"):
+        TensorrtBackend().open(portable, device=GPU, options={}, session=SessionOptions(compute_dtype="float32"))
+
+
+# Building and running, with a stand-in
+
+
+class Journal(list[tuple[Any, ...]]):
+    """Calls in their order."""
+
+    def record(self, name: str, result: Any = None) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.append((name, *arguments))
+            return result(*arguments) if callable(result) else result
+
+        return call
+
+
+def stand_in(journal: Journal, *, plan: bytes | None = b"plan", parsed: bool = True, layers: Any = LAYERS_10) -> Any:
+    """A module with the names of `tensorrt` that we use."""
+    shapes = {"input_ids": (-1, -1), "attention_mask": (-1, -1), "logits": (-1, 3)}
+    kind = SimpleNamespace(INPUT="input", OUTPUT="output")
+    given: dict[str, tuple[int, ...]] = {}
+
+    def fits(name: str, shape: tuple[int, ...]) -> bool:
+        given[name] = shape
+        return shape[0] <= 32 and shape[1] <= 384
+
+    context = SimpleNamespace(
+        set_input_shape=journal.record("set_input_shape", fits),
+        set_tensor_address=journal.record("set_tensor_address", True),
+        get_tensor_shape=lambda name: (given["input_ids"][0], 3),
+        execute_async_v3=journal.record("execute_async_v3", True),
+    )
+    engine = SimpleNamespace(
+        num_io_tensors=3,
+        get_tensor_name=lambda i: list(shapes)[i],
+        get_tensor_mode=lambda name: kind.OUTPUT if name == "logits" else kind.INPUT,
+        get_tensor_dtype=lambda name: "DataType.FLOAT" if name == "logits" else "DataType.INT64",
+        get_tensor_shape=lambda name: shapes[name],
+        get_tensor_profile_shape=lambda name, profile: [(1, 1), (8, 128), (32, 384)],
+        create_execution_context=lambda: context,
+        create_engine_inspector=lambda: SimpleNamespace(get_engine_information=lambda _: json.dumps(layers)),
+    )
+    cache = SimpleNamespace(serialize=lambda: b"times")
+    config = SimpleNamespace(
+        clear_flag=journal.record("clear_flag"),
+        set_memory_pool_limit=journal.record("set_memory_pool_limit"),
+        add_optimization_profile=journal.record("add_optimization_profile", 0),
+        create_timing_cache=journal.record("create_timing_cache", cache),
+        set_timing_cache=journal.record("set_timing_cache", True),
+        get_timing_cache=lambda: cache,
+    )
+    builder = SimpleNamespace(
+        create_network=journal.record("create_network", "network"),
+        create_builder_config=lambda: config,
+        create_optimization_profile=lambda: SimpleNamespace(set_shape=journal.record("set_shape")),
+        build_serialized_network=journal.record("build_serialized_network", plan),
+    )
+    logger = type("Logger", (), {"ERROR": 1, "__init__": lambda self, severity: None})
+    parser = SimpleNamespace(
+        parse_from_file=journal.record("parse_from_file", parsed), num_errors=1, get_error=lambda i: "no such operator"
+    )
+    return SimpleNamespace(
+        Logger=logger,
+        Builder=lambda logger: builder,
+        OnnxParser=lambda network, logger: parser,
+        Runtime=lambda logger: SimpleNamespace(
+            deserialize_cuda_engine=lambda data: engine if data == b"plan" else None
+        ),
+        NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=1),
+        ProfilingVerbosity=SimpleNamespace(DETAILED="detailed"),
+        BuilderFlag=SimpleNamespace(TF32="tf32"),
+        MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
+        LayerInformationFormat=SimpleNamespace(JSON="json"),
+        TensorIOMode=kind,
+    )
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
+    calls = Journal()
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(calls))
+    return calls
+
+
+def test_building_an_engine(journal: Journal, tmp_path: Path) -> None:
+    times = tmp_path / "times.bin"
+    shapes = {spec.name: shapes_of(spec, complete(COMPONENT, {})) for spec in COMPONENT.inputs}
+    assert build_plan(Path("model.onnx"), shapes, times=times, workspace_bytes=1 << 20) == b"plan"
+    assert journal[0] == ("create_network", 2), "strongly typed: the graph decides the precision"
+    assert ("set_shape", "input_ids", (1, 1), (8, 128), (32, 384)) in journal
+    assert ("clear_flag", "tf32") in journal
+    assert ("create_timing_cache", b"") in journal
+    assert times.read_bytes() == b"times"
+    build_plan(Path("model.onnx"), shapes, times=times, tf32=True)
+    assert ("create_timing_cache", b"times") in journal
+    assert [call[0] for call in journal].count("clear_flag") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"), [({"parsed": False}, "no such operator"), ({"plan": None}, "finds no kernels")]
+)
+def test_what_tensorrt_refuses(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str) -> None:
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), **settings))
+    with pytest.raises(SessionError, match=says):
+        build_plan(Path("model.onnx"), {})
+
+
+def test_engines_are_built_from_plain_onnx(
+    portable: Artifact, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    fused = optimize(tiny_artifact("bert"), tmp_path / "fused", backend="cuda", level="O2")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match=r"(?s)Attention.*--backend tensorrt"):
+        build(fused, tmp_path / "out", device=GPU, machine=HERE)
+    with pytest.raises(ConfigError, match="from ONNX"):
+        build(engine_artifact(tmp_path / "engine", HERE.target()), tmp_path / "out", device=GPU, machine=HERE)
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's engine on host memory."""
+    monkeypatch.setattr(engines, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: _Nothing())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_an_artifact_with_an_engine(
+    journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "engine"
+    out.mkdir()
+    made = build(portable, out, device=GPU, machine=HERE, profile={"batch": Sizes(1, 2, 4)})
+    loaded = Artifact.load(out)
+    assert loaded.format == FORMAT
+    assert loaded.manifest.target == {"gpu": "NVIDIA H200", "arch": "sm_90", "tensorrt": "10.13.0"}
+    assert loaded.digest == made.digest != portable.digest
+    assert loaded.manifest.steps[-1].config["profile"] == {"model": {"batch": "1:2:4", "sequence": "1:96:96"}}
+    assert ("set_shape", "input_ids", (1, 1), (2, 96), (4, 96)) in journal
+    versions = {"tensorrt": "10.13.0", "driver": "1"}
+    monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
+    session = TensorrtBackend().open(loaded, device=GPU, options={}, session=SessionOptions())["model"]
+    assert session.compute_dtype == "float16"
+    assert [spec.name for spec in session.outputs] == ["logits"]
+    with pytest.raises(ConfigError, match="no options"):
+        TensorrtBackend().open(loaded, device=GPU, options={"x": 1}, session=SessionOptions())
+
+
+def test_an_engine_without_the_precision_is_not_kept(
+    on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    layers = {"Layers": [{"Inputs": [{"DataType": "Float"}], "Outputs": []}]}
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), layers=layers))
+    with pytest.raises(SessionError, match="asks for float16.*only float"):
+        build(portable, tmp_path / "out", device=GPU, machine=HERE)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_running_an_engine(journal: Journal, on_the_host: None) -> None:
+    engine = engines.Engine(b"plan", GPU)
+    assert engine.inputs[0].shape == ("input_ids_0", "input_ids_1")
+    assert engine.inputs[0].dtype == "int64"
+    assert engine.outputs == (TensorSpec("logits", "float32", ("logits_0", 3)),)
+    feeds = {name: torch.ones(2, 5, dtype=torch.int32) for name in ("input_ids", "attention_mask")}
+    found = engine.run(feeds)
+    assert found["logits"].shape == (2, 3)
+    assert journal[-1] == ("execute_async_v3", 7)
+    assert ("set_input_shape", "input_ids", (2, 5)) in journal
+    addresses = {call[1]: call[2] for call in journal if call[0] == "set_tensor_address"}
+    assert addresses["logits"] == found["logits"].data_ptr()
+    with pytest.raises(InputError, match=r"built for \(1, 1\) to \(32, 384\)"):
+        engine.run({name: tensor.expand(2, 5).repeat(1, 100) for name, tensor in feeds.items()})
+    with pytest.raises(InputError, match="attention_mask"):
+        engine.run({"input_ids": feeds["input_ids"]})
+    with pytest.raises(InputError, match="not convert|convert it"):
+        engine.run({name: tensor.float() for name, tensor in feeds.items()})
+    with pytest.raises(InputError, match="Did you mean 'logits'"):
+        engine.run(feeds, outputs=["logit"])
+    engine.close()
+    engine.close()
+    with pytest.raises(SessionError, match="closed"):
+        engine.run(feeds)
+
+
+def test_an_engine_that_does_not_load(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
+    (tmp_path / "other.plan").write_bytes(b"other")
+    with pytest.raises(SessionError, match="another version, or for another GPU"):
+        engines.Engine.load(tmp_path / "other.plan", GPU)
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError("libnvinfer.so.10: cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(BackendUnavailableError, match=r"libnvinfer.*\n.*\[tensorrt\]"):
+        engines.load_tensorrt()
+
+
+def test_exporting_without_a_gpu_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="export to ONNX here"):
+        export(tiny_model("bert"), tmp_path / "out", task="text-classification", format="tensorrt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(building, "OnnxExporter", lambda backend: SimpleNamespace(export=lambda *a, **k: "onnx"))
+    monkeypatch.setattr(building, "build", lambda artifact, out, **settings: seen.update(settings) or artifact)
+    probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
+    exporter = EngineExporter(lambda: probe, {PROFILE_VARIABLE: "batch=1:4:16"})
+    exporter.export(None, task="x", config=None, out=Path("out"))  # type: ignore[arg-type]
+    assert seen["profile"] == {"batch": Sizes(1, 4, 16)}
+    assert seen["machine"].target() == HERE.target()
