@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).parent / "gpu.json")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--modes", default=",".join(COMPILE_MODES))
+    parser.add_argument("--benchmark", action="store_true")
     arguments = parser.parse_args()
     out: Path = arguments.out
     modes = [COMPILE_MODES[1]] if arguments.quick else arguments.modes.split(",")
@@ -259,11 +260,12 @@ def main() -> None:
         },
         "rows": [],
     }  # fmt: skip
-    if "--benchmark" in sys.argv:
+    if arguments.benchmark:
         report = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else report
         with tempfile.TemporaryDirectory() as temporary:
             report["benchmark"] = {
-                name: by_benchmark(name, Path(temporary), quick) for name in dict.fromkeys(case[0] for case in CASES)
+                name: by_benchmark(name, Path(temporary), arguments.quick)
+                for name in dict.fromkeys(case[0] for case in CASES)
             }
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report["benchmark"], indent=1))
