@@ -215,7 +215,7 @@ def _continued_case(
     batch, sequence = shape
     stateless = [spec for spec in component.inputs if spec.pair is None]
     state = session.new_state(batch)
-    calls = []
+    calls: list[tuple[dict[str, int], capture.Tensors, capture.Tensors]] = []
     for new in (sequence, 1):
         past = state.length
         sizes = {"batch": batch, "sequence": new, "total": past + new, "kept": 1, "encoder_sequence": 6}
