@@ -7,12 +7,15 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test gpu-test check docs bench clean
+.PHONY: demo test test-all gpu-test check docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from typer.testing import CliRunner
 
 import accel
 from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize, quantize, validate
 from accel.artifact import Artifact
+from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.tasks import task_spec
 from accel.testing.generators import GENERATORS, save_generator, tiny_generator
@@ -64,7 +67,12 @@ def opened(artifact: Artifact) -> Any:
     return getattr(accel, task_spec(artifact.task).model)(artifact)
 
 
-@pytest.mark.parametrize("family", GENERATORS)
+# One of each kind of attention, position and cache; the others differ from these in their layers only.
+USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "whisper")
+FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
     original, model = tiny_generator(family), opened(generator(family))
     rows = inputs_of(family)
@@ -229,3 +237,17 @@ def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     assert (swapped - model(input_ids=ids.flip(0)[:, :7], logits_to_keep=1).logits).abs().max() <= 1e-4
     resumed = model(input_ids=ids[:, 4:], past_key_values=copy).logits
     assert (resumed - model(input_ids=ids).logits[:, 4:]).abs().max() <= 1e-4
+
+
+def test_generate_on_the_command_line(generator: Artifacts) -> None:
+    folder = str(generator("llama").path)
+    command = ["generate", folder, "--prompt", "where is my card", "--max-new-tokens", "6"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "6 new tokens" in shown.stderr
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert found["new_tokens"] == 6
+    assert found["text"].strip() == shown.stdout.strip()
+    refused = CliRunner().invoke(app, [*command, "--temperature", "0.5"])
+    assert refused.exit_code == 2
+    assert "--sample" in refused.stderr
