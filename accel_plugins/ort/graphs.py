@@ -25,8 +25,10 @@ MICROSOFT = "com.microsoft"
 SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
 _INLINE_BYTES = 256
-# Runtimes map large weights from the file: pages start at multiples of this.
-_ALIGNMENT_BYTES = 4096
+# Runtimes map large weights from the file, page by page; small ones only need their elements aligned.
+_PAGE_BYTES = 4096
+_LARGE_BYTES = 1 << 20
+_ELEMENT_BYTES = 16
 
 
 def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
@@ -64,7 +66,8 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                         continue
                     key = _identity(tensor)
                     if key not in offsets:
-                        file.write(b"\0" * (-file.tell() % _ALIGNMENT_BYTES))
+                        alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
+                        file.write(b"\0" * (-file.tell() % alignment))
                         offsets[key] = (file.tell(), tensor.nbytes)
                         tensor.tofile(file) if hasattr(tensor, "tofile") else file.write(tensor.tobytes())
                     replaced.append((value, tensor))

@@ -155,8 +155,8 @@ def test_weights_are_stored_once(generator: Artifacts) -> None:
         artifact = generator(family)
         weights = sum(parameter.numel() * 4 for parameter in tiny_generator(family).parameters())
         data = artifact.path / "model.onnx.data"
-        # Alignment of the large weights, and T5's tables of positions.
-        assert data.stat().st_size <= 1.05 * weights + 4096 * len(artifact.components) * 40, family
+        # Constants of the graphs (masks, tables of positions) weigh something beside so small a model.
+        assert data.stat().st_size <= 1.05 * weights + 4096, family
 
 
 def test_optimized_and_quantized_decoders(generator: Artifacts, tmp_path: Path) -> None:
