@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from accel import __version__
+from accel import __version__, demo
 from accel.artifact import Artifact
 from accel.cli import app
 
@@ -117,20 +117,15 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Cal
     assert run("cache", "list").stdout.strip() == "The cache is empty."
 
 
-def test_demo(tmp_path: Path) -> None:
-    """The whole demo, with the whole test set."""
+def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demo itself is run by its own test."""
+    asked: list[Path | None] = []
+    report = demo.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
+    monkeypatch.setattr(demo, "run", lambda out: asked.append(out) or report)
     result = run("demo", "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    original, exported, *accelerated = report["rows"]
-    assert [row["compute_dtype"] for row in accelerated] == ["float32", "int8"]
-    assert all(row["accuracy"] >= original["accuracy"] - 0.005 for row in accelerated)
-    assert original["accuracy"] >= 0.90
-    assert exported["accuracy"] == pytest.approx(original["accuracy"], abs=0.001)
-    assert exported["agreement"] >= 0.999
-    assert report["max_abs_difference"] <= 1e-3
-    assert report["queries"] == 3080
-    Artifact.load(tmp_path / "out")
+    assert json.loads(result.stdout)["queries"] == 3080
+    assert asked == [tmp_path / "out"]
 
 
 def test_benchmark_prints_lines_and_writes_a_page(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
