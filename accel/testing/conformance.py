@@ -279,13 +279,14 @@ class BackendConformance:
         opened.close()
 
     def _continue(self, session: Session, state: State, feeds: Mapping[str, torch.Tensor], cut: slice) -> torch.Tensor:
+        new = cut.stop - cut.start
         part = {}
         for name, tensor in feeds.items():
             if name == "logits_to_keep":
-                part[name] = tensor[: cut.stop - cut.start]
+                part[name] = tensor[:new]
             else:
                 # A mask covers what the state holds, too.
-                part[name] = tensor[:, : cut.stop] if name == "attention_mask" else tensor[:, cut]
+                part[name] = tensor[:, : state.length + new] if name == "attention_mask" else tensor[:, cut]
         logits = session.run(part, outputs=("logits",), state=state)["logits"]
         # Of a logit for every token, the last.
         return logits[:, -1] if logits.ndim == 3 else logits
@@ -316,7 +317,7 @@ class BackendConformance:
 
     def test_state_reorders(self, stateful: Session) -> None:
         feeds = self.feeds(stateful, batch=2, sequence=8)
-        swapped = {name: tensor.flip(0) for name, tensor in feeds.items()}
+        swapped = {name: tensor.flip(0) if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
         state = stateful.new_state(2)
         self._continue(stateful, state, feeds, slice(0, 5))
         state.reorder(torch.tensor([1, 0]))

@@ -334,7 +334,8 @@ class OrtSession:
         wanted = self._output_names if outputs is None else self._wanted(outputs)
         try:
             return state.run(tensors, [name for name in wanted if name not in self._presents])
-        except _RUN_ERRORS as error:
+        # With IO binding ONNX Runtime raises plain errors, too.
+        except (*_RUN_ERRORS, RuntimeError) as error:
             raise self._mapped(error, tensors) from error
 
     def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
