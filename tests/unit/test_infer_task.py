@@ -11,6 +11,12 @@ from accel.tasks import infer_task
     [
         ("BertModel", "feature-extraction"),
         ("XLMWithLMHeadModel", "fill-mask"),
+        ("GPT2LMHeadModel", "text-generation"),
+        ("LlamaForCausalLM", "text-generation"),
+        ("T5ForConditionalGeneration", "text2text-generation"),
+        ("MarianMTModel", "text2text-generation"),
+        ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
+        ("VisionEncoderDecoderModel", "image-to-text"),
         ("DistilBertForQuestionAnswering", "question-answering"),
         ("FlaubertForQuestionAnsweringSimple", "question-answering"),
     ],
@@ -19,7 +25,7 @@ def test_the_longest_suffix_decides(architecture: str, task: str) -> None:
     assert infer_task({"architectures": [architecture]}) == task
 
 
-@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "GPT2DoubleHeadsModel"])
+@pytest.mark.parametrize("architecture", ["GPT2DoubleHeadsModel", "TransfoXLHeadModel"])
 def test_a_head_without_a_task_is_not_dropped(architecture: str) -> None:
     with pytest.raises(TaskError, match=architecture):
         infer_task({"architectures": [architecture]})
