@@ -356,6 +356,11 @@ class EncoderDecoder(_Generator):
         """The encoder's input."""
         return self.artifact.component("encoder").inputs[0].name
 
+    @property
+    def encoder(self) -> Any:
+        """The encoder, whose arguments `generate` accepts, too."""
+        return self._encoder
+
     def get_encoder(self, modality: str | None = None) -> Any:  # transformers' signature
         """The encoder, callable by itself."""
         return self._encoder

@@ -63,7 +63,7 @@ def test_without_openvino_the_demo_says_how_to_get_its_rows(tmp_path: Path, monk
 
 
 def test_calibration_rows_are_not_test_rows() -> None:
-    texts = {row["text"].strip() for row in load_rows(demo.CALIBRATION_SET)}
+    texts = {row["text"].strip() for row in load_rows(demo.CALIBRATION_SET).dataset}
     assert len(texts) == 128
     assert not texts & {text.strip() for text in demo.read_test_set()[0]}
 
