@@ -7,7 +7,6 @@ transformers' own `generate`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,8 +18,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from .errors import ConfigError, InputError
 from .interfaces import Session, State
 from .modeling import ORTModel, fast_output
-
-logger = logging.getLogger(__name__)
 
 _ENCODER_MASK = "encoder_attention_mask"
 # What `generate` may pass that changes nothing for a graph.
@@ -118,7 +115,6 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
     """What all generating models share."""
 
     _is_stateful: ClassVar[bool] = False
-    _supports_cache_class: ClassVar[bool] = True
     _decoder: ClassVar[str]
 
     def _open(self) -> None:
@@ -401,7 +397,6 @@ class EncoderDecoder(_Generator):
                 "decoder_input_ids are missing.", fix="pass them, or call generate(), which starts the decoder."
             )
         cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
-        hidden = None
         if cache.state is None:
             if encoder_outputs is None:
                 if "attention_mask" in self._encoder.names and attention_mask is not None:
@@ -414,8 +409,7 @@ class EncoderDecoder(_Generator):
                     "encoder_outputs were given without their attention mask.",
                     fix="pass attention_mask as it was given to the encoder.",
                 )
-            hidden = encoder_outputs[0]
-            cache.constants = self._cross_session.run({"encoder_hidden_states": hidden})
+            cache.constants = self._cross_session.run({"encoder_hidden_states": encoder_outputs[0]})
         if _ENCODER_MASK in self._takes:
             if attention_mask is None:
                 raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
