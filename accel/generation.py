@@ -150,6 +150,7 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
 
     def new_cache(self) -> StateCache:
         """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
+        self._check_fork()
         return StateCache(self._decoder_session)
 
     def _prepare_cache_for_generation(
@@ -181,6 +182,8 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
         if asked is not None and asked < 1:
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
+        # Before anything reads the encoder or the cache.
+        self._check_fork()
         return super().generate(inputs, generation_config, **kwargs)
 
     # Running
@@ -294,6 +297,7 @@ class ORTModelForCausalLM(_Generator):
         Raises:
             InputError: Sizes that do not agree, a foreign cache, more tokens than positions.
         """
+        self._check_fork()
         if rest:
             self._check_rest(rest)
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
@@ -359,6 +363,7 @@ class EncoderDecoder(_Generator):
 
     def get_encoder(self, modality: str | None = None) -> Any:  # transformers' signature
         """The encoder, callable by itself."""
+        self._check_fork()
         return self._encoder
 
     def forward(
@@ -389,6 +394,7 @@ class EncoderDecoder(_Generator):
         Raises:
             InputError: Sizes that do not agree, a foreign cache, encoder outputs without their mask.
         """
+        self._check_fork()
         inputs = {"input_ids": input_ids, **rest}
         encoder_inputs = {n: v for n, v in inputs.items() if n in self._encoder.names and v is not None}
         self._check_rest({n: v for n, v in rest.items() if n not in self._encoder.names and n != "logits_to_keep"})

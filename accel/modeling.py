@@ -507,6 +507,11 @@ class ORTModel:
 
     # Lifetime
 
+    def _check_fork(self) -> None:
+        """Open sessions of its own in a child process, before anything else there."""
+        if self._forks != _forks:
+            self._reopen_after_fork()
+
     def _reopen_after_fork(self) -> None:
         with self._reopening:
             if self._forks != _forks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import accel
-from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize, quantize, validate
+from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, SessionOptions, export, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.cli import app
 from accel.errors import ConfigError, InputError
@@ -228,6 +229,23 @@ def test_encoder_outputs_need_their_mask(generator: Artifacts) -> None:
     with torch.inference_mode():
         expected = tiny_generator("t5")(**rows, decoder_input_ids=start)
     assert (found.logits - expected.logits).abs().max() <= 1e-3
+
+
+def _generate_in_child(model: Any, queue: Any) -> None:
+    queue.put(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).numpy())
+
+
+def test_a_forked_model_opens_its_own_sessions(generator: Artifacts) -> None:
+    model = ORTModelForCausalLM(generator("llama"), session_options=SessionOptions(threads=2))
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_generate_in_child, args=(model, queue))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join(timeout=60)
+    assert child.exitcode == 0
+    assert torch.equal(torch.from_numpy(found), expected)
 
 
 def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
