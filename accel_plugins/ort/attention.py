@@ -149,7 +149,7 @@ def _kept_rows(graph: ir.Graph, masked: ir.Value, before: ir.Node, *, squeeze: b
     return made[-1].outputs[0]
 
 
-def _heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
+def split_heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     """`x: (batch, length, heads * depth)` and the heads, when the value is `x` as `(batch, heads, length, depth)`."""
     transpose = producer(value, "Transpose")
     reshape = producer(transpose.inputs[0], "Reshape") if transpose is not None else None
@@ -168,8 +168,7 @@ def _heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
 def fuse_attention(model: ir.Model) -> int:
     """Whole attentions as `MultiHeadAttention`: one operator instead of ten, and each head stays in the cache.
 
-    Fully masked rows are zeroed behind it, as before. Attentions with several queries for a key (grouped) or with rotary
-    positions keep their form.
+    Fully masked rows are zeroed behind it, as before. Attentions with several queries for a key (grouped) keep their form.
     """
     count = 0
     keeps: dict[int, ir.Value] = {}
@@ -182,7 +181,7 @@ def fuse_attention(model: ir.Model) -> int:
         scores = _match_scores(multiplied) if multiplied is not None else None
         if scores is None:
             continue
-        parts = [_heads(value) for value in (scores.query, scores.key, product.inputs[1])]
+        parts = [split_heads(value) for value in (scores.query, scores.key, product.inputs[1])]
         end = _merged(product)
         if end is None or any(part is None for part in parts):
             continue

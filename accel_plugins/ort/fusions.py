@@ -10,7 +10,7 @@ import onnx_ir as ir
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, did_you_mean
 
-from . import activations, attention, simplifications
+from . import activations, attention, embeddings, rotary, simplifications
 
 _LEVELS = ("O1", "O2", "O3", "O4")
 
@@ -42,6 +42,11 @@ FUSIONS = (
     Fusion("rms-norm", "O2", "spelled-out RMSNorm as one operator", activations.fuse_rms_norms),
     Fusion("gelu", "O2", "spelled-out exact GELU as one operator", activations.fuse_gelus),
     Fusion("silu", "O2", "x * sigmoid(x) as one operator", activations.fuse_silus),
+    Fusion("single-rows", "O1", "adds one-row embedding tables to others", embeddings.fold_single_rows),
+    Fusion(
+        "embed-layer-norm", "O2", "embedding lookups and their LayerNorm as one operator", embeddings.fuse_embeddings
+    ),
+    Fusion("rotary", "O2", "rotary positions as one operator", rotary.fuse_rotary),
     Fusion("attention", "O2", "whole attentions as MultiHeadAttention", attention.fuse_attention),
     Fusion("masked-rows", "O2", "zeroes fully masked rows by a product", attention.multiply_masked_rows),
     Fusion("attention-scores", "O2", "scale and transpose inside query times key", attention.fuse_scores),

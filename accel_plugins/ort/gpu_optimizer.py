@@ -11,7 +11,7 @@ from accel.capture import quiet
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError, did_you_mean
 
-from . import gpu_attention, gpu_layers, half, simplifications
+from . import embeddings, gpu_attention, gpu_layers, half, simplifications
 from .fusions import Fusion
 from .graphs import load_graphs, write_artifact
 
@@ -25,9 +25,9 @@ GPU_FUSIONS = (
     Fusion("reshape", "O1", "constant shapes where sizes are only copied", simplifications.fix_reshapes),
     Fusion("certain-masks", "O1", "drops masks that never change", simplifications.drop_certain_conditions),
     Fusion("duplicates", "O1", "computes once what is computed alike", simplifications.merge_duplicates),
-    Fusion("single-rows", "O1", "adds one-row embedding tables to others", gpu_layers.fold_single_rows),
+    Fusion("single-rows", "O1", "adds one-row embedding tables to others", embeddings.fold_single_rows),
     Fusion("attention", "O2", "Attention or MultiHeadAttention", gpu_attention.fuse_attention),
-    Fusion("embed-layer-norm", "O2", "EmbedLayerNormalization", gpu_layers.fuse_embeddings),
+    Fusion("embed-layer-norm", "O2", "EmbedLayerNormalization", embeddings.fuse_embeddings),
     Fusion("skip-layer-norm", "O2", "SkipLayerNormalization", gpu_layers.fuse_skip_norms),
     Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gpu_layers.fuse_bias_gelus),
     Fusion("one-token", "O2", "computes only the token that a head reads", gpu_layers.compute_one_token),

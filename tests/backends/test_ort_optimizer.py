@@ -18,6 +18,7 @@ from accel.errors import ConfigError, OptimizeError, ValidationError
 from accel.exporting import export
 from accel.sessions import open_artifact
 from accel.steps import optimize, quantize
+from accel.testing.generators import save_generator
 from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
 from accel_plugins.ort import activations, fusions
 from accel_plugins.ort.analysis import bounds, shape_value
@@ -109,12 +110,12 @@ def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, l
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8}),
-        ("roberta", {"attention": 2, "key-transpose": 2}),
-        ("distilbert", {"attention": 2, "key-transpose": 2}),
+        ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8, "embed-layer-norm": 1}),
+        ("roberta", {"attention": 2, "key-transpose": 2, "single-rows": 1, "embed-layer-norm": 1}),
+        ("distilbert", {"attention": 2, "key-transpose": 2, "embed-layer-norm": 1}),
         # No padding: the mask and the zeroed rows of both layers go.
         ("vit", {"attention": 2, "certain-masks": 4}),
-        ("llama", {"rms-norm": 5, "silu": 2, "attention-scores": 2, "masked-rows": 2}),
+        ("llama", {"rms-norm": 5, "silu": 2, "rotary": 4, "attention-scores": 2, "masked-rows": 2}),
     ],
 )
 def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, expected: dict[str, int]) -> None:
@@ -124,6 +125,29 @@ def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, ex
     operators = {node.op_type for node in load_graph(made, made.component()).graph}
     assert ("MultiHeadAttention" in operators) == ("attention" in expected)
     assert "SkipLayerNormalization" not in operators
+
+
+@pytest.mark.parametrize(("family", "rank"), [("llama", 3), ("gpt-neox", 4)])
+def test_rotary_positions_that_differ_by_row(tmp_path: Path, family: str, rank: int) -> None:
+    """A table of cosines for each row; of GPT-NeoX's heads only a part is turned."""
+    folder = save_generator(tmp_path / "model", family)
+    parent = export(folder, tmp_path / "plain", task="text-generation")
+    made = optimize(parent, tmp_path / "o2", level="O2")
+    assert fused(made)["rotary"] == 4
+    rotary = [n for n in load_graph(made, made.component()).graph if n.op_type == "RotaryEmbedding"]
+    assert [n.inputs[0].shape.rank() for n in rotary] == [rank] * 4
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    feeds = {
+        "input_ids": torch.randint(5, VOCABULARY, (2, 6)),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "logits_to_keep": torch.tensor([3, 5]),
+    }
+    found = []
+    for artifact in (parent, made):
+        session = open_artifact(artifact).sessions["model"]
+        found.append(session.run(feeds, outputs=("logits",), state=session.new_state(2))["logits"])
+    assert (found[0] - found[1]).abs().max() < 1e-4
 
 
 def test_single_switches(tiny_artifact: Get, tmp_path: Path) -> None:
