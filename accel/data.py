@@ -26,6 +26,7 @@ _READERS = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".parquet": "parquet",
+    ".txt": "text",
 }
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 _SHOWN = 5
@@ -373,6 +374,7 @@ _ROLES: Mapping[str, tuple[_Role, ...]] = {
         _SECOND,
     ),
     "fill-mask": (_TEXT,),
+    "text-generation": (_TEXT,),
 }
 _PAIRS = (
     ("sentence1", "sentence2"),
@@ -398,7 +400,7 @@ def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None,
         task: `text-classification` needs `text` (with `text_pair` where there are two) and `label`;
             `token-classification` `words` and `tags`; `question-answering` `question`, `context` and `answers`;
             `image-classification` `image` and `label`; `sentence-similarity` and `feature-extraction` `text`,
-            `text_pair` and `score`; `fill-mask` `text`.
+            `text_pair` and `score`; `fill-mask` and `text-generation` `text`.
         columns: Column by use, for those that are not to be guessed.
         answers: Whether labels, tags, answers or scores are needed, which calibration does without.
 

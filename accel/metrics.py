@@ -277,6 +277,39 @@ def _exact_match(predictions: Values, references: Values) -> dict[str, float]:
     return {"exact_match": _squad(predictions, references)["exact_match"] / 100}
 
 
+# Tokens: predictions are `TokenScores`; the rows themselves are the references.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """How well a language model predicted the tokens of a row.
+
+    Attributes:
+        loss: Sum of the negative log likelihoods, in nats.
+        tokens: How many were predicted.
+        best: The likeliest token at each place: `(tokens,)`.
+    """
+
+    loss: float
+    tokens: int
+    best: npt.NDArray[np.int64]
+
+
+def _losses(predictions: Values, _: Values) -> Floats:
+    return np.asarray([(row.loss, row.tokens) for row in predictions], np.float64)
+
+
+def _perplexity_finish(sums: Floats) -> Floats:
+    # A loss whose exponential is no number any more is infinitely perplexed.
+    with np.errstate(over="ignore"):
+        return np.exp(_ratio(sums))
+
+
+def _perplexity(predictions: Values, references: Values) -> dict[str, float]:
+    sums = _losses(predictions, references).sum(0)
+    return {"perplexity": float(_perplexity_finish(sums)), "loss": float(_ratio(sums)), "tokens": float(sums[1])}
+
+
 _CLASSES = ("text-classification", "image-classification")
 _AVERAGES = ("binary", "macro", "micro", "weighted")
 _SYNONYMS = {
@@ -292,6 +325,7 @@ _DEFAULTS = {
     "question-answering": "squad",
     "sentence-similarity": "spearmanr",
     "feature-extraction": "spearmanr",
+    "text-generation": "perplexity",
 }
 
 
@@ -304,6 +338,8 @@ def metric_names(task: str, *, regression: bool = False) -> list[str]:
         return ["seqeval", "accuracy"]
     if task == "question-answering":
         return ["squad", "exact_match"]
+    if task == "text-generation":
+        return ["perplexity"]
     if task in ("sentence-similarity", "feature-extraction") or regression:
         return ["spearmanr", "pearsonr", *(["mse"] if regression else [])]
     return []
@@ -333,11 +369,6 @@ def metric_for(
             raise ConfigError(f"accel cannot measure {task} yet.", fix=f"measure one of {', '.join(_DEFAULTS)}.")
         name = known[0]
     plain = _SYNONYMS.get(name, name)
-    if plain == "perplexity":
-        raise ConfigError(
-            f"perplexity is for text-generation, and this model does {task}.",
-            fix=f"use one of {', '.join(known)}." if known else "measure a language model.",
-        )
     if plain in known:
         return _shipped(plain, task, classes)
     elsewhere = [t for t in _DEFAULTS if plain in metric_names(t) or plain in metric_names(t, regression=True)]
@@ -364,6 +395,15 @@ def _shipped(name: str, task: str, classes: int) -> Metric:
         ),
         "pearsonr": Metric(name=name, key=name, compute=_correlation(name), sums=_moments, finish=_pearson_finish),
         "spearmanr": Metric(name=name, key=name, compute=_correlation(name)),
+        "perplexity": Metric(
+            name=name,
+            key=name,
+            compute=_perplexity,
+            sums=_losses,
+            finish=_perplexity_finish,
+            points=1.0,
+            higher_is_better=False,
+        ),
         "mse": Metric(
             name=name, key=name, compute=_mse, sums=_squares, finish=_ratio, points=1.0, higher_is_better=False
         ),

@@ -26,7 +26,7 @@ from .artifact import Artifact, check_output, staging
 from .calibration import calibration_batches, data_name, load_processor
 from .config import QuantizeConfig
 from .errors import AccelError, BudgetError, ConfigError, QuantizeError
-from .evaluation import EvaluationSet, Measured, close, open_model
+from .evaluation import EvaluationSet, Measured, close, open_model, positions
 from .interfaces import Feeds
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Trial:
         agreement: Share of predictions that are those of the float artifact.
         inside: Whether the drop is within the budget.
         bytes: Of its graph files.
-        median_ms: Of one row of median length; measured for what is inside the budget.
+        median_ms: Of one row of median length, of a language model one token; measured for what is inside the budget.
         seconds: For quantizing and measuring it.
         error: Why it failed.
         chosen: Whether it was kept.
@@ -179,7 +179,7 @@ def quantize(
             seed=chosen.seed,
             batch_size=batch_size,
             max_length=max_length,
-            limit=artifact.components[0].max_sizes.get("sequence"),
+            limit=positions(artifact),
         )
         reference = prepared.measure(model, "measuring the float artifact")
     finally:
@@ -360,7 +360,7 @@ class _Search:
         The error is that of the outputs relative to the float artifact's, on 64 rows: much finer than a metric, and not
         blind, as leaving one layer out would be, where two layers do harm.
         """
-        rows = list(range(len(self.prepared.rows)))
+        rows = list(range(len(self.prepared.encoded)))
         rows = rows[:: max(1, len(rows) // _PROBE_ROWS)][:_PROBE_ROWS]
         expected = self._outputs(self.artifact, rows)
         calibration = None if self._calibration is None else _First(self._calibration, _PROBE_BATCHES)
@@ -427,8 +427,11 @@ class _Search:
         return winner
 
     def _median_row(self) -> dict[str, torch.Tensor]:
+        """A row of median length; of a language model one token, since that is what generating takes time for."""
         order = [i for part in self.prepared.encoded.plan(1) for i in part]
         feeds = self.prepared.encoded.batch([order[len(order) // 2]])
+        if self.artifact.task == "text-generation":
+            feeds = {name: value[:, :1] for name, value in feeds.items()}
         return {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
 
     def keep(self, winner: int, work: Path) -> Artifact:

@@ -19,7 +19,7 @@ from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.evaluation import EvaluationSet
 from accel.intervals import bootstrap, difference_interval, mcnemar, paired_proportions
-from accel.metrics import entities, metric_for, metric_names
+from accel.metrics import TokenScores, entities, metric_for, metric_names
 from accel.testing.models import tiny_model, tiny_tokenizer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
@@ -123,8 +123,16 @@ class TestMetrics:
         with pytest.raises(ConfigError, match="squad does not measure text-classification"):
             metric_for("squad", "text-classification")
 
-    def test_perplexity_says_what_it_is_for(self) -> None:
-        with pytest.raises(ConfigError, match="perplexity is for text-generation"):
+    def test_perplexity(self) -> None:
+        metric = metric_for(None, "text-generation")
+        rows = [TokenScores(6.0, 4, np.zeros(4)), TokenScores(2.0, 1, np.zeros(1)), TokenScores(0.0, 0, np.zeros(0))]
+        scores = metric.compute(rows, [None] * 3)
+        assert scores["perplexity"] == pytest.approx(np.exp(8 / 5))
+        assert metric.sums is not None
+        assert metric.finish is not None
+        assert metric.finish(metric.sums(rows, [None] * 3).sum(0)) == pytest.approx(scores["perplexity"])
+        assert metric.drop(reference=10.0, value=10.5) == pytest.approx(0.5), "lower is better"
+        with pytest.raises(ConfigError, match="perplexity does not measure text-classification"):
             metric_for("perplexity", "text-classification")
 
     def test_scripts_of_hub_users_are_not_run_unasked(self) -> None:
