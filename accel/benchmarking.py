@@ -20,7 +20,7 @@ from .artifact import MANIFEST, Artifact
 from .config import ExportConfig, SessionOptions, available_processors
 from .errors import AccelError, ConfigError, SessionError
 from .hub import HubOptions, Location, locate
-from .rounds import Measured, check, start, take_turns, warm_up
+from .rounds import Measured, check, restart, start, take_turns, warm_up
 from .rounds import measure as measure
 from .statistics import Ratio, Summary, geometric_mean, ratio, summarize
 from .tasks import infer_task, read_config, task_spec
@@ -183,6 +183,7 @@ def benchmark(
     warmup: int = 10,
     rounds: int = 12,
     calls: int = 20,
+    processes: int = 4,
     callers: int = 1,
     rate: float | None = None,
     task: str | None = None,
@@ -196,7 +197,7 @@ def benchmark(
 ) -> Benchmark:
     """Measure variants of one model: PyTorch, and artifacts on backends.
 
-    Takes about 5 s a variant to start, plus `rounds * calls` calls a workload.
+    Takes up to 5 s a variant and process to start, plus `rounds * calls` calls a workload.
 
     Args:
         models: Artifacts, transformers folders or Hub ids (exported where needed), or `Variant`s; one or several.
@@ -216,6 +217,8 @@ def benchmark(
         warmup: Calls before the first round.
         rounds: How often the variants take turns.
         calls: Calls of a variant in each round.
+        processes: How often each variant is loaded anew, in a process of its own, with its share of the rounds: a
+            process may be some percent slower than the next for as long as it lives. Compiled variants are loaded once.
         callers: Threads that call at once, each waiting for its answer (closed loop).
         rate: Calls a second that arrive at random times (open loop); latency then counts from the arrival.
         task: The task; inferred when `None`.
@@ -233,7 +236,7 @@ def benchmark(
     """
     started = time.perf_counter()
     _check_settings(
-        batch, sequence, warmup, rounds, calls, callers, rate, (*pytorch, *compiled, *(cuda_graph or ())),
+        batch, sequence, warmup, rounds, calls, processes, callers, rate, (*pytorch, *compiled, *(cuda_graph or ())),
         tokenize and texts is None,
     )  # fmt: skip
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
@@ -266,17 +269,25 @@ def benchmark(
             check(group, workload, atol)
         if base.error is not None:
             raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
-        for workload in workloads:
-            take_turns(group, workload, rounds=rounds, calls=calls, traffic=traffic)
-        for one in group:
-            one.peak_memory = one.attempt(lambda worker: worker.peak_memory())
+        ends = [rounds * (n + 1) // processes for n in range(processes)]
+        for n, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if first == end:
+                continue
+            if first:
+                restart(group, workloads, warmup, threads, backwards=n % 2 == 1)
+            for workload in workloads:
+                take_turns(group, workload, rounds=end - first, calls=calls, first=first, traffic=traffic)
+            for one in group:
+                peak = one.attempt(lambda worker: worker.peak_memory())
+                one.peak_memory = max(peak or 0, one.peak_memory or 0) or None
     finally:
         for one in group:
             one.close()
     from .doctor import machine
 
     settings = {
-        "rounds": rounds, "calls": calls, "warmup": warmup, "threads": threads or available_processors(),
+        "rounds": rounds, "calls": calls, "processes": min(processes, rounds), "warmup": warmup,
+        "threads": threads or available_processors(),
         "callers": callers, "rate": rate, "tokenizer": "included" if tokenize else "excluded", "seed": seed,
         "workloads": [w.name for w in workloads],
         "lengths": lengths(workloads),
@@ -292,7 +303,7 @@ def benchmark(
 
 
 def _check_settings(
-    batch: Sequence[int], sequence: Sequence[int], warmup: int, rounds: int, calls: int, callers: int,
+    batch: Sequence[int], sequence: Sequence[int], warmup: int, rounds: int, calls: int, processes: int, callers: int,
     rate: float | None, dtypes: Sequence[str], tokenizer_alone: bool,
 ) -> None:  # fmt: skip
     for name, values in (("batch", batch), ("sequence", sequence)):
@@ -302,6 +313,7 @@ def _check_settings(
         ("warmup", warmup, 0),
         ("rounds", rounds, 1),
         ("calls", calls, 1),
+        ("processes", processes, 1),
         ("callers", callers, 1),
     ):
         if value < least:

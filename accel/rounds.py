@@ -100,6 +100,38 @@ def close(group: Sequence[Measured]) -> None:
         one.close()
 
 
+def restart(
+    group: Sequence[Measured],
+    workloads: Sequence[Workload],
+    calls: int,
+    threads: int | None = None,
+    *,
+    backwards: bool = False,
+) -> None:
+    """Load the variants again, in new processes; compiled ones stay.
+
+    Where memory comes to lie decides some percent of a process's speed, for as long as it lives (measured: two copies of
+    a variant differ by 1 to 5 %), which no number of rounds with one process would show.
+
+    Args:
+        group: Those that still run are restarted.
+        workloads: What they are warmed up for.
+        calls: Calls of each workload that are not counted.
+        threads: As for `start`.
+        backwards: Whether to load the last one first.
+    """
+    running = [one for one in group if one.worker is not None and not one.variant.compiled]
+    close(running)
+    for one in reversed(running) if backwards else running:
+        one.worker = Worker(one.variant, threads)
+        one.attempt(lambda worker: worker.load())
+    first = [one.warmup_s for one in group]
+    for workload in workloads:
+        warm_up(group, workload, calls)
+    for one, seconds in zip(group, first, strict=True):
+        one.warmup_s = seconds
+
+
 def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
     """Calls that are not counted; every shape of the workload at least once, where there are not too many.
 
@@ -159,14 +191,18 @@ def take_turns(
     *,
     rounds: int,
     calls: int,
+    first: int = 0,
     traffic: Traffic | None = None,
     what: str = "measuring",
     budget_s: float | None = None,
 ) -> None:
-    """Time `calls` calls of each variant in each round; after `budget_s` seconds and three rounds, no more rounds."""
+    """Time `calls` calls of each variant in each round, the first of which has the number `first`.
+
+    After `budget_s` seconds and three rounds there are no more rounds.
+    """
     started = time.perf_counter()
-    for turn in progress.track(range(rounds), f"{what} {workload.name}"):
-        if budget_s is not None and turn >= _LEAST_ROUNDS and time.perf_counter() - started > budget_s:
+    for turn in progress.track(range(first, first + rounds), f"{what} {workload.name}"):
+        if budget_s is not None and turn - first >= _LEAST_ROUNDS and time.perf_counter() - started > budget_s:
             break
         traffic_now = replace(traffic, seed=traffic.seed + turn) if traffic is not None else None
         # Every second round in reverse order, so that nobody always follows the same neighbour.

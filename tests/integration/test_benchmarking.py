@@ -22,7 +22,7 @@ from accel.hub import HubOptions
 from accel.reporting import html_page, write_png
 from accel.workers import _Captured
 
-FEW = {"rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
+FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,14 @@ def test_a_good_variant_is_measured(found) -> None:
     assert cell.latency.min <= cell.latency.median <= cell.latency.p95 <= cell.latency.p99 <= cell.latency.max
     assert cell.ratio.low <= cell.ratio.value <= cell.ratio.high
     assert good.agreement == 1.0
+
+
+def test_processes_share_the_rounds(tiny_folder: Callable[..., Path]) -> None:
+    found = benchmark(tiny_folder(), sequence=[5], **{**FEW, "processes": 2, "rounds": 3})
+    assert found.settings["processes"] == 2
+    for variant in found.variants:
+        assert [len(block) for block in variant.cells[0].milliseconds] == [3, 3, 3]
+        assert variant.cells[0].ratio is not None
 
 
 def test_a_wrong_variant_is_not_timed(found) -> None:

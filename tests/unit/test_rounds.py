@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from accel import rounds
 from accel.reporting import text_table
-from accel.rounds import Measured, warm_up
+from accel.rounds import Measured, restart, warm_up
 from accel.workers import Block, Variant, WorkerLostError, Workload
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
@@ -65,6 +66,25 @@ def test_a_process_that_dies_is_lost() -> None:
     found = group(FakeWorker(5.0, dies=True))
     warm_up(found, WORK, 6, hopeless=3.0)
     assert found[1].lost
+
+
+def test_new_processes_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def start(variant: Variant, threads: int | None) -> FakeWorker:
+        made.append(variant.name)
+        return FakeWorker(5.0)
+
+    monkeypatch.setattr(rounds, "Worker", start)
+    monkeypatch.setattr(FakeWorker, "load", lambda self: None, raising=False)
+    found = group(FakeWorker(5.0), FakeWorker(5.0))
+    found[1].fail("it was too far off")
+    warmup_s, before = found[0].warmup_s, found[0].worker
+    restart(found, [WORK], 6, backwards=True)
+    assert made == ["2", "0"]
+    assert found[1].worker is None
+    assert found[0].worker is not before
+    assert found[0].warmup_s == warmup_s
 
 
 def test_without_a_limit_everything_is_warmed_up() -> None:
