@@ -324,6 +324,16 @@ def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
     return tuple(FileRecord(name=n, bytes=(folder / n).stat().st_size, sha256=sha256(folder / n)) for n in names)
 
 
+def with_files(folder: Path, components: Sequence[Component], names: Sequence[Sequence[str]]) -> tuple[Component, ...]:
+    """Components with records of their files in `folder`; a file that several share is read once."""
+    distinct = list(dict.fromkeys(name for of_one in names for name in of_one))
+    records = {record.name: record for record in record_files(folder, distinct)}
+    return tuple(
+        replace(component, files=tuple(records[name] for name in of_one))
+        for component, of_one in zip(components, names, strict=True)
+    )
+
+
 def _verify(folder: Path, record: FileRecord) -> None:
     path = folder / record.name
     remedy = "make the artifact again, or copy the file again from where it came."

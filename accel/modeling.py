@@ -26,7 +26,7 @@ from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
 from . import registry
-from .artifact import MANIFEST, Artifact, check_output, copy_companions, record_files, staging
+from .artifact import MANIFEST, Artifact, check_output, copy_companions, staging, with_files
 from .config import ExportConfig, SessionOptions
 from .errors import (
     ArtifactError,
@@ -562,19 +562,17 @@ class ORTModel:
         manifest = self.artifact.manifest
         if public and manifest.source is not None:
             manifest = replace(manifest, source=replace(manifest.source, id=_public_name(manifest.source.id)))
-        components = []
         self.config.save_pretrained(folder)
-        for component in self.artifact.components:
-            for record in component.files:
-                (folder / record.name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.artifact.path / record.name, folder / record.name)
-            files = record_files(folder, [record.name for record in component.files])
-            components.append(replace(component, files=files))
+        names = [[record.name for record in component.files] for component in self.artifact.components]
+        for name in {name for of_one in names for name in of_one}:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.artifact.path / name, folder / name)
+        components = with_files(folder, self.artifact.components, names)
         export_manifest = self.artifact.path / "export.json"
         if export_manifest.is_file():
             shutil.copyfile(export_manifest, folder / export_manifest.name)
         copy_companions(self.artifact.path, folder)
-        Artifact.create(folder, replace(manifest, components=tuple(components)))
+        Artifact.create(folder, replace(manifest, components=components))
 
     def push_to_hub(
         self,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
+from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
 from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
@@ -83,8 +83,8 @@ class OnnxExporter:
             for settings in (parts[0].config, getattr(parts[0].model.model, "generation_config", None)):
                 if settings is not None:
                     settings.save_pretrained(out)
-        written = [replace(c, files=record_files(out, [c.file, *beside])) for c in components]
-        return tuple(written), model.opset_imports.get("")
+        written = with_files(out, components, [[component.file, *beside] for component in components])
+        return written, model.opset_imports.get("")
 
     def _inline(self, model: object, out: Path) -> None:
         """Put the weights into the graph file.

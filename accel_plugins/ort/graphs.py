@@ -18,7 +18,7 @@ from accel.artifact import (
     Quantization,
     Step,
     copy_companions,
-    record_files,
+    with_files,
 )
 
 MICROSOFT = "com.microsoft"
@@ -69,7 +69,10 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                         alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
                         file.write(b"\0" * (-file.tell() % alignment))
                         offsets[key] = (file.tell(), tensor.nbytes)
-                        tensor.tofile(file) if hasattr(tensor, "tofile") else file.write(tensor.tobytes())
+                        if hasattr(tensor, "tofile"):
+                            tensor.tofile(file)
+                        else:
+                            file.write(tensor.tobytes())
                     replaced.append((value, tensor))
     for value, tensor in replaced:
         offset, length = offsets[_identity(tensor)]
@@ -122,16 +125,14 @@ def write_artifact(
     Component specs stay the parent's: a stage never changes what goes in and out.
     """
     beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
-    components = [
-        replace(component, files=record_files(out, [component.file, *beside])) for component in parent.components
-    ]
+    components = with_files(out, parent.components, [[component.file, *beside] for component in parent.components])
     copy_companions(parent.path, out)
     if (parent.path / _EXPORT_MANIFEST).is_file():
         shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
     opsets = [model.opset_imports.get("") for model in models.values()]
     manifest = replace(
         parent.manifest,
-        components=tuple(components),
+        components=components,
         steps=(*parent.manifest.steps, replace(step, parent=parent.digest)),
         dtype=dtype or parent.manifest.dtype,
         opset=opsets[0] if opsets else parent.manifest.opset,
