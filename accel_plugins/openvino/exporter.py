@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import openvino as ov
 
 from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
-from accel.capture import Source, capture_openvino, quiet
+from accel.capture import Source, capture_openvino, graph_name, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError
 from accel.specs import TensorSpec
 
 from . import FORMAT
+from .stateful import fold_cache
 
 GRAPH = "openvino_model.xml"
 WEIGHTS = "openvino_model.bin"
@@ -29,21 +31,8 @@ class OpenVinoExporter:
         """Trace, convert and write; see `accel.interfaces.Exporter`."""
         if config.opset is not None:
             raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
-        exported = capture_openvino(source)
-        model: ov.Model = exported.program
-        taken = {port.any_name for port in model.inputs}
-        specs = _input_specs(model, source)
-        with quiet():
-            exported.save_pretrained(out)
-        component = Component(
-            name="model",
-            file=GRAPH,
-            files=record_files(out, (GRAPH, WEIGHTS)),
-            inputs=specs,
-            outputs=output_specs(model, specs),
-            max_sizes=source.max_sizes,
-            unused_inputs=tuple(dict.fromkeys((*source.unused_inputs, *(n for n in source.example if n not in taken)))),
-        )
+        parts = split(source)
+        components = tuple(self._component(part, out, alone=len(parts) == 1) for part in parts)
         step = Step(stage="export", backend="openvino", config=config.to_dict(), versions=tool_versions(*VERSIONS))
         manifest = Manifest(
             format=FORMAT,
@@ -51,10 +40,43 @@ class OpenVinoExporter:
             architecture=source.architecture,
             dtype=source.dtype,
             source=source.origin,
-            components=(component,),
+            components=components,
             steps=(step,),
         )
         return Artifact.create(out, manifest)
+
+    def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
+        """Write one graph, the cache of a decoder inside it."""
+        exported = capture_openvino(source)
+        model: ov.Model = exported.program
+        taken = {port.any_name for port in model.inputs}
+        specs = _input_specs(model, source)
+        outputs = output_specs(model, specs)
+        if source.stateful:
+            pairs = {name: name.replace("past", "present", 1) for name in taken if name.startswith("past")}
+            fold_cache(model, pairs)
+            specs = tuple(spec for spec in specs if spec.name not in pairs)
+            outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
+        for port in (*model.inputs, *model.outputs):
+            port.get_tensor().set_names({graph_name(port.any_name)})
+        specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))
+        file = GRAPH if alone else f"openvino_{source.name}.xml"
+        with quiet():
+            if alone:
+                exported.save_pretrained(out)
+            else:
+                ov.save_model(model, str(out / file), compress_to_fp16=False)
+        unused = (*source.unused_inputs, *(name for name in source.example if name not in taken))
+        return Component(
+            name=source.name if source.stateful or not alone else "model",
+            file=file,
+            files=record_files(out, (file, str(Path(file).with_suffix(".bin")))),
+            inputs=specs,
+            outputs=outputs,
+            max_sizes=source.max_sizes,
+            unused_inputs=tuple(dict.fromkeys(unused)),
+            stateful=source.stateful,
+        )
 
 
 def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:
@@ -109,6 +131,9 @@ def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[Tenso
 
 def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, int]) -> list[list[int]]:
     """Output shapes for these sizes; -1 where they depend on values."""
+    if "capacity" in sizes:
+        # A cache that holds exactly what came before the new tokens.
+        sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}
     copy = model.clone()
     copy.reshape({s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs})
     return [[d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in copy.outputs]

@@ -12,6 +12,7 @@ from accel.artifact import Component
 from accel.errors import InputError
 from accel.interfaces import Feeds
 from accel.specs import TensorSpec
+from accel.stepping import check_rows, check_step
 
 from .values import as_ort_value, ort_value_as_tensor
 
@@ -29,8 +30,7 @@ class OrtState:
     """
 
     def __init__(self, session: ort.InferenceSession, component: Component, batch: int) -> None:
-        if batch < 1:
-            raise InputError(f"A state for {batch} rows cannot be made.", fix="use at least 1.")
+        check_rows(batch)
         self._session = session
         self._component = component
         self._batch = batch
@@ -39,10 +39,8 @@ class OrtState:
         self._pasts = [spec for spec in component.inputs if spec.pair is not None]
         self._in_place = all(spec.shape == outputs[spec.pair or ""].shape for spec in self._pasts)
         self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
-        self._tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
-        self._bound: dict[str, torch.Tensor] = {}
         self._binding: Any = None
         self._capacity = 0
 
@@ -63,13 +61,12 @@ class OrtState:
 
     def reorder(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine."""
-        index = index.to("cpu", torch.int64)
-        if index.ndim != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= self._batch:
-            raise InputError(f"Rows {index.tolist()} cannot be taken from a state of {self._batch} rows.")
-        if index.numel() == self._batch and bool((index == torch.arange(self._batch)).all()):
+        chosen = check_rows(self._batch, index)
+        if chosen == list(range(self._batch)):
             return
-        self._batch = index.numel()
-        self._replace({name: buffer.index_select(0, index) for name, buffer in self._buffers.items()})
+        self._batch = len(chosen)
+        rows = torch.tensor(chosen)
+        self._replace({name: buffer.index_select(0, rows) for name, buffer in self._buffers.items()})
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
@@ -91,17 +88,14 @@ class OrtState:
             feeds: The graph's inputs without the cache, contiguous, on the host, of the declared types.
             names: Outputs wanted, none of the cache.
         """
-        new = feeds[self._tokens].shape[1]
-        self._check(feeds, new)
+        new = check_step(self._component, feeds, self._batch, self._length)
         if self._in_place and new > 1 and self._length and self._batch > 1:
             return self._one_by_one(feeds, names, new)
         total = self._length + new
         self._reserve(total)
         binding = self._binding
         for name, tensor in feeds.items():
-            if self._bound.get(name) is not tensor:
-                binding.bind_ortvalue_input(name, as_ort_value(tensor))
-                self._bound[name] = tensor
+            binding.bind_ortvalue_input(name, as_ort_value(tensor))
         for name in self._results:
             binding.bind_output(name)
         self._session.run_with_iobinding(binding)
@@ -110,19 +104,6 @@ class OrtState:
         if not self._in_place:
             self._replace({spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._pasts})
         return {name: ort_value_as_tensor(values[name]) for name in names}
-
-    def _check(self, feeds: Feeds, new: int) -> None:
-        rows = feeds[self._tokens].shape[0]
-        if rows != self._batch:
-            raise InputError(
-                f"{rows} rows were given to a cache of {self._batch}.", fix="pass the cache of the same batch."
-            )
-        total = feeds[self._mask].shape[1]
-        if total != self._length + new:
-            raise InputError(
-                f"{self._mask!r} covers {total} tokens; the cache holds {self._length} and {new} are new.",
-                fix=f"pass a mask of {self._length + new} tokens: the cached ones and the new ones.",
-            )
 
     def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
         specs = {spec.name: spec for spec in self._component.inputs}
@@ -170,7 +151,6 @@ class OrtState:
         """Bind these buffers instead."""
         self._buffers = dict(buffers)
         self._binding = self._session.io_binding()
-        self._bound = {}
         self._order = []
         for spec in self._pasts:
             buffer = self._buffers.get(spec.name)

@@ -38,6 +38,7 @@ from accel.errors import (
 from accel.sessions import open_artifact
 from accel.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
+from accel.testing.generators import tiny_generator
 from accel.testing.models import FAMILIES, tiny_model
 
 TOLERANCE = 1e-4
@@ -46,6 +47,9 @@ CAPABILITIES = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 class TestOpenVino(BackendConformance):
     backend = "openvino"
+
+    def stateful_artifact(self, folder: Path) -> Artifact:
+        return export(tiny_generator("llama"), folder, task="text-generation", backend="openvino")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,131 @@
+"""The KV cache as variables inside an OpenVINO graph, and a session's hold on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import openvino as ov
+import torch
+from openvino import opset15 as ops
+from openvino._offline_transformations import apply_make_stateful_transformation
+
+from accel.artifact import Component
+from accel.errors import InputError
+from accel.interfaces import Feeds
+from accel.stepping import check_rows, check_step
+
+BEAM_INDEX = "beam_idx"
+_LENGTH_AXIS = 2  # of keys and values: (batch, heads, length, size)
+
+
+def fold_cache(model: ov.Model, pairs: Mapping[str, str]) -> None:
+    """Make inputs and outputs that are the same tensors, before and after a call, variables of the graph.
+
+    Each is read through a `Gather` by the new input `beam_idx: (batch,) int32`, so that beams change places without a copy
+    of their own. OpenVINO's CPU plugin fuses this form with the attention behind it and writes new tokens in place.
+
+    Args:
+        model: With inputs and outputs for the cache; changed in place.
+        pairs: Output by input.
+    """
+    tokens = next(port for port in model.inputs if port.any_name not in pairs)
+    beams = ops.parameter([-1], ov.Type.i32, name=BEAM_INDEX)
+    beams.output(0).get_tensor().set_names({BEAM_INDEX})
+    model.add_parameters([beams])
+    shapes = {}
+    for name in pairs:
+        port = model.input(name)
+        shape = port.get_partial_shape()
+        shapes[name] = [shape[1].get_length(), shape[3].get_length()]
+        readers = port.get_target_inputs()
+        chosen = ops.gather(port, beams, ops.constant(np.int64(0)))
+        for reader in readers:
+            reader.replace_source_output(chosen.output(0))
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, dict(pairs))
+    batch = ops.gather(ops.shape_of(tokens, output_type="i64"), ops.constant(np.array([0], np.int64)), ops.constant(0))
+    # Written as a difference: of a constant 0 the CPU plugin concludes that the cache stays empty.
+    nothing = ops.subtract(batch, batch)
+    by_variable = {f"{name}{pairs[name]}": shapes[name] for name in pairs}
+    for node in model.get_ops():
+        if node.get_type_name() != "ReadValue":
+            continue
+        heads, size = (ops.constant(np.array([n], np.int64)) for n in by_variable[node.get_variable_id()])
+        empty = ops.broadcast(
+            ops.constant(0.0, dtype=node.get_output_element_type(0)), ops.concat([batch, heads, nothing, size], axis=0)
+        )
+        node.set_arguments([empty])
+    model.validate_nodes_and_infer_types()
+
+
+class OpenVinoState:
+    """Keys and values of one batch of sequences, in the variables of an infer request of their own."""
+
+    def __init__(self, compiled: ov.CompiledModel, component: Component, batch: int) -> None:
+        check_rows(batch)
+        self._compiled = compiled
+        self._component = component
+        self._request = compiled.create_infer_request()
+        self._batch = batch
+        self._length = 0
+        # The rows of the variables that the next call starts from.
+        self._order = np.arange(batch, dtype=np.int32)
+        self._outputs = {spec.name: spec for spec in component.outputs}
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+        return self._batch
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine."""
+        chosen = check_rows(self._batch, index)
+        self._order = self._order[chosen]
+        self._batch = len(chosen)
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        if not 0 <= length <= self._length:
+            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+        if length < self._length:
+            self._set({name: value[:, :, :length] for name, value in self._values().items()})
+            self._length = length
+
+    def clone(self) -> OpenVinoState:
+        """An independent copy."""
+        copy = OpenVinoState(self._compiled, self._component, self._batch)
+        if self._length:
+            copy._set(self._values())
+        copy._length, copy._order = self._length, self._order.copy()
+        return copy
+
+    def run(self, tensors: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Compute the outputs `names` for the next tokens, and keep their keys and values.
+
+        Args:
+            tensors: The graph's inputs, contiguous, on the host, of the declared types.
+            names: Outputs wanted.
+        """
+        new = check_step(self._component, tensors, self._batch, self._length)
+        request = self._request
+        for name, tensor in tensors.items():
+            request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
+        request.set_tensor(BEAM_INDEX, ov.Tensor(self._order))
+        request.infer()
+        self._length += new
+        self._order = np.arange(self._batch, dtype=np.int32)
+        return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
+
+    def _values(self) -> dict[str, np.ndarray]:
+        """Copies of the variables; rows as they are before the next call changes their order."""
+        return {state.name: np.array(state.state.data) for state in self._request.query_state()}
+
+    def _set(self, values: Mapping[str, np.ndarray]) -> None:
+        for state in self._request.query_state():
+            state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
