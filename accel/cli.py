@@ -473,6 +473,7 @@ def benchmark(
     warmup: Annotated[int, typer.Option(help="Calls before the first round.")] = 10,
     rounds: Annotated[int, typer.Option(help="How often the variants take turns.")] = 12,
     calls: Annotated[int, typer.Option(help="Calls of a variant in each round.")] = 20,
+    processes: Annotated[int, typer.Option(help="How often each variant is loaded anew.")] = 4,
     callers: Annotated[int, typer.Option(help="Threads that call at once (closed loop).")] = 1,
     rate: Annotated[float | None, typer.Option(help="Calls a second that arrive at random times (open loop).")] = None,
     task: Task = None,
@@ -495,7 +496,7 @@ def benchmark(
             models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
             cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
             tokenize=tokenizer, max_length=max_length, threads=threads,
-            warmup=warmup, rounds=rounds, calls=calls, callers=callers, rate=rate, task=task, device=device, atol=atol,
+            warmup=warmup, rounds=rounds, calls=calls, processes=processes, callers=callers, rate=rate, task=task, device=device, atol=atol,
             revision=revision, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         values = found.to_dict()
@@ -654,8 +655,7 @@ def generate(
             raise ConfigError("temperature, top-k, top-p and seed need sampling.", fix="add --sample.")
         import transformers
 
-        from .evaluation import open_generator
-        from .generating import answer, prompt_inputs
+        from .generating import answer, open_generator, prompt_inputs
 
         opened = open_generator(
             model, task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code

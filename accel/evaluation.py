@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import accel
@@ -23,7 +24,7 @@ from .data import IGNORED, Rows, label_ids, load_rows, map_columns, numbers, tak
 from .errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
 from .hub import HubOptions, locate
 from .intervals import Interval, difference_interval
-from .metrics import Metric, metric_for
+from .metrics import Metric, TokenScores, metric_for
 from .modeling import ORTModel
 from .tasks import infer_task, read_config, task_spec
 
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 Model = ORTModel | torch.nn.Module
 _CLASSES = ("text-classification", "image-classification")
 _EMBEDDINGS = ("sentence-similarity", "feature-extraction")
+_LANGUAGE = "text-generation"
+_WINDOW = 512
+_TOKENS_A_CALL = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class Evaluation:
         max_length: Tokens that longer rows were cut to.
         seconds: For running the model over the rows.
         comparison: With the original, when asked for.
-        predictions: One a row: a class, tags, an answer or a number.
+        predictions: One a row: a class, tags, an answer, a number or a `metrics.TokenScores`.
     """
 
     metric: str
@@ -171,6 +175,9 @@ class EvaluationSet:
         self._config = config
         self._regression = regression
         self.references: list[Any] = self._references()
+        if self.task == _LANGUAGE:
+            self._read_windows(max_length)
+            return
         self.encoded: Encoded = encode(self.rows, self.task, processor, self.max_length)
         if self.task in _EMBEDDINGS:
             both = texts(self.rows, "text") + texts(self.rows, "text_pair")
@@ -182,6 +189,33 @@ class EvaluationSet:
             self.references = [
                 [tags[word] for word, _ in kept] for tags, kept in zip(self.references, self._kept, strict=True)
             ]
+
+    def _read_windows(self, asked: int | None) -> None:
+        """Texts as windows of `max_length` tokens, none of them left out, with no token of one seen from another."""
+        # All tokens' logits are needed at once: 600 MB for 1,024 tokens of a vocabulary of 150,000.
+        self.max_length = asked or min(self.max_length or _WINDOW, _WINDOW)
+        self.batch_size = max(1, min(self.batch_size, _TOKENS_A_CALL // self.max_length))
+        with capture.quiet():
+            found = self._processor(texts(self.rows, "text"))["input_ids"]
+        pieces = [
+            (row, tokens[i : i + self.max_length])
+            for row, tokens in enumerate(found)
+            for i in range(0, len(tokens), self.max_length)
+            if len(tokens) - i > 1
+        ]
+        if not pieces:
+            raise InputError(
+                f"No text of {self.rows.sample.source} has two tokens: there is nothing to predict.",
+                fix="give longer texts.",
+            )
+        self._windows = [row for row, _ in pieces]
+        tokens = [piece for _, piece in pieces]
+        pad = self._processor.pad_token_id
+        self.encoded = Encoded(
+            tokens={"input_ids": tokens, "attention_mask": [[1] * len(piece) for piece in tokens]},
+            # What stands behind the last token of a window is not looked at.
+            padding={"input_ids": pad if pad is not None else tokens[0][0]},
+        )
 
     def _is_regression(self, config: Any) -> bool:
         kind = getattr(config, "problem_type", None)
@@ -200,6 +234,8 @@ class EvaluationSet:
                 [names.get(i) if i != IGNORED else None for i in row]
                 for row in label_ids(self.rows, "tags", self._config)
             ]
+        if self.task == _LANGUAGE:
+            return [None] * len(self.rows)
         if self._regression:
             return numbers(self.rows, "label")
         return label_ids(self.rows, "label", self._config)
@@ -254,6 +290,8 @@ class EvaluationSet:
         if self._regression or self.task in _EMBEDDINGS:
             return None
         pairs = list(zip(a, b, strict=True))
+        if self.task == _LANGUAGE:
+            return float(np.mean(np.concatenate([x.best == y.best for x, y in pairs])))
         if self.task == "token-classification":
             pairs = [pair for x, y in pairs for pair in zip(x, y, strict=True)]
         return sum(bool(x == y) for x, y in pairs) / len(pairs)
@@ -270,7 +308,7 @@ class EvaluationSet:
         with torch.inference_mode():
             for part in progress.track(plan, what):
                 feeds = self.encoded.batch(part)
-                if isinstance(model, ORTModel):
+                if isinstance(model, ORTModel) and not model.can_generate():
                     inputs: Mapping[str, torch.Tensor] = for_graph(feeds, model.artifact.components[0].inputs)
                 else:
                     inputs = {name: value for name, value in feeds.items() if name in takes}
@@ -279,6 +317,8 @@ class EvaluationSet:
     def _predict(self, model: Model, what: str) -> list[Any]:
         if self.task in _EMBEDDINGS:
             return self._similarities(model, what)
+        if self.task == _LANGUAGE:
+            return self._token_scores(model, what)
         predictions: list[Any] = [None] * len(self.rows)
         names = getattr(self._config, "id2label", {})
         for part, _, output in self.batches(model, what):
@@ -315,6 +355,21 @@ class EvaluationSet:
         found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
         return found
 
+    def _token_scores(self, model: Model, what: str) -> list[TokenScores]:
+        """How well each row was predicted, its windows together."""
+        losses = np.zeros(len(self.rows))
+        found: list[list[np.ndarray]] = [[] for _ in range(len(self.rows))]
+        for part, feeds, output in self.batches(model, what):
+            logits, targets = output["logits"][:, :-1].cpu(), feeds["input_ids"][:, 1:]
+            counts = feeds["attention_mask"][:, 1:].sum(1).tolist()
+            for place, window in enumerate(part):
+                row, count = self._windows[window], counts[place]
+                kept = logits[place, :count].float()
+                losses[row] += float(torch.nn.functional.cross_entropy(kept, targets[place, :count], reduction="sum"))
+                found[row].append(kept.argmax(-1).numpy())
+        best = [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in found]
+        return [TokenScores(float(loss), len(row), row) for loss, row in zip(losses, best, strict=True)]
+
     def _answers(self, model: Model, what: str) -> list[str]:
         """Answers through the question-answering pipeline, which reads long contexts in windows."""
         from .pipelines import pipeline
@@ -335,9 +390,9 @@ class EvaluationSet:
 
 
 def _takes(model: Model) -> set[str]:
-    """Names of the inputs of a PyTorch model's forward."""
+    """Names of the inputs of a PyTorch model's forward, or of a generating model's."""
     if isinstance(model, ORTModel):
-        return set()
+        return {"input_ids", "attention_mask"}
     import inspect
 
     inner = model.model if isinstance(model, capture.SentenceEmbedder) else model
@@ -390,7 +445,7 @@ def evaluate(
         data: A `datasets.Dataset`, a list of dictionaries, a CSV, JSON or Parquet file, or the name of a data set on the
             Hub.
         metric: `accuracy`, `f1`, `precision`, `recall`, `matthews_correlation`, `seqeval`, `squad`, `exact_match`,
-            `spearmanr`, `pearsonr` and `mse` work offline; other names go to the `evaluate` library. The task's default
+            `spearmanr`, `pearsonr`, `mse` and `perplexity` work offline; other names go to the `evaluate` library. The task's default
             when `None`.
         against: `True` compares with the PyTorch model that the artifact was made from; or another model.
         task: Of a PyTorch model whose class does not tell.
@@ -400,7 +455,8 @@ def evaluate(
         samples: Rows at most; all when `None`.
         seed: Of the choice of rows.
         batch_size: Rows a call.
-        max_length: Tokens that longer rows are cut to; the model's limit when `None`.
+        max_length: Tokens that longer rows are cut to; the model's limit when `None`. Of text generation, the tokens of
+            the windows that rows are split into; 512 when `None`.
         processor: Tokenizer or image processor; the model's own when `None`.
         confidence: Of the interval of the difference.
         backend, device, session_options: How the model is run; see `from_pretrained`.
@@ -415,7 +471,7 @@ def evaluate(
         raise ConfigError(f"confidence is {confidence}.", fix="use a number between 0 and 1, such as 0.95.")
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     how = {"backend": backend, "device": device, "session_options": session_options}
-    opened = _open(model, task, hub, how)
+    opened = open_any(model, task, hub, how)
     try:
         artifact = opened.artifact if isinstance(opened, ORTModel) else None
         found_task = artifact.task if artifact else task or _task_of(opened)
@@ -433,7 +489,7 @@ def evaluate(
             seed=seed,
             batch_size=batch_size,
             max_length=max_length,
-            limit=_positions(opened),
+            limit=positions(artifact) if artifact else None,
             trust_remote_code=trust_remote_code,
         )
         other, name = _original(opened, against, found_task, hub)
@@ -470,29 +526,6 @@ def open_model(artifact: Artifact, **how: Any) -> ORTModel:
     return cls(artifact, **how)
 
 
-def open_generator(
-    model: str,
-    *,
-    task: str | None,
-    backend: str | None,
-    device: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> ORTModel:
-    """A generating model by id or folder.
-
-    Raises:
-        TaskError: The model does not generate.
-    """
-    hub = HubOptions(revision=revision, trust_remote_code=trust_remote_code)
-    opened = _open(model, task, hub, {"backend": backend, "device": device})
-    if not isinstance(opened, ORTModel) or not opened.can_generate():
-        raise TaskError(
-            f"{model} does not generate.", fix="name a model for text-generation or another generating task."
-        )
-    return opened
-
-
 def close(model: Model) -> None:
     """Give the runtime's memory back."""
     if isinstance(model, ORTModel):
@@ -500,7 +533,8 @@ def close(model: Model) -> None:
             session.close()
 
 
-def _open(model: Any, task: str | None, hub: HubOptions, how: Mapping[str, Any]) -> Model:
+def open_any(model: Any, task: str | None, hub: HubOptions, how: Mapping[str, Any]) -> Model:
+    """A model in any form, opened: an artifact, a folder or Hub id (exported where needed), or itself."""
     if isinstance(model, ORTModel | torch.nn.Module):
         if any(value is not None for value in how.values()):
             raise ConfigError(
@@ -525,10 +559,10 @@ def _task_of(model: Model) -> str:
     return infer_task({"architectures": [type(inner).__name__]})
 
 
-def _positions(model: Model) -> int | None:
-    if isinstance(model, ORTModel):
-        return model.artifact.components[0].max_sizes.get("sequence")
-    return None
+def positions(artifact: Artifact) -> int | None:
+    """Tokens that a model of this artifact reads at most, where its config tells."""
+    sizes = artifact.components[0].max_sizes
+    return sizes.get("sequence", sizes.get("total"))
 
 
 def _compute_dtype(model: Model) -> str:

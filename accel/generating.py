@@ -12,8 +12,10 @@ import torch
 import transformers
 from transformers.generation.streamers import TextStreamer
 
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, TaskError
+from .evaluation import open_any
 from .generation import ORTModelForCausalLM
+from .hub import HubOptions
 from .modeling import ORTModel
 
 
@@ -57,6 +59,29 @@ class _Timed(TextStreamer):  # type: ignore[misc]  # transformers is untyped her
         """A piece of text that will not change any more."""
         if self._on_text is not None:
             self._on_text(text)
+
+
+def open_generator(
+    model: str,
+    *,
+    task: str | None,
+    backend: str | None,
+    device: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> ORTModel:
+    """A generating model by id or folder.
+
+    Raises:
+        TaskError: The model does not generate.
+    """
+    hub = HubOptions(revision=revision, trust_remote_code=trust_remote_code)
+    opened = open_any(model, task, hub, {"backend": backend, "device": device})
+    if not isinstance(opened, ORTModel) or not opened.can_generate():
+        raise TaskError(
+            f"{model} does not generate.", fix="name a model for text-generation or another generating task."
+        )
+    return opened
 
 
 def prompt_inputs(

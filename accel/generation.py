@@ -21,7 +21,7 @@ from .modeling import ORTModel, fast_output
 
 _ENCODER_MASK = "encoder_attention_mask"
 # What `generate` may pass that changes nothing for a graph.
-_IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position", "token_type_ids"))
+_IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -122,6 +122,7 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
         component = self.artifact.component(self._decoder)
         self._decoder_session = self._opened.sessions[self._decoder]
         self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
+        self._unused = frozenset(component.unused_inputs)
         self._limit = component.max_sizes.get("total", 0)
         self._limited = None
         self._last = torch.zeros(1, dtype=torch.int64)
@@ -253,7 +254,7 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         """Refuse what the graph cannot follow."""
         for name, value in rest.items():
-            if value is None or value is False or name in _IGNORED:
+            if value is None or value is False or name in _IGNORED or name in self._unused:
                 if name in ("output_attentions", "output_hidden_states") and value:
                     raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
                 continue

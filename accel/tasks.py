@@ -22,6 +22,7 @@ class TaskSpec:
         output: The class of `transformers.modeling_outputs` that it returns.
         suffixes: Endings of architecture names that do it.
         pipelines: Pipeline tasks that a model for it serves, besides its own.
+        generates: Whether a model for it makes tokens one after another, with a cache.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TaskSpec:
     output: str
     suffixes: tuple[str, ...]
     pipelines: tuple[str, ...] = ()
+    generates: bool = False
 
 
 TASKS: Mapping[str, TaskSpec] = {
@@ -100,6 +102,7 @@ TASKS: Mapping[str, TaskSpec] = {
             model="ORTModelForCausalLM",
             output="CausalLMOutputWithPast",
             suffixes=("ForCausalLM", "LMHeadModel"),
+            generates=True,
         ),
         TaskSpec(
             name="text2text-generation",
@@ -108,6 +111,7 @@ TASKS: Mapping[str, TaskSpec] = {
             output="Seq2SeqLMOutput",
             suffixes=("ForConditionalGeneration", "MTModel"),
             pipelines=("summarization", "translation"),
+            generates=True,
         ),
         TaskSpec(
             name="automatic-speech-recognition",
@@ -115,6 +119,7 @@ TASKS: Mapping[str, TaskSpec] = {
             model="ORTModelForSpeechSeq2Seq",
             output="Seq2SeqLMOutput",
             suffixes=("WhisperForConditionalGeneration",),
+            generates=True,
         ),
         TaskSpec(
             name="image-to-text",
@@ -122,6 +127,7 @@ TASKS: Mapping[str, TaskSpec] = {
             model="ORTModelForVision2Seq",
             output="Seq2SeqLMOutput",
             suffixes=("VisionEncoderDecoderModel",),
+            generates=True,
         ),
         TaskSpec(name="custom", auto_model="", model="ORTModelForCustomTasks", output="", suffixes=()),
     )

@@ -8,8 +8,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
 from .comparing import Case, max_difference, reference, reference_cases, tolerance
-from .embedding import SentenceEmbedder, Tensors
-from .generation import GENERATION_TASKS, FusedAttention, cases_by_part, split
+from .generation import FusedAttention, cases_by_part, split
 from .loading import folder_digest, load_source
 from .samples import Axes
 from .source import Source, quiet
@@ -20,13 +19,14 @@ from .tracing import (
     drop_unused_inputs,
     dtype_name,
     feeds_for,
+    graph_name,
     graph_specs,
     rename_axes,
     strip_provenance,
 )
+from .wrappers import SentenceEmbedder, Tensors
 
 __all__ = [
-    "GENERATION_TASKS",
     "Axes",
     "Case",
     "FusedAttention",
@@ -41,6 +41,7 @@ __all__ = [
     "dtype_name",
     "feeds_for",
     "folder_digest",
+    "graph_name",
     "graph_specs",
     "load_source",
     "max_difference",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ExportError
-from .embedding import Tensors
 from .samples import safe_sizes
 from .source import Source, quiet
 from .tracing import first_lines
+from .wrappers import Tensors
 
 
 @dataclass(frozen=True, slots=True)

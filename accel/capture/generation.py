@@ -19,23 +19,18 @@ from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from ..errors import ExportError
+from ..tasks import task_spec
 from .comparing import Case, reference_cases
-from .embedding import Tensors, Wrapper
 from .samples import pad_id
 from .source import Source, quiet
 from .tracing import first_lines, graph_name
+from .wrappers import Tensors, Wrapper
 
 IMPLEMENTATION = "accel"
-GENERATION_TASKS = (
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-to-text",
-    "image-text-to-text",
-)
-_CAPACITY = 13
+_BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 _ENCODER_MASK = "encoder_attention_mask"
 
 
@@ -95,7 +90,7 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
     Raises:
         ExportError: The model keeps another kind of state than keys and values.
     """
-    if source.task not in GENERATION_TASKS:
+    if not task_spec(source.task).generates:
         return (source,)
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)
@@ -108,12 +103,13 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer's keys and values: graph inputs before `update`, graph outputs after it.
 
-    All layers hold all tokens: what a sliding window hides, the mask hides.
+    All layers hold all tokens: what a sliding window hides, the mask hides. A roomy past is a buffer with room for more
+    tokens; without a fused operator that writes there, backends keep exactly the tokens before the call.
     """
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, total: Any, new: Any) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, total: Any, new: Any, *, roomy: bool) -> None:
         super().__init__()
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
@@ -121,6 +117,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
         self.keys, self.values = keys, values
         self.added: tuple[torch.Tensor, torch.Tensor] | None = None
         self._total, self._new = total, new
+        self._roomy = roomy
 
     def lazy_initialization(self, *_: Any) -> None:
         """Nothing: the tensors are there."""
@@ -128,9 +125,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values so far; a fused attention reads `past` and `added` instead."""
         self.added = (keys, values)
-        length = self._total - self._new
-        self.keys = torch.cat([self.past[0][:, :, :length], keys], dim=2)
-        self.values = torch.cat([self.past[1][:, :, :length], values], dim=2)
+        before, length = self.past, self._total - self._new
+        if self._roomy:
+            before = (before[0][:, :, :length], before[1][:, :, :length])
+        self.keys, self.values = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
@@ -215,9 +213,10 @@ def _attend_plainly(
 ) -> torch.Tensor:
     """Attention in PyTorch operators, for backends without a fused one."""
     if softcap is None and sinks is None:
-        grouped = key.shape[1] != query.shape[1]
+        # In the form that OpenVINO's CPU plugin fuses with the cache.
+        groups = query.shape[1] // key.shape[1]
         result = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped
+            query, repeat_kv(key, groups), repeat_kv(value, groups), attn_mask=bias, scale=scale
         )
         return result.transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
@@ -262,7 +261,9 @@ class _Part(Wrapper):
     def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any, prefix: str = "past") -> list[_Layer]:
         """The cache layers among the inputs."""
         count = sum(name.startswith(f"{prefix}_") for name in feeds) // 2
-        return [_Layer(feeds[f"{prefix}_{i}_key"], feeds[f"{prefix}_{i}_value"], total, new) for i in range(count)]
+        roomy = self.fusion is not None
+        pairs = [(feeds[f"{prefix}_{i}_key"], feeds[f"{prefix}_{i}_value"]) for i in range(count)]
+        return [_Layer(keys, values, total, new, roomy=roomy) for keys, values in pairs]
 
     @contextmanager
     def tracing(self, layers: list[_Layer], batch: Any, total: Any) -> Iterator[None]:
@@ -374,23 +375,13 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     model: Any = source.model
     parameters = inspect.signature(model.forward).parameters
     shapes = _cache_shapes(model)
-    batch, sequence, total = 2, 3, 7
-    example: Tensors = {
-        "input_ids": torch.ones((batch, sequence), dtype=torch.int64),
-        "attention_mask": torch.ones((batch, total), dtype=torch.int64),
-    }
-    axes: dict[str, dict[int, str]] = {
-        "input_ids": {0: "batch", 1: "sequence"},
-        "attention_mask": {0: "batch", 1: "total"},
-    }
-    example["attention_mask"][1, :2] = 0
+    example, axes = _tokens()
     if "position_ids" in parameters:
-        example["position_ids"] = torch.arange(total - sequence, total).repeat(batch, 1)
-        axes["position_ids"] = {0: "batch", 1: "sequence"}
+        _add_positions(example, axes)
     if "logits_to_keep" in parameters:
         example["logits_to_keep"] = torch.tensor([0, 1, 2, 2])
         axes["logits_to_keep"] = {0: "kept"}
-    _add_cache(example, axes, shapes, batch, source.dtype)
+    _add_cache(example, axes, shapes, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
     module = _Decoder(model, fusion).eval()
     return replace(
         source,
@@ -400,7 +391,8 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         axes=axes,
         max_sizes=_positions(model),
         stateful=True,
-        unused_inputs=("token_type_ids", "cache_position"),
+        # Some tokenizers make token types for models that have none.
+        unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
 
 
@@ -429,27 +421,17 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
             max_sizes={},
         ),
     ]
-    sequence, total = 3, 7
-    example: Tensors = {
-        "input_ids": torch.ones((batch, sequence), dtype=torch.int64),
-        "attention_mask": torch.ones((batch, total), dtype=torch.int64),
-    }
-    axes: dict[str, dict[int, str]] = {
-        "input_ids": {0: "batch", 1: "sequence"},
-        "attention_mask": {0: "batch", 1: "total"},
-    }
-    example["attention_mask"][1, :2] = 0
+    example, axes = _tokens()
     if "attention_mask" in encoder_example:
         example[_ENCODER_MASK] = torch.ones((batch, length), dtype=torch.int64)
         example[_ENCODER_MASK][1, 1 + length // 2 :] = 0
         axes[_ENCODER_MASK] = {0: "batch", 1: "encoder_sequence"}
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
-        example["position_ids"] = torch.arange(total - sequence, total).repeat(batch, 1)
-        axes["position_ids"] = {0: "batch", 1: "sequence"}
+        _add_positions(example, axes)
     for name, value in cross.items():
         example[name] = value
         axes[name] = {0: "batch"} if fixed else {0: "batch", 2: "encoder_sequence"}
-    _add_cache(example, axes, shapes, batch, source.dtype)
+    _add_cache(example, axes, shapes, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
     decoder = _CrossDecoder(model, fusion, size).eval()
     parts.append(
         replace(
@@ -465,13 +447,28 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     return tuple(parts)
 
 
+def _tokens() -> tuple[Tensors, dict[str, dict[int, str]]]:
+    """Three new tokens behind four cached ones, for two rows of which one is padded, and the names of their axes."""
+    example: Tensors = {
+        "input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64),
+        "attention_mask": torch.ones((_BATCH, _TOTAL), dtype=torch.int64),
+    }
+    example["attention_mask"][1, :2] = 0
+    return example, {"input_ids": {0: "batch", 1: "sequence"}, "attention_mask": {0: "batch", 1: "total"}}
+
+
+def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
+    example["position_ids"] = torch.arange(_TOTAL - _NEW, _TOTAL).repeat(_BATCH, 1)
+    axes["position_ids"] = {0: "batch", 1: "sequence"}
+
+
 def _add_cache(
-    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int]], batch: int, dtype: str
+    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int]], dtype: str, capacity: int
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     for i, (heads, size) in enumerate(shapes):
         for what in ("key", "value"):
-            shape = (batch, heads, _CAPACITY, size)
+            shape = (_BATCH, heads, capacity, size)
             example[f"past_{i}_{what}"] = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
             axes[f"past_{i}_{what}"] = {0: "batch", 2: "capacity"}
 

@@ -17,9 +17,9 @@ from ..config import ExportConfig
 from ..errors import AccelError, ArtifactNotFoundError, ExportError, TaskError
 from ..hub import HubOptions, Location
 from ..tasks import infer_task, read_config, task_spec
-from .embedding import SentenceEmbedder
 from .samples import Axes, default_sample, known_axes, max_sizes_of, resize, safe_sizes
 from .source import Source, quiet
+from .wrappers import SentenceEmbedder
 
 
 def load_source(

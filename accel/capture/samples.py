@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ExportError, InputError
-from .embedding import SentenceEmbedder, Tensors
+from .wrappers import SentenceEmbedder, Tensors
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5

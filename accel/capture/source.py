@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..artifact import Origin
-from .embedding import Tensors, Wrapper
 from .samples import Axes, resize
+from .wrappers import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from ..config import ExportConfig
 from ..errors import ExportError
 from ..specs import TensorSpec
 from ..tasks import read_config
-from .embedding import Tensors
 from .samples import pad_id, resize
 from .source import Source, quiet
+from .wrappers import Tensors
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -126,14 +126,14 @@ def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
     _, architecture, settings = GENERATORS[family]
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
-    config = _captioner(settings) if family == "vit-gpt2" else cls.config_class(**{**settings, **overrides})
+    config = _captioner() if family == "vit-gpt2" else cls.config_class(**{**settings, **overrides})
     model = cls(config).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     return model
 
 
-def _captioner(_: dict[str, Any]) -> Any:
+def _captioner() -> Any:
     encoder = transformers.ViTConfig(
         hidden_size=64,
         num_hidden_layers=2,

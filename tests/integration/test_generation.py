@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
@@ -23,7 +25,8 @@ from accel.tasks import task_spec
 from accel.testing.generators import GENERATORS, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
-Artifacts = Callable[[str], Artifact]
+Artifacts = Callable[..., Artifact]
+WORDS = [word for word, _ in sorted(tiny_tokenizer().get_vocab().items(), key=lambda item: item[1])[10:80]]
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beam": {"num_beams": 3},
@@ -37,11 +40,14 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     root = tmp_path_factory.mktemp("generators")
     made: dict[str, Artifact] = {}
 
-    def get(family: str) -> Artifact:
-        if family not in made:
-            folder = save_generator(root / f"{family}-source", family)
-            made[family] = export(folder, root / family, task=GENERATORS[family][0])
-        return made[family]
+    def get(family: str, backend: str = "cpu") -> Artifact:
+        key = f"{family}-{backend}"
+        if key not in made:
+            folder = root / f"{family}-source"
+            if not folder.exists():
+                save_generator(folder, family)
+            made[key] = export(folder, root / key, task=GENERATORS[family][0], backend=backend)
+        return made[key]
 
     return get
 
@@ -87,6 +93,25 @@ def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
             assert torch.equal(found, expected), (family, name, len(found))
             seen |= set(expected.flatten().tolist())
     assert len(seen) > 5, "a model that repeats itself proves nothing"
+
+
+IN_OPENVINO = [
+    pytest.param(name, marks=() if name in ("gemma3", "t5") else pytest.mark.thorough) for name in GENERATORS
+]
+
+
+@pytest.mark.parametrize("family", IN_OPENVINO)
+def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
+    pytest.importorskip("openvino")
+    original, model = tiny_generator(family), opened(generator(family, "openvino"))
+    assert model.backend == "openvino"
+    rows = inputs_of(family)
+    for choices in CHOICES.values():
+        for given in ({key: value[1:2] for key, value in rows.items()}, rows):
+            torch.manual_seed(5)
+            expected = original.generate(**given, max_new_tokens=20, **choices)
+            torch.manual_seed(5)
+            assert torch.equal(model.generate(**given, max_new_tokens=20, **choices), expected)
 
 
 def test_cache_against_no_cache(generator: Artifacts) -> None:
@@ -246,6 +271,52 @@ def test_a_forked_model_opens_its_own_sessions(generator: Artifacts) -> None:
     child.join(timeout=60)
     assert child.exitcode == 0
     assert torch.equal(torch.from_numpy(found), expected)
+
+
+def test_token_types_are_dropped_only_where_the_model_has_none(generator: Artifacts) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    types = torch.tensor([[0, 1, 1]])
+    llama = opened(generator("llama"))
+    assert torch.equal(llama(ids, token_type_ids=types).logits, llama(ids).logits)
+    with pytest.raises(InputError, match="token_type_ids"):
+        opened(generator("gpt2"))(ids, token_type_ids=types)
+
+
+def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path) -> None:
+    artifact, original, tokenizer = generator("llama"), tiny_generator("llama"), tiny_tokenizer()
+    lines = [" ".join(WORDS[i : i + n]) for i, n in ((0, 5), (3, 30), (20, 12), (7, 1))]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    losses, tokens = 0.0, 0
+    for line in lines:
+        ids = tokenizer(line, return_tensors="pt").input_ids
+        for window in ids.split(16, dim=1):
+            if window.shape[1] > 1:
+                with torch.inference_mode():
+                    losses += float(original(window, labels=window).loss) * (window.shape[1] - 1)
+                tokens += window.shape[1] - 1
+    found = accel.evaluate(artifact, tmp_path / "lines.txt", max_length=16, against=True, processor=tokenizer)
+    assert found.metric == "perplexity"
+    assert found.scores["tokens"] == tokens
+    assert found.value == pytest.approx(float(np.exp(losses / tokens)), rel=1e-4)
+    assert found.comparison is not None
+    assert abs(found.comparison.difference) < 1e-3 * found.value
+    assert found.comparison.agreement == 1.0
+    with pytest.raises(ConfigError, match="perplexity does not measure"):
+        accel.evaluate(generator("t5"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(InputError, match="two tokens"):
+        accel.evaluate(artifact, [{"text": WORDS[0]}], processor=tokenizer)
+
+
+def test_decoders_are_quantized_inside_a_budget_of_perplexity(generator: Artifacts, tmp_path: Path) -> None:
+    lines = [{"text": " ".join(WORDS[i : i + 9])} for i in range(0, 60, 3)]
+    made = quantize(generator("gpt2"), tmp_path / "out", data=lines, max_drop=20.0)
+    report = made.manifest.steps[-1]
+    assert report.validation["accuracy"]["metric"] == "perplexity"
+    assert report.validation["accuracy"]["drop"] <= 20.0
+    table = report.report["search"]["table"]
+    assert {trial["scheme"] for trial in table} >= {"weight-int8", "weight-int4"}
+    assert sum(trial["chosen"] for trial in table) == 1
 
 
 def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
