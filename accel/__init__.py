@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .exporting import export as export
     from .generation import ORTModelForCausalLM as ORTModelForCausalLM
+    from .generation import ORTModelForImageTextToText as ORTModelForImageTextToText
     from .generation import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .generation import ORTModelForVision2Seq as ORTModelForVision2Seq
     from .interfaces import Exporter as Exporter
@@ -48,6 +49,7 @@ _MODULE_OF = {
     "ORTModelForCausalLM": "generation",
     "ORTModelForSeq2SeqLM": "generation",
     "ORTModelForSpeechSeq2Seq": "speech",
+    "ORTModelForImageTextToText": "generation",
     "ORTModelForVision2Seq": "generation",
     "ORTModelForCustomTasks": "modeling",
     "ORTModelForFeatureExtraction": "modeling",

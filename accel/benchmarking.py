@@ -43,6 +43,7 @@ class Cell:
         sequence: Tokens a row; `None` where they vary.
         latency: Milliseconds a call.
         throughput: Rows a second.
+        tokens_per_s: Tokens generated a second behind each row's first one, all rows together; `None` where none are.
         processor_ms: Processor time a call, all threads together, spinning included.
         ratio: How many times faster than the baseline.
         milliseconds: Every call, a list for each round.
@@ -56,6 +57,7 @@ class Cell:
     processor_ms: float
     ratio: Ratio | None
     milliseconds: tuple[tuple[float, ...], ...]
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,7 @@ class VariantResult:
             made.append(
                 f"[{self.name}] mean={s.mean:.2f}ms, sd={s.sd:.2f}ms, min={s.min:.2f}ms, max={s.max:.2f}ms, "
                 f"median={s.median:.2f}ms, 95p={s.p95:.2f}ms, 99p={s.p99:.2f}ms ({cell.workload})"
+                + (f", {cell.tokens_per_s:.1f} tokens/s" if cell.tokens_per_s is not None else "")
             )
         return made
 
@@ -184,6 +187,7 @@ def benchmark(
     rounds: int = 12,
     calls: int = 20,
     processes: int = 4,
+    new_tokens: int = 0,
     callers: int = 1,
     rate: float | None = None,
     task: str | None = None,
@@ -219,6 +223,8 @@ def benchmark(
         calls: Calls of a variant in each round.
         processes: How often each variant is loaded anew, in a process of its own, with its share of the rounds: a
             process may be some percent slower than the next for as long as it lives. Compiled variants are loaded once.
+        new_tokens: Of models that generate: time `generate` until the first token and until this many, instead of one
+            `forward`; `calls` may then be 1.
         callers: Threads that call at once, each waiting for its answer (closed loop).
         rate: Calls a second that arrive at random times (open loop); latency then counts from the arrival.
         task: The task; inferred when `None`.
@@ -245,6 +251,11 @@ def benchmark(
         given, backends=backends, pytorch=pytorch, compiled=compiled, cuda_graph=cuda_graph, task=task, device=device,
         options=session_options, hub=hub,
     )  # fmt: skip
+    if new_tokens and not (new_tokens > 1 and task_spec(variants[0].task).generates and texts is None):
+        raise ConfigError(
+            f"new_tokens is {new_tokens}, and the task is {variants[0].task}.",
+            fix="give at least 2, with a model that generates and sequence=... for its prompts.",
+        )
     traffic = Traffic(callers=callers, rate=rate, seed=seed)
     group = start(variants, threads)
     try:
@@ -252,7 +263,7 @@ def benchmark(
         if base.worker is None or base.loaded is None:
             raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
         if texts is None:
-            workloads = grid(base.worker, base.loaded, batch, sequence)
+            workloads = grid(base.worker, base.loaded, batch, sequence, new_tokens)
         else:
             name = Path(texts).name if isinstance(texts, str | os.PathLike) else "texts"
             lines = read_texts(texts, base.variant.task) if isinstance(texts, str | os.PathLike) else list(texts)
@@ -459,7 +470,7 @@ def _exported(location: Location, task: str, backend: str | None, hub: HubOption
 
 def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
     """What was measured of a variant, for the report."""
-    cells = []
+    cells: list[Cell] = []
     for workload in workloads:
         blocks = one.blocks.get(workload.name, [])
         if one.error is not None or not blocks:
@@ -474,6 +485,7 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
                 sequence=workload.sequence,
                 latency=summarize(flat),
                 throughput=workload.batch * len(flat) / sum(block.seconds for block in blocks),
+                tokens_per_s=_tokens_per_s(workload, flat, cells),
                 processor_ms=1000 * sum(block.processor_seconds for block in blocks) / len(flat),
                 ratio=ratio(reference, times) if len(reference) == len(times) else None,
                 milliseconds=tuple(times),
@@ -499,6 +511,14 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
         cells=tuple(cells),
         error=one.error,
     )
+
+
+def _tokens_per_s(workload: Workload, milliseconds: Sequence[float], before: Sequence[Cell]) -> float | None:
+    """Tokens behind the first one over the time that they took; the cell before holds the time until the first one."""
+    if workload.new_tokens < 2 or not before:
+        return None
+    behind = summarize(milliseconds).median - before[-1].latency.median
+    return 1000 * workload.batch * (workload.new_tokens - 1) / behind if behind > 0 else None
 
 
 def _bytes(variant: Variant) -> int | None:

@@ -472,8 +472,11 @@ def benchmark(
     threads: Threads = None,
     warmup: Annotated[int, typer.Option(help="Calls before the first round.")] = 10,
     rounds: Annotated[int, typer.Option(help="How often the variants take turns.")] = 12,
-    calls: Annotated[int, typer.Option(help="Calls of a variant in each round.")] = 20,
+    calls: Annotated[
+        int | None, typer.Option(help="Calls of a variant in each round: 20, or 1 with --new-tokens.")
+    ] = None,
     processes: Annotated[int, typer.Option(help="How often each variant is loaded anew.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Time generating: until the first token, and this many.")] = 0,
     callers: Annotated[int, typer.Option(help="Threads that call at once (closed loop).")] = 1,
     rate: Annotated[float | None, typer.Option(help="Calls a second that arrive at random times (open loop).")] = None,
     task: Task = None,
@@ -496,7 +499,8 @@ def benchmark(
             models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
             cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
             tokenize=tokenizer, max_length=max_length, threads=threads,
-            warmup=warmup, rounds=rounds, calls=calls, processes=processes, callers=callers, rate=rate, task=task, device=device, atol=atol,
+            warmup=1 if new_tokens else warmup, rounds=rounds, calls=calls or (1 if new_tokens else 20),
+            processes=processes, new_tokens=new_tokens, callers=callers, rate=rate, task=task, device=device, atol=atol,
             revision=revision, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         values = found.to_dict()

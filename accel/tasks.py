@@ -129,6 +129,14 @@ TASKS: Mapping[str, TaskSpec] = {
             suffixes=("VisionEncoderDecoderModel",),
             generates=True,
         ),
+        TaskSpec(
+            name="image-text-to-text",
+            auto_model="AutoModelForImageTextToText",
+            model="ORTModelForImageTextToText",
+            output="CausalLMOutputWithPast",
+            suffixes=(),
+            generates=True,
+        ),
         TaskSpec(name="custom", auto_model="", model="ORTModelForCustomTasks", output="", suffixes=()),
     )
 }
@@ -152,6 +160,7 @@ SYNONYMS: Mapping[str, str] = {
     "translation": "text2text-generation",
     "automatic-speech-recognition-with-past": "automatic-speech-recognition",
     "speech-to-text": "automatic-speech-recognition",
+    "vision-language": "image-text-to-text",
     "vision2seq": "image-to-text",
     "vision2seq-lm": "image-to-text",
 }
@@ -186,6 +195,9 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     if not architectures:
         raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
     name = str(architectures[0])
+    # Text and images in one prompt; by their names alone such models are encoder-decoders.
+    if name.endswith("ForConditionalGeneration") and {"vision_config", "text_config"} <= set(config):
+        return "image-text-to-text"
     fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
     if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):

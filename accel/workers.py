@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,7 @@ class Workload:
             the timed call.
         tokenizer: Folder of the tokenizer that turns `texts` into inputs, inside the timed call.
         max_length: Tokens that longer texts are cut to.
+        new_tokens: Tokens that a call generates from its inputs; 0: a call is one of the model's `forward`.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Workload:
     cases: tuple[Arrays, ...]
     tokenizer: Path | None = None
     max_length: int | None = None
+    new_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,7 +584,8 @@ class _Served:
             ]
             if self._source is not None:
                 cases = [{k: _like(v, self._variant.pytorch) for k, v in case.items()} for case in cases]
-            call = _synchronized(self._model) if on_gpu else self._model
+            model = partial(_generate, self._model, workload.new_tokens) if workload.new_tokens else self._model
+            call = _synchronized(model) if on_gpu else model
         else:
             call = self._tokenizing(workload, device if on_gpu else None)
             cases = [dict(case) for case in workload.cases]
@@ -610,6 +614,9 @@ class _Served:
         call, cases = self._workloads[workload]
         with torch.inference_mode():
             result = call(**cases[case])
+        if not isinstance(result, torch.Tensor) and "sequences" in result:
+            # Of what was generated, the logits of the first token: the choice of every later one depends on it.
+            result = {"logits": result["logits"][0]}
         if isinstance(result, torch.Tensor):
             result = {"output": result}
         return {name: value.float().cpu().numpy() for name, value in result.items() if isinstance(value, torch.Tensor)}
@@ -627,6 +634,14 @@ class _Served:
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         return function(self._model, *args)
+
+
+def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
+    """Greedy generation of exactly so many tokens."""
+    return model.generate(
+        **feeds, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=1,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
 
 
 def timed(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from .workers import Loaded, Worker, Workload
 _CASES_OF_TEXTS = 64
 
 
-def grid(worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequence[int]) -> list[Workload]:
+def grid(
+    worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequence[int], new_tokens: int = 0
+) -> list[Workload]:
     """A workload for each batch and sequence, with inputs that the model of `worker` takes.
+
+    With `new_tokens` two each: until the first token, and until the last one.
 
     Raises:
         ConfigError: A sequence longer than the model's positions.
@@ -33,7 +38,9 @@ def grid(worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequ
     for seed, (batch, sequence) in enumerate(shapes):
         sizes = {"batch": batch, **({"sequence": sequence} if sequence is not None else {})}
         name = f"{batch}x{sequence}" if sequence is not None else f"batch {batch}"
-        made.append(Workload(name=name, batch=batch, sequence=sequence, cases=(worker.sample(sizes, seed),)))
+        plain = Workload(name=name, batch=batch, sequence=sequence, cases=(worker.sample(sizes, seed),))
+        ends = [n for n in dict.fromkeys((1, new_tokens)) if n] if new_tokens else []
+        made += [replace(plain, name=f"{name}+{end}", new_tokens=end) for end in ends] or [plain]
     return made
 
 

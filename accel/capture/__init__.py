@@ -7,8 +7,9 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
+from .attention import FusedAttention
 from .comparing import Case, max_difference, reference, reference_cases, tolerance
-from .generation import FusedAttention, cases_by_part, split
+from .generation import cases_by_part, split
 from .loading import folder_digest, load_source
 from .samples import Axes
 from .source import Source, quiet

@@ -1,83 +1,34 @@
 """Generating models as graphs with a cache.
 
-A decoder-only model becomes one graph, an encoder-decoder three: the encoder, the cross-attention's keys and values (run
-once a prompt), and the decoder. The decoder graph takes any number of new tokens after any past: prefill, one decode step
+A decoder-only model becomes one graph; an encoder-decoder three: the encoder, the cross-attention's keys and values (run
+once a prompt), and the decoder; a model that reads images three, too: the vision tower with its projector, the embedding
+table, and a decoder of embeddings. The decoder graph takes any number of new tokens after any past: prefill, one decode step
 and the next turn of a chat are the same graph, so its weights exist once.
 
-Capture runs the model's own code with two things of ours in it, through transformers' registries: a cache whose layers
-hold graph inputs, and an attention function that hands query, keys, values and past to the backend's fused operator
-(`CachedAttention`). What the backend declines, and backends without one, get the cache by concatenation.
+Capture runs the model's own code with the cache and the attention of `attention.py` in it. What a backend's fused operator
+declines, and backends without one, get the cache by concatenation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from ..errors import ExportError
 from ..tasks import task_spec
+from .attention import CacheLayer, FusedAttention, tracing
 from .comparing import Case, reference_cases
 from .samples import pad_id
 from .source import Source, quiet
 from .tracing import first_lines, graph_name
 from .wrappers import Tensors, Wrapper
 
-IMPLEMENTATION = "accel"
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 _ENCODER_MASK = "encoder_attention_mask"
-
-
-class FusedAttention(Protocol):
-    """A backend's attention operators, called while the model is traced. Each may decline with `None`.
-
-    `query` is `(batch, heads, sequence, head_size)`, `key` and `value` `(batch, kv_heads, length, head_size)`, `bias` is
-    added to the scores and broadcasts to `(batch, heads, sequence, length)`.
-    """
-
-    def cached(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        past: tuple[torch.Tensor, torch.Tensor],
-        lengths: torch.Tensor,
-        total: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Write the new keys and values behind the past and attend to all of them.
-
-        Args:
-            query, key, value: Of the new tokens.
-            past: `(batch, kv_heads, capacity, head_size)` buffers.
-            lengths: `(batch,)` int32, the last valid position of each row.
-            total: Scalar int32, tokens after this call.
-            bias, scale, softcap, sinks: As in transformers' attention functions.
-
-        Returns:
-            The result `(batch, sequence, heads, head_size)`, and the buffers after the call.
-        """
-
-    def plain(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor | None:
-        """Attention without a cache; returns `(batch, sequence, heads, head_size)`."""
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
@@ -94,158 +45,9 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
         return (source,)
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)
+    if source.task == "image-text-to-text":
+        return _vision_language(source, fusion)
     return (_decoder_only(source, fusion),)
-
-
-# The cache and the attention that a trace sees
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer's keys and values: graph inputs before `update`, graph outputs after it.
-
-    All layers hold all tokens: what a sliding window hides, the mask hides. A roomy past is a buffer with room for more
-    tokens; without a fused operator that writes there, backends keep exactly the tokens before the call.
-    """
-
-    is_sliding = False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, total: Any, new: Any, *, roomy: bool) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self.dtype, self.device = keys.dtype, keys.device
-        self.past = (keys, values)
-        self.keys, self.values = keys, values
-        self.added: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._total, self._new = total, new
-        self._roomy = roomy
-
-    def lazy_initialization(self, *_: Any) -> None:
-        """Nothing: the tensors are there."""
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values so far; a fused attention reads `past` and `added` instead."""
-        self.added = (keys, values)
-        before, length = self.past, self._total - self._new
-        if self._roomy:
-            before = (before[0][:, :, :length], before[1][:, :, :length])
-        self.keys, self.values = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> Any:
-        """Tokens before this call."""
-        return self._total - self._new
-
-    def get_mask_sizes(self, _: Any) -> tuple[Any, int]:
-        """Tokens after this call, and the first one's position."""
-        return self._total, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-
-class _Trace:
-    """What the attention function needs while a part is traced."""
-
-    def __init__(self, fusion: FusedAttention | None, layers: list[_Layer], batch: Any, total: Any) -> None:
-        self.fusion = fusion
-        self.layers = layers
-        self.lengths = torch.full((batch,), total - 1, dtype=torch.int32)
-        self.total = torch.scalar_tensor(total, dtype=torch.int32)
-
-    def layer_of(self, key: torch.Tensor) -> _Layer | None:
-        return next((layer for layer in self.layers if layer.added is not None and layer.keys is key), None)
-
-
-_active: list[_Trace] = []
-
-
-def _attend(
-    _module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' models call while a part is traced."""
-    bias = attention_mask
-    if position_bias is not None:
-        bias = position_bias if bias is None else bias + position_bias
-    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    trace = _active[-1] if _active else None
-    layer = trace.layer_of(key) if trace is not None else None
-    if trace is not None and trace.fusion is not None:
-        if layer is not None and layer.added is not None:
-            fused = trace.fusion.cached(
-                query,
-                *layer.added,
-                past=layer.past,
-                lengths=trace.lengths,
-                total=trace.total,
-                bias=bias,
-                scale=scale,
-                softcap=softcap,
-                sinks=s_aux,
-            )
-            if fused is not None:
-                result, layer.keys, layer.values = fused
-                return result, None
-        elif softcap is None and s_aux is None:
-            attended = trace.fusion.plain(query, key, value, bias=bias, scale=scale)
-            if attended is not None:
-                return attended, None
-    return _attend_plainly(query, key, value, bias, scale, softcap, s_aux), None
-
-
-def _attend_plainly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention in PyTorch operators, for backends without a fused one."""
-    if softcap is None and sinks is None:
-        # In the form that OpenVINO's CPU plugin fuses with the cache.
-        groups = query.shape[1] // key.shape[1]
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query, repeat_kv(key, groups), repeat_kv(value, groups), attn_mask=bias, scale=scale
-        )
-        return result.transpose(1, 2)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
-        return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
-
-
-@contextmanager
-def _our_attention(model: Any) -> Iterator[None]:
-    """The model with our attention function, and its own again afterwards."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 # Parts
@@ -258,25 +60,15 @@ class _Part(Wrapper):
         super().__init__(model)
         self.fusion = fusion
 
-    def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any, prefix: str = "past") -> list[_Layer]:
+    def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any, prefix: str = "past") -> list[CacheLayer]:
         """The cache layers among the inputs."""
         count = sum(name.startswith(f"{prefix}_") for name in feeds) // 2
         roomy = self.fusion is not None
         pairs = [(feeds[f"{prefix}_{i}_key"], feeds[f"{prefix}_{i}_value"]) for i in range(count)]
-        return [_Layer(keys, values, total, new, roomy=roomy) for keys, values in pairs]
-
-    @contextmanager
-    def tracing(self, layers: list[_Layer], batch: Any, total: Any) -> Iterator[None]:
-        """Our attention function, knowing these layers, inside the model."""
-        _active.append(_Trace(self.fusion, layers, batch, total))
-        try:
-            with _our_attention(self.model):
-                yield
-        finally:
-            _active.pop()
+        return [CacheLayer(keys, values, total, new, roomy=roomy) for keys, values in pairs]
 
 
-def _presents(layers: list[_Layer]) -> Tensors:
+def _presents(layers: list[CacheLayer]) -> Tensors:
     found = {}
     for i, layer in enumerate(layers):
         found[f"present_{i}_key"], found[f"present_{i}_value"] = layer.keys, layer.values
@@ -294,9 +86,29 @@ class _Decoder(_Part):
         total = feeds["attention_mask"].shape[1]
         layers = self.layers(feeds, total, tokens.shape[1])
         inputs = {name: tensor for name, tensor in feeds.items() if not name.startswith("past_")}
-        with self.tracing(layers, tokens.shape[0], total):
+        with tracing(self.model, self.fusion, layers, tokens.shape[0], total):
             output = self.model(**inputs, past_key_values=Cache(layers=layers), use_cache=True)
         return {"logits": output.logits, **_presents(layers)}
+
+
+class _Vision(_Part):
+    """`pixel_values: (1, channels, height, width)` to `image_features: (tokens, hidden)`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One image: the model's own code makes a list of several."""
+        model: Any = self.model
+        found = model.get_image_features(pixel_values=feeds["pixel_values"])
+        found = getattr(found, "pooler_output", found)
+        return {"image_features": (found[0] if isinstance(found, list | tuple) else found).flatten(0, -2)}
+
+
+class _Embedding(_Part):
+    """`input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """Look tokens up."""
+        model: Any = self.model
+        return {"inputs_embeds": model.get_input_embeddings()(feeds["input_ids"])}
 
 
 class _Encoder(_Part):
@@ -359,7 +171,7 @@ class _CrossDecoder(_Part):
             optional["attention_mask"] = feeds[_ENCODER_MASK]
         if "position_ids" in feeds:
             optional["decoder_position_ids"] = feeds["position_ids"]
-        with self.tracing(layers, batch, total):
+        with tracing(self.model, self.fusion, layers, batch, total):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
@@ -393,6 +205,42 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         stateful=True,
         # Some tokenizers make token types for models that have none.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
+    )
+
+
+def _vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
+    model: Any = source.model
+    vision = getattr(source.config, "vision_config", None)
+    size = getattr(vision, "image_size", None)
+    if getattr(source.config, "image_token_id", None) is None or not isinstance(size, int):
+        raise ExportError(
+            f"{source.architecture} does not put images of one size into the prompt; only such models can be exported.",
+            fix="run it with transformers.",
+        )
+    pixels = torch.randn(
+        (1, getattr(vision, "num_channels", 3), size, size), generator=torch.Generator().manual_seed(3)
+    )
+    tokens = {"input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64)}
+    parts: list[tuple[str, _Part, Tensors, dict[str, dict[int, str]]]] = [
+        (
+            "vision",
+            _Vision(model, None),
+            {"pixel_values": pixels.to(getattr(torch, source.dtype))},
+            {"pixel_values": {}},
+        ),
+        ("embedding", _Embedding(model, None), tokens, {"input_ids": {0: "batch", 1: "sequence"}}),
+    ]
+    decoder = _decoder_only(source, fusion)
+    with torch.inference_mode():
+        embedded = parts[1][1](**tokens)["inputs_embeds"].clone()
+    example = {"inputs_embeds": embedded} | {n: t for n, t in decoder.example.items() if n != "input_ids"}
+    axes = {"inputs_embeds": decoder.axes["input_ids"]} | {n: a for n, a in decoder.axes.items() if n != "input_ids"}
+    return (
+        *(
+            replace(source, name=name, model=part.eval(), example=example, axes=axes, max_sizes={})
+            for name, part, example, axes in parts
+        ),
+        replace(decoder, example=example, axes=axes),
     )
 
 
@@ -532,7 +380,11 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
     loses or shifts something shows.
     """
     cases = []
-    for seed, (batch, lengths) in enumerate([(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))], start=1):
+    plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
+    image = _Image.of(source, part)
+    if image is not None:
+        plans.append((1, (len(image.features) + 5, 1)))
+    for seed, (batch, lengths) in enumerate(plans, start=1):
         total = sum(lengths)
         limit = part.max_sizes.get("total", total)
         if total > limit:
@@ -545,9 +397,11 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         padding = min(2, lengths[0] - 1)
         mask[1::2, :padding] = 0
         ids[mask == 0] = pad_id(source.config)
+        if image is not None:
+            image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, whole = _whole(source, part, ids, mask, positions, seed)
+            fixed, whole = _whole(source, part, ids, mask, positions, seed, image)
         # Foreign model code, which may raise anything.
         except Exception as error:
             raise ExportError(
@@ -559,7 +413,9 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         end = total
         for length in reversed(lengths):
             start = end - length
-            feeds: Tensors = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], **fixed}
+            read = {"input_ids": ids} if image is None else {"inputs_embeds": image.embedded(ids)}
+            feeds: Tensors = {name: value[:, start:end] for name, value in read.items()}
+            feeds |= {"attention_mask": mask[:, :end], **fixed}
             if "position_ids" in part.example:
                 feeds["position_ids"] = positions[:, start:end]
             # Rows of padding answer nothing that anyone reads.
@@ -576,15 +432,53 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
     return cases
 
 
+class _Image:
+    """An image in prompts: placeholders among the tokens, and what stands for them among the embeddings."""
+
+    def __init__(self, source: Source) -> None:
+        vision, embedding, _ = _vision_language(source, None)
+        self.token = int(source.config.image_token_id)
+        self.pixels = vision.example["pixel_values"]
+        self._embedding = embedding.model
+        with torch.inference_mode(), quiet():
+            self.features = vision.model(pixel_values=self.pixels)["image_features"].clone()
+
+    @classmethod
+    def of(cls, source: Source, part: Source) -> _Image | None:
+        """One for a decoder of embeddings."""
+        return cls(source) if "inputs_embeds" in part.example else None
+
+    def place(self, ids: torch.Tensor) -> None:
+        """No placeholder by chance; in a row that is long enough, those of the image behind the first token."""
+        ids[ids == self.token] = 0 if self.token else 1
+        if ids.shape[1] > len(self.features) + 2:
+            ids[:, 1 : 1 + len(self.features)] = self.token
+
+    @torch.inference_mode()
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings with the image's in the place of its tokens."""
+        found: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
+        found[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
+        return found
+
+
 @torch.inference_mode()
 def _whole(
-    source: Source, part: Source, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, seed: int
+    source: Source,
+    part: Source,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    seed: int,
+    image: _Image | None,
 ) -> tuple[Tensors, torch.Tensor]:
     """What stays the same over the calls, and the logits of the whole sequence."""
     model: Any = source.model
     with quiet():
         if not isinstance(part.model, _CrossDecoder):
             optional = {"position_ids": positions} if "position_ids" in part.example else {}
+            if image is not None and bool((ids == image.token).any()):
+                optional["pixel_values"] = image.pixels.repeat(ids.shape[0], 1, 1, 1)
             return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
         sizes = {"batch": ids.shape[0], "sequence": 6}
         inputs = source.sample(sizes, seed=seed)

@@ -112,7 +112,10 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "vit-gpt2": ("image-to-text", "VisionEncoderDecoderModel", {}),
+    "llava": ("image-text-to-text", "LlavaForConditionalGeneration", {}),
 }
+IMAGE_TOKEN = 1
+"""What stands in a prompt for each of an image's patches."""
 
 
 def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
@@ -126,7 +129,8 @@ def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
     _, architecture, settings = GENERATORS[family]
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
-    config = _captioner() if family == "vit-gpt2" else cls.config_class(**{**settings, **overrides})
+    made = {"vit-gpt2": _captioner, "llava": _reader_of_images}
+    config = made[family]() if family in made else cls.config_class(**{**settings, **overrides})
     model = cls(config).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
@@ -147,6 +151,23 @@ def _captioner() -> Any:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     config.decoder_start_token_id, config.pad_token_id = 2, 0
     return config
+
+
+def _reader_of_images() -> Any:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=16,
+        patch_size=8,
+        initializer_range=0.3,
+    )
+    text = transformers.LlamaConfig(**_GROUPED)
+    return transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, image_token_id=IMAGE_TOKEN,
+        image_seq_length=4,
+    )  # fmt: skip
 
 
 def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:

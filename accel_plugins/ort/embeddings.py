@@ -24,9 +24,9 @@ def fold_single_rows(model: ir.Model) -> int:
         add = only_user(gather.outputs[0])
         if add is None or add.op_type != "Add":
             continue
-        other = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0]
+        other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
         beside = producer(other, "Gather")
-        if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(add.outputs[0]):
+        if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(joined):
             continue
         rows = constant(beside.inputs[0])
         if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
@@ -36,7 +36,7 @@ def fold_single_rows(model: ir.Model) -> int:
         source = beside.inputs[0]
         assert source is not None
         beside.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
-        replace_value(add.outputs[0], beside.outputs[0])
+        replace_value(joined, beside.outputs[0])
         graph.remove(add, safe=True)
         count += 1
     passes.RemoveUnusedNodesPass()(model)

@@ -22,7 +22,7 @@ from accel.artifact import Artifact
 from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.tasks import task_spec
-from accel.testing.generators import GENERATORS, save_generator, tiny_generator
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
 Artifacts = Callable[..., Artifact]
@@ -62,11 +62,17 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
         return {"pixel_values": torch.randn((3, 3, 32, 32), generator=draw)}
     ids = torch.randint(4, VOCABULARY, (3, 7), generator=draw)
     mask = torch.ones_like(ids)
-    if task == "text-generation":
+    if task in ("text-generation", "image-text-to-text"):
         mask[0, :3], mask[2, :1] = 0, 0
     else:
         mask[0, 5:], mask[2, 6:] = 0, 0
     ids[mask == 0] = 0
+    if task == "image-text-to-text":
+        images = torch.full((3, 4), IMAGE_TOKEN)
+        ids = torch.cat([ids[:, :4], images, ids[:, 4:]], dim=1)
+        mask = torch.cat([mask[:, :4], torch.ones_like(images), mask[:, 4:]], dim=1)
+        pixels = torch.randn((3, 3, 16, 16), generator=draw)
+        return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -75,7 +81,7 @@ def opened(artifact: Artifact) -> Any:
 
 
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
-USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "whisper")
+USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "llava", "whisper")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
 
