@@ -64,7 +64,9 @@ def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple
     names = ["input_ids"]
     if "attention_mask" in parameters:
         names.append("attention_mask")
-    if "token_type_ids" in parameters:
+    # `generate` passes none, even to models that would take them (GPT-2).
+    generates = getattr(module, "can_generate", None)
+    if "token_type_ids" in parameters and not (generates is not None and generates()):
         # A table of one row (RoBERTa) or none (DeBERTa-v2) adds the same to every token.
         if getattr(config, "type_vocab_size", 2) > 1:
             names.append("token_type_ids")

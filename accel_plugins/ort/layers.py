@@ -37,7 +37,7 @@ class Layer:
 
     def weight(self) -> np.ndarray:
         """The matrix `(inner, outer)`, read from disk."""
-        array = constant(self.node.inputs[1])
+        array = _matrix(self.node.inputs[1])
         assert array is not None
         if self.node.op_type == "Gemm":
             if self.node.attributes.get_int("transB", 0):
@@ -62,12 +62,23 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
     found = []
     for node in nodes(model, *wanted):
         weight = node.inputs[1]
-        if weight is None or weight.shape is None or weight.shape.rank() != 2 or constant(weight) is None:
+        if weight is None or weight.shape is None or weight.shape.rank() != 2 or _matrix(weight) is None:
             continue
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0):
             continue
         found.append(Layer(node, layer_name(node)))
     return found
+
+
+def _matrix(value: ir.Value | None) -> np.ndarray | None:
+    """A constant matrix, or a transposed one: a last layer that shares its weights with the embeddings."""
+    array = constant(value)
+    transpose = value.producer() if value is not None and array is None else None
+    if transpose is None or transpose.op_type != "Transpose" or transpose.domain:
+        return array
+    source = constant(transpose.inputs[0])
+    flipped = list(transpose.attributes.get_ints("perm", [1, 0])) == [1, 0]
+    return source.T if source is not None and source.ndim == 2 and flipped else None
 
 
 def split_excluded(layers: Sequence[Layer], patterns: Sequence[str]) -> tuple[list[Layer], list[Layer]]:

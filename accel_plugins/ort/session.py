@@ -78,6 +78,8 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
     made.log_severity_level = 4  # what fails is raised; ONNX Runtime would print it as well
     made.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
     if options.profile is not None:
+        # ONNX Runtime writes nothing, and says nothing, where the folder is missing.
+        Path(options.profile).mkdir(parents=True, exist_ok=True)
         made.enable_profiling = True
         made.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
     known = [name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))]

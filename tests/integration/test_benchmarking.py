@@ -20,6 +20,7 @@ from accel.benchmarking import Variant, resolve
 from accel.errors import ConfigError
 from accel.hub import HubOptions
 from accel.reporting import html_page, write_png
+from accel.testing.generators import save_generator
 from accel.workers import _Captured
 
 FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
@@ -69,6 +70,20 @@ def test_processes_share_the_rounds(tiny_folder: Callable[..., Path]) -> None:
     for variant in found.variants:
         assert [len(block) for block in variant.cells[0].milliseconds] == [3, 3, 3]
         assert variant.cells[0].ratio is not None
+
+
+def test_generating_is_timed_to_the_first_and_to_the_last_token(tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / "gpt2", "gpt2")
+    found = benchmark(folder, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
+    for variant in found.variants:
+        first, last = variant.cells
+        assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
+        assert first.tokens_per_s is None
+        assert last.tokens_per_s == pytest.approx(7000 / (last.latency.median - first.latency.median))
+    assert "tokens/s" in found.variants[1].lines()[1]
+    assert found.variants[1].max_abs_difference < found.variants[1].tolerance
+    with pytest.raises(ConfigError, match="at least 2"):
+        benchmark(folder, new_tokens=1, **FEW)
 
 
 def test_a_wrong_variant_is_not_timed(found) -> None:

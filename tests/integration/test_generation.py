@@ -214,6 +214,19 @@ def test_optimized_and_quantized_decoders(generator: Artifacts, tmp_path: Path) 
         assert error < (0.08 if scheme == "weight-int8" else 0.8)
 
 
+def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_path: Path) -> None:
+    artifact = generator("qwen3")
+    assert tiny_generator("qwen3").config.tie_word_embeddings
+    small = quantize(artifact, tmp_path / "small", scheme="weight-int8", block_size=32)
+    report = small.manifest.steps[-1].report
+    assert len(report["layers"]) == 2 * 7 + 1
+    rows = inputs_of("qwen3")
+    with torch.inference_mode():
+        logits, original = opened(small)(**rows).logits, tiny_generator("qwen3")(**rows).logits
+    kept = rows["attention_mask"].bool()
+    assert (logits - original)[kept].abs().mean() < 0.08 * original[kept].abs().mean()
+
+
 def test_pipelines(generator: Artifacts) -> None:
     text = "where is my card"
     chat = accel.pipeline("text-generation", model=opened(generator("gpt2")), tokenizer=tiny_tokenizer())
