@@ -398,8 +398,12 @@ def exit_reason(code: int | None) -> str:
 
 def quiet_child() -> None:
     """Set a child up: Ctrl-C is the parent's to handle, and stdout belongs to the parent's result."""
+    import tqdm
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
+    # tqdm's own lock is a semaphore, which a process that is ended from outside leaves behind.
+    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def _help(pipe: Connection) -> None:
