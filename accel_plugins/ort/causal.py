@@ -83,7 +83,9 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
     if not attentions or mask is None:
-        raise SessionError(f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX)
+        raise SessionError(
+            f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX
+        )
     seen = [_seen_by(node, mask, name) for node in attentions]
     lengths = ir.Value(name=LENGTHS, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
     total = ir.Value(name=TOTAL, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
@@ -187,7 +189,9 @@ def _place(value: ir.Value | None) -> tuple[str, int] | None:
     if found is None:
         return None
     what, moved = found
-    laid = sizes[-2:] == (["sequence", 1] if what == "query" else [1, "total"]) and all(size == 1 for size in sizes[:-2])
+    laid = sizes[-2:] == (["sequence", 1] if what == "query" else [1, "total"]) and all(
+        size == 1 for size in sizes[:-2]
+    )
     return (what, moved) if laid else None
 
 
