@@ -32,6 +32,10 @@ class DecoderRuntime(Runtime):
         SessionError: The graph has no such form, or its cache is of a type that has no kernels.
     """
 
+    # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
+    # table of this call's angles for one of all positions (1.31).
+    disabled_optimizers = ("GroupQueryAttentionFusion",)
+
     def __init__(
         self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
     ) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnxruntime as ort
 import torch
@@ -68,6 +68,9 @@ class Runtime:
         options: The backend's options.
         session: How to run.
     """
+
+    disabled_optimizers: ClassVar[tuple[str, ...]] = ()
+    """ONNX Runtime's graph optimizers that are wrong for such graphs."""
 
     def __init__(
         self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
@@ -153,6 +156,7 @@ class Runtime:
             provider_options=provider_options,
             options=self._session_options,
             model=model,
+            disabled_optimizers=self.disabled_optimizers,
         )
 
     def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:

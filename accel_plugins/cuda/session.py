@@ -188,9 +188,11 @@ class CudaSession:
             )
             return None
         shapes = self._output_shapes(tensors)
-        graphs = ShapeGraphs(
-            runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
-        )
+        # Buffers made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            graphs = ShapeGraphs(
+                runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
+            )
         held = self._held(runtime, tensors)
         try:
             self._captured(runtime, graphs, held)

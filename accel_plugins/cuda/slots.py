@@ -81,8 +81,9 @@ class Slot:
         self._total = torch.full((1,), capacity, dtype=torch.int32)
         logits = next(spec for spec in component.outputs if spec.name == "logits")
         self.logits = torch.empty((batch, 1, int(logits.shape[-1])), dtype=getattr(torch, logits.dtype), device=device)
-        inputs = {**self.inputs, **fixed, **self.buffers, LENGTHS: self.lengths, TOTAL: self._total}
-        self._binding = runtime.bind("general", inputs, {**self.presents(), "logits": self.logits})
+        # Kept: a binding holds addresses alone.
+        self._bound = {**self.inputs, **fixed, **self.buffers, LENGTHS: self.lengths, TOTAL: self._total}
+        self._binding = runtime.bind("general", self._bound, {**self.presents(), "logits": self.logits})
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -188,7 +189,9 @@ class Slots:
         if found is None:
             for slot in free[: max(0, len(free) - _SPARE + 1)]:
                 self._slots.remove(slot)
-            found = Slot(runtime, component, batch, capacity)
+            # Buffers made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                found = Slot(runtime, component, batch, capacity)
         else:
             # The one used last is the last to go.
             self._slots.remove(found)

@@ -186,7 +186,7 @@ class CudaState:
         logits = self._compute(slot, tokens, added.counts, int(added.counts.max()), places, None)
         if self._kept is None:
             inverse = wanted
-        if torch.equal(inverse, torch.arange(logits.shape[1]).expand_as(inverse)):
+        if torch.equal(inverse, torch.arange(logits.shape[1]).expand(self._batch, -1)):
             return logits
         chosen = inverse.to(logits.device)
         return logits[torch.arange(self._batch, device=logits.device).unsqueeze(1), chosen]

@@ -27,7 +27,7 @@ import onnxruntime as ort
 import torch
 import transformers
 
-from accel import ORTModelForCausalLM, export, optimize
+from accel import Artifact, ORTModelForCausalLM, export, optimize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -146,7 +146,8 @@ def main() -> None:
     if not (made / "accel.json").is_file():
         model.save_pretrained(work / "source")
         print("saved", round(time.perf_counter() - began, 1), flush=True)
-        exported = export(work / "source", work / "fp32", task="text-generation")
+        plain = work / "fp32"
+        exported = Artifact.load(plain) if plain.is_dir() else export(work / "source", plain, task="text-generation")
         print("exported", round(time.perf_counter() - began, 1), flush=True)
         optimize(exported, made, backend="cuda", level="O4")
         print("optimized", round(time.perf_counter() - began, 1), flush=True)
