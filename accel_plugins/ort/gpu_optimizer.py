@@ -33,6 +33,7 @@ GPU_FUSIONS = (
     Fusion("skip-rms-norm", "O2", "SkipSimplifiedLayerNormalization", gpu_decoders.fuse_skip_rms_norms),
     Fusion("silu", "O2", "x * sigmoid(x) as one operator", activations.fuse_silus),
     Fusion("rotary", "O2", "rotary positions as one operator", rotary.fuse_rotary),
+    Fusion("merged-products", "O2", "a decoder's query, key and value in one product", gpu_decoders.merge_products),
     Fusion("head-order", "O2", "transposes of heads that undo each other", gpu_decoders.cancel_transposes),
     Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gpu_layers.fuse_bias_gelus),
     Fusion("one-token", "O2", "computes only the token that a head reads", gpu_layers.compute_one_token),
