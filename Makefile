@@ -29,9 +29,10 @@ check: $(VENV)/.dev
 # torch and onnxruntime-gpu for CUDA (`pip install ".[cuda]"` and pytest).
 GPU_PYTHON ?= $(PYTHON)
 gpu-test:
-	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py
+	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py tests/backends/test_cuda_generation.py
 	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json
 	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json --benchmark
+	$(GPU_PYTHON) docs/benchmarks/gpu_generation.py docs/benchmarks/gpu_generation.json
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs serve

@@ -233,13 +233,14 @@ def _obstacles(
 ) -> tuple[list[Reason], DeviceSpec | None]:
     """Everything that keeps a backend from running this, and the device it would use."""
     reasons: list[Reason] = []
-    capability = spec.capability("run", format)
+    capability = spec.capability("run", format, task=task)
     if capability is None:
         formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
         reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {format}"))
     else:
         if dtype not in capability.dtypes:
-            reasons.append(Reason("dtype", f"it does not run {dtype} graphs, only {', '.join(capability.dtypes)}"))
+            what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
+            reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
         if "*" not in capability.tasks and task not in capability.tasks:
             reasons.append(Reason("task", f"it does not run {task}"))
     found = None

@@ -160,13 +160,18 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
 
-    def capability(self, stage: Stage, format: str | None = None, *, produces: str | None = None) -> Capability | None:
-        """The first capability for `stage` that reads `format` (any, when `None`) and writes `produces` (likewise)."""
-        for capability in self.capabilities:
-            if (
-                capability.stage == stage
-                and (format is None or capability.consumes == format)
-                and (produces is None or capability.produces == produces)
-            ):
-                return capability
-        return None
+    def capability(
+        self, stage: Stage, format: str | None = None, *, produces: str | None = None, task: str | None = None
+    ) -> Capability | None:
+        """The first capability for `stage` that reads `format` (any, when `None`) and writes `produces` (likewise).
+
+        With a `task`, one that is limited to tasks with this one among them comes before the others.
+        """
+        fitting = [
+            capability
+            for capability in self.capabilities
+            if capability.stage == stage
+            and (format is None or capability.consumes == format)
+            and (produces is None or capability.produces == produces)
+        ]
+        return next((one for one in fitting if task in one.tasks), next(iter(fitting), None))

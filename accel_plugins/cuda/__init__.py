@@ -23,5 +23,14 @@ SPEC = BackendSpec(
             schemes=("O1", "O2", "O3", "O4"),
         ),
         Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        # ONNX Runtime's attention with a cache has no float32 kernel.
+        Capability(
+            stage="run",
+            consumes="onnx",
+            devices=("cuda",),
+            dtypes=("float16", "bfloat16"),
+            tasks=("text-generation",),
+            device_io=True,
+        ),
     ),
 )

@@ -18,6 +18,7 @@ from ..ort.gpu_optimizer import GpuOptimizer
 from ..ort.graphs import load_graph
 from ..ort.nvidia import judge, survey
 from ..ort.session import OPTIONS_OBJECT, for_float8
+from .decoder import DecoderRuntime, DecoderSession
 from .options import CudaOptions, read_options
 from .runtime import Runtime
 from .session import CudaSession
@@ -93,14 +94,15 @@ class CudaBackend:
             )
         session = for_float8(session, artifact)
         ort.set_default_logger_severity(_ERRORS_ONLY)
-        return {
-            component.name: CudaSession(
-                self._runtime(artifact, component, device, checked, session),
-                device,
-                _compute_dtype(artifact, component, checked),
-            )
-            for component in artifact.components
-        }
+        opened: dict[str, CudaSession] = {}
+        for component in artifact.components:
+            runtime = self._runtime(artifact, component, device, checked, session)
+            dtype = _compute_dtype(artifact, component, checked)
+            if isinstance(runtime, DecoderRuntime):
+                opened[component.name] = DecoderSession(runtime, device, dtype)
+            else:
+                opened[component.name] = CudaSession(runtime, device, dtype)
+        return opened
 
     def _runtime(
         self,
@@ -111,8 +113,9 @@ class CudaBackend:
         session: SessionOptions,
     ) -> Runtime:
         path = artifact.path / component.file
+        kind = DecoderRuntime if component.stateful else Runtime
         if OPTIONS_OBJECT in session.native:
-            return Runtime(path, component, device, options, session)
+            return kind(path, component, device, options, session)
         key = json.dumps(
             [str(path), component.files[0].sha256, device.index, options.cuda_graphs, options.padding,
              options.packing, dict(options.provider), session.to_dict()],
@@ -120,7 +123,7 @@ class CudaBackend:
         )  # fmt: skip
         found = self._runtimes.get(key)
         if found is None:
-            found = self._runtimes[key] = Runtime(path, component, device, options, session)
+            found = self._runtimes[key] = kind(path, component, device, options, session)
         return found
 
 

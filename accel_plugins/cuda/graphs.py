@@ -17,6 +17,54 @@ class CaptureError(SessionError):
     """A run that cannot be captured, or whose replay computes something else."""
 
 
+def captured(
+    runtime: Runtime,
+    enqueue: Callable[[], None],
+    outputs: Mapping[str, torch.Tensor],
+    current: torch.cuda.Stream,
+) -> torch.cuda.CUDAGraph:
+    """A run as a CUDA graph. Takes a few runs.
+
+    Args:
+        runtime: What is captured.
+        enqueue: Puts the run on the runtime's stream; the same each time.
+        outputs: The fixed buffers that it writes.
+        current: The stream that its inputs are written on.
+
+    Raises:
+        CaptureError: It cannot be captured, or replays something else than it ran.
+    """
+    stream = runtime.stream
+    stream.wait_stream(current)
+    # The first run allocates what every later one uses again.
+    for _ in range(2):
+        with torch.cuda.stream(stream):
+            enqueue()
+    torch.cuda.synchronize(runtime.device)
+    expected = {name: tensor.clone() for name, tensor in outputs.items()}
+    for tensor in outputs.values():
+        tensor.zero_()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(runtime.device)
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads may allocate meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                enqueue()
+            finally:
+                graph.capture_end()
+            graph.replay()
+    # Whatever ONNX Runtime or CUDA raise: the run itself worked above, so the call goes on without a graph.
+    except Exception as error:
+        raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
+    torch.cuda.synchronize(runtime.device)
+    for name, tensor in outputs.items():
+        if not _agree(tensor, expected[name]):
+            raise CaptureError(f"replaying the captured run gives another {name}")
+    return graph
+
+
 class MaskCheck:
     """Finds out what a mask on the GPU holds while the GPU is busy with the call that assumes it.
 
@@ -100,36 +148,10 @@ class ShapeGraphs:
         found = self.graphs.get(plan)
         if found is not None:
             return found
-        runtime, stream = self._runtime, self._runtime.stream
+        runtime = self._runtime
         enqueue = self._prepared(plan)
         # Behind the inputs and what was just prepared, which are written on the current stream.
-        stream.wait_stream(torch.cuda.current_stream(runtime.device))
-        # The first run allocates what every later one uses again.
-        for _ in range(2):
-            with torch.cuda.stream(stream):
-                enqueue()
-        torch.cuda.synchronize(runtime.device)
-        expected = {name: tensor.clone() for name, tensor in self.outputs.items()}
-        for tensor in self.outputs.values():
-            tensor.zero_()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(runtime.device)
-        try:
-            with torch.cuda.stream(stream):
-                # Other threads may allocate meanwhile.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    enqueue()
-                finally:
-                    graph.capture_end()
-                graph.replay()
-        # Whatever ONNX Runtime or CUDA raise: the run itself worked above, so the call goes on without a graph.
-        except Exception as error:
-            raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
-        torch.cuda.synchronize(runtime.device)
-        for name, tensor in self.outputs.items():
-            if not _agree(tensor, expected[name]):
-                raise CaptureError(f"replaying the captured run gives another {name}")
+        graph = captured(runtime, enqueue, self.outputs, torch.cuda.current_stream(runtime.device))
         self.graphs[plan] = graph
         # From now on calls of this shape wait for their mask: 40 microseconds that a wrong guess costs many times over.
         self.waits = self.waits or plan.form == "packed"

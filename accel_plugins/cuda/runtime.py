@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnxruntime as ort
 import torch
@@ -49,6 +49,11 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
+def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a tensor into a buffer on the GPU, on the current stream; the caller may change it as soon as this returns."""
+    buffer.copy_(value, non_blocking=value.is_cuda or not value.is_pinned())
+
+
 class Runtime:
     """A graph on one GPU, shared by the sessions that run it.
 
@@ -63,6 +68,9 @@ class Runtime:
         options: The backend's options.
         session: How to run.
     """
+
+    disabled_optimizers: ClassVar[tuple[str, ...]] = ()
+    """ONNX Runtime's graph optimizers that are wrong for such graphs."""
 
     def __init__(
         self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
@@ -118,9 +126,12 @@ class Runtime:
         """ONNX Runtime's session of a form of the graph; opened, weights and all, when it is first needed."""
         found = self._sessions.get(form)
         if found is None:
-            model = in_form(self._path, form) if form != "general" else None
-            found = self._sessions[form] = self._open(model, form)
+            found = self._sessions[form] = self._open(self._model(form), form)
         return found
+
+    def _model(self, form: Form) -> bytes | None:
+        """The graph in a form; `None` for the file as it is."""
+        return in_form(self._path, form) if form != "general" else None
 
     def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
         """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
@@ -145,10 +156,11 @@ class Runtime:
             provider_options=provider_options,
             options=self._session_options,
             model=model,
+            disabled_optimizers=self.disabled_optimizers,
         )
 
     def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:
-        """ONNX Runtime's binding of tensors on the GPU by their addresses; `None` lets it allocate an output.
+        """ONNX Runtime's binding of tensors by their addresses; `None` lets it allocate an output on the GPU.
 
         Of `inputs` those are bound that this form of the graph has.
         """
@@ -160,7 +172,8 @@ class Runtime:
             if name not in taken:
                 continue
             kind = ELEMENT_TYPES[tensor.dtype]
-            binding.bind_input(name, "cuda", index, kind, tuple(tensor.shape), tensor.data_ptr())
+            where = ("cuda", index) if tensor.is_cuda else ("cpu", 0)
+            binding.bind_input(name, *where, kind, tuple(tensor.shape), tensor.data_ptr())
         for name, given in outputs.items():
             if given is None:
                 binding.bind_output(name, "cuda", index)
@@ -172,6 +185,11 @@ class Runtime:
     def enqueue(self, form: Form, binding: Any) -> None:
         """Put a run on `stream`; returns before the GPU is done."""
         self.session(form).run_with_iobinding(binding, self._run_options)
+
+    def refuse_graphs(self, error: SessionError) -> None:
+        """Run kernel by kernel from now on."""
+        self.graph_obstacle = error.message
+        logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
 
     def close(self) -> None:
         """Wait for the GPU and give ONNX Runtime's memory back."""

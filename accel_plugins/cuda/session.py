@@ -21,7 +21,7 @@ from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
 
 logger = logging.getLogger(__name__)
 
-_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
 _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
     "full": ("full",),
     "lengths": ("full", "lengths"),
@@ -162,7 +162,7 @@ class CudaSession:
                 if graphs is None:
                     return self._run_kernels(runtime, tensors, names, out, current)
             return self._replay(runtime, graphs, values, names, out, current, resident)
-        except _RUN_ERRORS as error:
+        except RUN_ERRORS as error:
             shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
             raise self._mapped(error, shapes) from error
 
@@ -188,15 +188,16 @@ class CudaSession:
             )
             return None
         shapes = self._output_shapes(tensors)
-        graphs = ShapeGraphs(
-            runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
-        )
+        # Buffers made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            graphs = ShapeGraphs(
+                runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
+            )
         held = self._held(runtime, tensors)
         try:
             self._captured(runtime, graphs, held)
         except CaptureError as error:
-            runtime.graph_obstacle = error.message
-            logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
+            runtime.refuse_graphs(error)
             return None
         self._graphs[key] = graphs
         return graphs
@@ -253,7 +254,7 @@ class CudaSession:
         plan = runtime.plan(held, mask) if runtime.mask is not None else Plan(held.form)
         try:
             graph = graphs.capture(plan)
-        except (SessionError, *_RUN_ERRORS) as error:
+        except (SessionError, *RUN_ERRORS) as error:
             if plan.form != "packed":
                 raise
             plan = runtime.without_packing(held, error)
@@ -293,7 +294,7 @@ class CudaSession:
                 results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
         try:
             binding = self._enqueued(runtime, plan, inputs, results, current)
-        except (SessionError, *_RUN_ERRORS) as error:
+        except (SessionError, *RUN_ERRORS) as error:
             if plan.form != "packed":
                 raise
             binding = self._enqueued(runtime, runtime.without_packing(held, error), inputs, results, current)

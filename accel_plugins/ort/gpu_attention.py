@@ -109,7 +109,7 @@ def _match(softmax: ir.Node) -> Block | None:
     padding, biases, condition, low = None, [], None, 0.0
     for term in other_terms:
         keep, number = _keep_condition(term)
-        source = _padding_source(keep) if keep is not None else None
+        source = padding_source(keep) if keep is not None else None
         if source is not None and padding is None:
             padding, condition, low = source, keep, number
         elif _is_bias(term, query[1]):
@@ -261,7 +261,7 @@ def _low(value: ir.Value | None) -> float:
     return number if number is not None and number <= -1e4 else 0.0
 
 
-def _padding_source(keep: ir.Value) -> ir.Value | None:
+def padding_source(keep: ir.Value) -> ir.Value | None:
     """The `(batch, sequence)` value whose non-zero entries are the keys kept, when the condition says just that.
 
     Entry `[b, 0, q, k]` of the condition is then `source[b, k]`, for every query.
@@ -270,15 +270,15 @@ def _padding_source(keep: ir.Value) -> ir.Value | None:
     if both is not None:
         certain = [bounds(item) == (1.0, 1.0) for item in both.inputs]
         if certain == [True, False]:
-            return _padding_source(both.inputs[1]) if both.inputs[1] is not None else None
+            return padding_source(both.inputs[1]) if both.inputs[1] is not None else None
         if certain == [False, True]:
-            return _padding_source(both.inputs[0]) if both.inputs[0] is not None else None
+            return padding_source(both.inputs[0]) if both.inputs[0] is not None else None
         return None
     for operator in ("Expand", "Unsqueeze"):
         node = producer(keep, operator)
         # Only ever as (batch, 1, 1, sequence): the key is the last axis.
         if node is not None and node.inputs[0] is not None and _key_shaped(keep, node.inputs[0], operator):
-            return _padding_source(node.inputs[0])
+            return padding_source(node.inputs[0])
     gather = producer(keep, "GatherND")
     if gather is not None:
         if gather.attributes.get_int("batch_dims", 0) or not _addresses_keys(gather.inputs[1]):

@@ -11,7 +11,7 @@ from accel.capture import quiet
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError, did_you_mean
 
-from . import embeddings, gpu_attention, gpu_layers, half, simplifications
+from . import activations, embeddings, gpu_attention, gpu_decoders, gpu_layers, half, rotary, simplifications
 from .fusions import Fusion
 from .graphs import load_graphs, write_artifact
 
@@ -29,6 +29,12 @@ GPU_FUSIONS = (
     Fusion("attention", "O2", "Attention or MultiHeadAttention", gpu_attention.fuse_attention),
     Fusion("embed-layer-norm", "O2", "EmbedLayerNormalization", embeddings.fuse_embeddings),
     Fusion("skip-layer-norm", "O2", "SkipLayerNormalization", gpu_layers.fuse_skip_norms),
+    Fusion("rms-norm", "O2", "spelled-out RMSNorm as one operator", activations.fuse_rms_norms),
+    Fusion("skip-rms-norm", "O2", "SkipSimplifiedLayerNormalization", gpu_decoders.fuse_skip_rms_norms),
+    Fusion("silu", "O2", "x * sigmoid(x) as one operator", activations.fuse_silus),
+    Fusion("rotary", "O2", "rotary positions as one operator", rotary.fuse_rotary),
+    Fusion("merged-products", "O2", "a decoder's query, key and value in one product", gpu_decoders.merge_products),
+    Fusion("head-order", "O2", "transposes of heads that undo each other", gpu_decoders.cancel_transposes),
     Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gpu_layers.fuse_bias_gelus),
     Fusion("one-token", "O2", "computes only the token that a head reads", gpu_layers.compute_one_token),
     # By name only: no faster than the exact form (roberta-base 16x384 in float16 on an H200: 2.85 against 2.81 ms).
@@ -39,7 +45,17 @@ GPU_FUSIONS = (
 )
 
 
-ONNX_RUNTIME_ONLY = ("attention", "embed-layer-norm", "skip-layer-norm", "bias-gelu", "fast-gelu")
+ONNX_RUNTIME_ONLY = (
+    "attention",
+    "embed-layer-norm",
+    "skip-layer-norm",
+    "rms-norm",
+    "skip-rms-norm",
+    "silu",
+    "rotary",
+    "bias-gelu",
+    "fast-gelu",
+)
 """Fusions into operators of ONNX Runtime's own."""
 
 

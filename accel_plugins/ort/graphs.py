@@ -20,10 +20,16 @@ from accel.artifact import (
     copy_companions,
     with_files,
 )
+from accel.specs import TensorSpec
 
 MICROSOFT = "com.microsoft"
 SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
+_CACHE_TYPES: Mapping[ir.DataType | None, str] = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+}
 _INLINE_BYTES = 256
 # Runtimes map large weights from the file, page by page; small ones only need their elements aligned.
 _PAGE_BYTES = 4096
@@ -122,8 +128,10 @@ def write_artifact(
 ) -> Artifact:
     """Write the graphs, copy what travels with a model, and extend the parent's manifest by a step.
 
-    Component specs stay the parent's: a stage never changes what goes in and out.
+    Component specs stay the parent's: a stage never changes what goes in and out. Only the types of cache buffers, which
+    no caller sees, are those of the graphs.
     """
+    parent = _with_cache_types(parent, models)
     beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
     components = with_files(out, parent.components, [[component.file, *beside] for component in parent.components])
     copy_companions(parent.path, out)
@@ -141,6 +149,22 @@ def write_artifact(
         run=None,
     )
     return Artifact.create(out, manifest)
+
+
+def _with_cache_types(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
+    """The artifact with the graphs' types of the inputs and outputs that hold a KV cache."""
+
+    def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
+        return spec if spec.pair is None else replace(spec, dtype=_CACHE_TYPES.get(kinds.get(spec.name), spec.dtype))
+
+    components = []
+    for component in artifact.components:
+        graph = models[component.name].graph
+        kinds = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
+        inputs = tuple(typed(spec, kinds) for spec in component.inputs)
+        outputs = tuple(typed(spec, kinds) for spec in component.outputs)
+        components.append(replace(component, inputs=inputs, outputs=outputs))
+    return Artifact(artifact.path, replace(artifact.manifest, components=tuple(components)))
 
 
 def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Node]:

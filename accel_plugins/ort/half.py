@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx_ir as ir
 
-from .graphs import nodes
+from .graphs import MICROSOFT, nodes
 
 _LIMITS = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.38e38}
 """Largest finite numbers. Constants beyond them (the large negative number of an additive mask) are cut to them."""
 ISLANDS = ("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "Pow", "Exp", "Log", "CumSum", "Range", "Resize")
 """Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it."""
+_MOST_ANGLE_NODES = 64
 
 
 def to_float16(model: ir.Model) -> int:
-    """Convert weights and operators to float16; inputs and outputs keep their types. Returns the number of weights."""
+    """Convert weights and operators to float16. Returns the number of weights.
+
+    Inputs and outputs keep their types, except the buffers of a KV cache that attention writes in place.
+    """
     return _convert(model, ir.DataType.FLOAT16)
 
 
@@ -25,23 +31,33 @@ def to_bfloat16(model: ir.Model) -> int:
 
 def _convert(model: ir.Model, dtype: ir.DataType) -> int:
     graph = model.graph
+    angles = _angle_nodes(model)
+    for value in _cache_buffers(model):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(dtype)
     declared = {id(value): value.dtype for value in (*graph.inputs, *graph.outputs)}
     converted = 0
     for initializer in list(graph.initializers.values()):
         tensor = initializer.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
+        if initializer.uses() and all(id(use.node) in angles for use in initializer.uses()):
+            continue
         initializer.const_value = _narrow(tensor.numpy(), dtype, str(initializer.name))
         initializer.type = ir.TensorType(dtype)
         converted += 1
     for inner in model.graphs():
         for node in inner:
+            if id(node) in angles:
+                continue
             _convert_attributes(node, dtype)
             for output in node.outputs:
                 if output.dtype == ir.DataType.FLOAT:
                     output.type = ir.TensorType(dtype)
     for node in nodes(model, *ISLANDS):
         _make_island(node, dtype)
+    for node in angles.values():
+        _keep_wide(node, dtype, angles)
     for value in graph.inputs:
         if declared[id(value)] == ir.DataType.FLOAT:
             _cast_input(value, graph, dtype)
@@ -49,6 +65,54 @@ def _convert(model: ir.Model, dtype: ir.DataType) -> int:
         if declared[id(value)] == ir.DataType.FLOAT:
             _cast_output(value, position, graph, dtype)
     return converted
+
+
+def _angle_nodes(model: ir.Model) -> dict[int, ir.Node]:
+    """What the angles of rotary positions are computed by, up to sine and cosine, by identity.
+
+    They stay in float32, as transformers has them: float16 holds no odd position beyond 2048.
+    """
+    found: dict[int, ir.Node] = {}
+    waiting = list(nodes(model, "Sin", "Cos"))
+    while waiting:
+        node = waiting.pop()
+        if id(node) in found:
+            continue
+        found[id(node)] = node
+        makers = [value.producer() for value in node.inputs if value is not None and value.dtype == ir.DataType.FLOAT]
+        waiting += [maker for maker in makers if maker is not None]
+        if len(found) > _MOST_ANGLE_NODES:
+            return {}
+    return found
+
+
+def _keep_wide(node: ir.Node, dtype: ir.DataType, wide: Mapping[int, ir.Node]) -> None:
+    """Casts around one of several nodes that stay in float32 together."""
+    graph = node.graph
+    assert graph is not None
+    for position, value in enumerate(node.inputs):
+        if value is not None and value.dtype == dtype:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+            graph.insert_before(node, cast)
+            node.replace_input_with(position, cast.outputs[0])
+    for output in node.outputs:
+        outside = [use for use in output.uses() if id(use.node) not in wide]
+        if output.dtype == ir.DataType.FLOAT and outside:
+            cast = ir.node("Cast", [output], {"to": dtype})
+            cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), output.shape
+            graph.insert_after(node, cast)
+            for use in outside:
+                use.node.replace_input_with(use.idx, cast.outputs[0])
+
+
+def _cache_buffers(model: ir.Model) -> list[ir.Value]:
+    """Graph inputs and outputs that are the KV cache of `GroupQueryAttention`, which writes it in place."""
+    found = []
+    for node in nodes(model, "GroupQueryAttention", domain=MICROSOFT):
+        found += [value for value in node.inputs[3:5] if value is not None and value.is_graph_input()]
+        found += [value for value in node.outputs[1:3] if value.is_graph_output()]
+    return found
 
 
 def _narrow(array: np.ndarray, dtype: ir.DataType, name: str | None = None) -> ir.TensorProtocol:

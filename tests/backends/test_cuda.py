@@ -272,6 +272,14 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
         assert len([name for name in names if "DtoH" in name]) == flags
 
 
+def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+    session = open_on_gpu(fused())
+    feeds = on_gpu(feeds_of(fused(), 2, 8))
+    with torch.inference_mode():
+        expected = [session.run(feeds)["logits"] for _ in range(3)][-1]
+    assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-4
+
+
 def test_tf32_is_off_unless_asked(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
     artifact = tiny_artifact()
     assert open_on_gpu(artifact).compute_dtype == "float32"

@@ -1,0 +1,200 @@
+"""Decoder graphs in the form that takes lengths, computed on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from accel import capture, export, optimize, registry
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.errors import SessionError
+from accel.specs import DeviceSpec
+from accel.testing.generators import GENERATORS, save_generator, tiny_generator
+from accel.testing.models import VOCABULARY
+from accel_plugins.ort.causal import LENGTHS, TOTAL, causal_form, take_lengths
+from accel_plugins.ort.graphs import load_graph, nodes
+
+Artifacts = Callable[[str], Artifact]
+LENGTHS_OF_ROWS = (5, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    root = tmp_path_factory.mktemp("decoders")
+    made: dict[str, Artifact] = {}
+
+    def get(family: str) -> Artifact:
+        if family not in made:
+            folder = save_generator(root / f"{family}-source", family)
+            made[family] = export(folder, root / family, task=GENERATORS[family][0])
+        return made[family]
+
+    return get
+
+
+def open_form(artifact: Artifact) -> tuple[ort.InferenceSession, bool]:
+    path = artifact.path / artifact.component("model").file
+    form = causal_form(path)
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    session = ort.InferenceSession(
+        form.model, options, providers=["CPUExecutionProvider"], disabled_optimizers=["NchwcTransformer"]
+    )
+    return session, form.windowed
+
+
+def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
+    """Logits of rows of `LENGTHS_OF_ROWS` tokens with padding behind them."""
+    session, _ = open_form(artifact)
+    batch, longest = ids.shape
+    feeds = {
+        "input_ids": ids.numpy(),
+        "position_ids": np.arange(longest)[None].repeat(batch, 0),
+        "logits_to_keep": np.arange(longest),
+        LENGTHS: np.array(LENGTHS_OF_ROWS, np.int32) - 1,
+        TOTAL: np.array([longest], np.int32),
+    }
+    for spec in artifact.component("model").inputs:
+        if spec.pair is not None:
+            feeds[spec.name] = np.zeros((batch, spec.shape[1], 32, spec.shape[3]), np.float32)
+    found: np.ndarray = session.run(["logits"], feeds)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "windowed"), [("qwen3", False), ("gemma3", True), ("gpt2", False), ("mistral", True)]
+)
+def test_lengths_say_what_the_mask_said(decoder: Artifacts, family: str, windowed: bool) -> None:
+    artifact, original = decoder(family), tiny_generator(family)
+    assert open_form(artifact)[1] is windowed
+    ids = torch.randint(4, VOCABULARY, (3, max(LENGTHS_OF_ROWS)), generator=torch.Generator().manual_seed(3))
+    found = logits_of(artifact, ids)
+    for row, length in enumerate(LENGTHS_OF_ROWS):
+        with torch.inference_mode():
+            expected = original(ids[row : row + 1, :length]).logits[0].numpy()
+        assert np.abs(found[row, :length] - expected).max() < 1e-3, row
+
+
+def test_windows_become_the_operators(decoder: Artifacts) -> None:
+    artifact = decoder("gemma3")
+    model = load_graph(artifact, artifact.component("model"))
+    assert take_lengths(model, "gemma3")
+    attentions = nodes(model, "GroupQueryAttention", domain="com.microsoft")
+    assert [node.attributes.get_int("local_window_size", 0) for node in attentions] == [8, 0]
+    assert "attention_mask" not in [value.name for value in model.graph.inputs]
+
+
+def test_other_biases_are_refused(decoder: Artifacts) -> None:
+    artifact = decoder("t5")
+    with pytest.raises(SessionError, match="bias that is more than causal order") as caught:
+        causal_form(artifact.path / artifact.component("decoder").file)
+    assert "backend='cpu'" in str(caught.value)
+
+
+def changed(artifact: Artifact, change: Callable[[ir.Model], None]) -> ir.Model:
+    model = load_graph(artifact, artifact.component("model"))
+    change(model)
+    return model
+
+
+def test_a_mask_that_is_not_causal_is_refused(decoder: Artifacts) -> None:
+    def see_everything(model: ir.Model) -> None:
+        for node in nodes(model, "LessOrEqual"):
+            node.replace_input_with(0, node.inputs[1])
+
+    with pytest.raises(SessionError, match="more than causal order"):
+        take_lengths(changed(decoder("qwen3"), see_everything), "changed")
+
+
+def test_a_shifted_causal_mask_is_refused(decoder: Artifacts) -> None:
+    def see_the_next_token(model: ir.Model) -> None:
+        for node in nodes(model, "LessOrEqual"):
+            node.op_type = "Less"
+
+    with pytest.raises(SessionError, match="more than causal order"):
+        take_lengths(changed(decoder("qwen3"), see_the_next_token), "changed")
+
+
+def test_a_mask_with_another_use_is_refused(decoder: Artifacts) -> None:
+    def add_the_mask(model: ir.Model) -> None:
+        mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
+        sized = ir.node("Cast", [mask], {"to": ir.DataType.FLOAT})
+        model.graph.append(sized)
+        sized.outputs[0].name = "extra"
+        model.graph.outputs.append(sized.outputs[0])
+
+    with pytest.raises(SessionError, match="depends on attention_mask outside"):
+        take_lengths(changed(decoder("qwen3"), add_the_mask), "changed")
+
+
+def test_a_float32_cache_has_no_kernels_on_a_gpu(decoder: Artifacts) -> None:
+    backend = registry.load(registry.describe("cuda"))
+    with pytest.raises(SessionError, match="float32") as caught:
+        backend.open(decoder("qwen3"), device=DeviceSpec("cuda", 0), options={}, session=SessionOptions())
+    assert "--level O4" in str(caught.value)
+
+
+# Optimized for CUDA
+
+
+@pytest.fixture(scope="module")
+def halved(decoder: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return optimize(decoder("qwen3"), tmp_path_factory.mktemp("halved") / "qwen3", backend="cuda", level="O4")
+
+
+def test_a_float16_decoder_keeps_a_float16_cache(halved: Artifact) -> None:
+    component = halved.component("model")
+    cache = [spec for spec in (*component.inputs, *component.outputs) if spec.pair is not None]
+    assert {spec.dtype for spec in cache} == {"float16"}
+    assert next(spec for spec in component.outputs if spec.name == "logits").dtype == "float32"
+    assert not open_form(halved)[1]
+
+
+def test_angles_stay_in_float32(halved: Artifact) -> None:
+    model = load_graph(halved, halved.component("model"))
+    trigonometric = list(nodes(model, "Sin", "Cos"))
+    assert len(trigonometric) == 2
+    for node in trigonometric:
+        assert node.inputs[0] is not None
+        assert node.inputs[0].dtype == ir.DataType.FLOAT
+    frequencies = [value for name, value in model.graph.initializers.items() if name.endswith("inv_freq")]
+    assert [value.dtype for value in frequencies] == [ir.DataType.FLOAT]
+
+
+def test_layers_of_decoders_are_fused(halved: Artifact) -> None:
+    fused = halved.manifest.steps[-1].report["fused"]
+    assert (fused["rms-norm"], fused["skip-rms-norm"], fused["silu"], fused["rotary"]) == (9, 4, 2, 4)
+    model = load_graph(halved, halved.component("model"))
+    assert fused["merged-products"] == 2 * (3 + 2)
+    # What is left moves the tokens that are asked for to the front.
+    assert len(list(nodes(model, "Transpose"))) == 2
+
+
+def test_gemma3_in_float16_opens_on_the_cpu(decoder: Artifacts, tmp_path: Path) -> None:
+    """One of ONNX Runtime's optimizers crashed the process."""
+    made = optimize(decoder("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
+    assert open_form(made)[1]
+
+
+def test_late_positions_are_told_apart(tmp_path: Path) -> None:
+    """float16 holds no odd position beyond 2048: angles computed in it would give neighbours the same place."""
+    folder = save_generator(tmp_path / "source", "llama", max_position_embeddings=4096)
+    made = optimize(export(folder, tmp_path / "fp32"), tmp_path / "fp16", backend="cuda", level="O4")
+    backend = registry.load(registry.describe("cpu"))
+    session = backend.open(made, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    sizes = {"batch": 1, "sequence": 3, "total": 3, "kept": 1}
+    stateless = [spec for spec in session.inputs if spec.pair is None]
+    feeds = dict(capture.feeds_for(stateless, sizes, seed=0, folder=made.path))
+    feeds |= {"attention_mask": torch.ones(1, 3).long(), "logits_to_keep": torch.tensor([2])}
+    found = []
+    for places in ([3000, 3001, 3002], [3000, 3000, 3002]):
+        feeds["position_ids"] = torch.tensor([places])
+        found.append(session.run(feeds, outputs=("logits",), state=session.new_state(1))["logits"])
+    assert (found[0] - found[1]).abs().max() > 0.05

@@ -1,0 +1,301 @@
+"""Text generation on a GPU: the tokens of transformers, a cache that stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize
+from accel.artifact import Artifact
+from accel.errors import BackendUnavailableError, InputError, SessionError
+from accel.testing.generators import GENERATORS, save_generator, tiny_generator
+from accel.testing.models import VOCABULARY
+
+pytestmark = pytest.mark.gpu
+
+Halved = Callable[[str], Artifact]
+FAMILIES = [name for name, (task, _, _) in GENERATORS.items() if task == "text-generation"]
+# Logits of these models go up to 70; float16 moves them by a few hundredths.
+CLOSE = 0.15
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Halved:
+    root = tmp_path_factory.mktemp("exported")
+    made: dict[str, Artifact] = {}
+
+    def get(family: str) -> Artifact:
+        if family not in made:
+            folder = save_generator(root / f"{family}-source", family)
+            made[family] = export(folder, root / family, task=GENERATORS[family][0])
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def halved(exported: Halved, tmp_path_factory: pytest.TempPathFactory) -> Halved:
+    """Float16 artifacts; `optimize` compares them with their parents, on the GPU."""
+    root = tmp_path_factory.mktemp("halved")
+    made: dict[str, Artifact] = {}
+
+    def get(family: str) -> Artifact:
+        if family not in made:
+            made[family] = optimize(exported(family), root / family, backend="cuda", level="O4")
+        return made[family]
+
+    return get
+
+
+def opened(artifact: Artifact, **options: object) -> Any:
+    return ORTModelForCausalLM(artifact, device="cuda:0", provider_options=options)
+
+
+def rows_of(seed: int = 1) -> dict[str, torch.Tensor]:
+    """Three rows with padding on the left."""
+    ids = torch.randint(4, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[2, :1] = 0, 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def on_gpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in tensors.items()}
+
+
+def margin(original: Any, prompt: dict[str, torch.Tensor], tokens: torch.Tensor) -> float:
+    """By how much PyTorch's best token beats the token that was chosen, at worst."""
+    tokens = tokens.cpu()
+    new = tokens.shape[1] - prompt["input_ids"].shape[1]
+    mask = torch.cat([prompt["attention_mask"], torch.ones(len(tokens), new).long()], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    optional = {"position_ids": positions} if original.config.model_type != "opt" else {}
+    with torch.inference_mode():
+        logits = original(input_ids=tokens, attention_mask=mask, **optional).logits[:, -new - 1 : -1]
+    chosen = logits.gather(2, tokens[:, -new:].unsqueeze(2)).squeeze(2)
+    return float((logits.max(2).values - chosen).max())
+
+
+@pytest.mark.parametrize("graphs", [0, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_is_pytorchs_choice(family: str, graphs: int, halved: Halved) -> None:
+    original, model = tiny_generator(family), opened(halved(family), cuda_graphs=graphs)
+    rows = rows_of()
+    seen: set[int] = set()
+    for given in ({name: tensor[1:2] for name, tensor in rows.items()}, rows):
+        found = model.generate(**on_gpu(given), max_new_tokens=40)
+        assert found.is_cuda
+        seen |= set(found.flatten().tolist())
+        assert margin(original, given, found) < CLOSE, family
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("choices", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}])
+def test_a_cache_changes_nothing(family: str, choices: dict[str, Any], halved: Halved) -> None:
+    model = opened(halved(family))
+    for given in ({name: tensor[1:2] for name, tensor in rows_of().items()}, rows_of()):
+        torch.manual_seed(5)
+        cached = model.generate(**on_gpu(given), max_new_tokens=12, **choices)
+        torch.manual_seed(5)
+        fresh = model.generate(**on_gpu(given), max_new_tokens=12, use_cache=False, **choices)
+        assert torch.equal(cached, fresh)
+
+
+def test_beams_equal_transformers(halved: Halved) -> None:
+    given = rows_of()
+    expected = tiny_generator("llama").generate(**given, max_new_tokens=12, num_beams=3)
+    assert torch.equal(
+        opened(halved("llama")).generate(**on_gpu(given), max_new_tokens=12, num_beams=3).cpu(), expected
+    )
+
+
+def logits_of(family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = tiny_generator(family)(input_ids=ids, attention_mask=mask).logits
+    return found
+
+
+def test_steps_behind_a_prompt(halved: Halved) -> None:
+    """Several tokens, then one by one, through the kernels and then the graph."""
+    model = opened(halved("qwen3"))
+    ids = torch.randint(4, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(2))
+    whole = logits_of("qwen3", ids)
+    output = model(input_ids=ids[:, :5].cuda())
+    assert (output.logits.cpu() - whole[:, :5]).abs().max() < CLOSE
+    cache = output.past_key_values
+    for place in range(5, 20):
+        output = model(input_ids=ids[:, place : place + 1].cuda(), past_key_values=cache)
+        assert (output.logits.cpu() - whole[:, place : place + 1]).abs().max() < CLOSE
+    assert cache.state.captured
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_tokens_behind_a_past(family: str, halved: Halved) -> None:
+    model = opened(halved(family))
+    ids = torch.randint(4, VOCABULARY, (3, 30), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        whole = tiny_generator(family)(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    cache, start = model.new_cache(), 0
+    for end in (11, 12, 20, 21, 22, 30):
+        given = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, start:end],
+        }
+        found = model(**on_gpu(given), past_key_values=cache).logits.cpu()
+        kept = mask[:, start:end].bool()
+        assert (found - whole[:, start:end])[kept].abs().max() < CLOSE, end
+        start = end
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_conversation_equals_one_shot(rows: int, halved: Halved) -> None:
+    model = opened(halved("qwen3"))
+    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2)).cuda()
+    cache = model.new_cache()
+    model.generate(ids[:, :5], attention_mask=torch.ones_like(ids[:, :5]), past_key_values=cache, max_new_tokens=1)
+    assert cache.get_seq_length() == 5
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10)
+    prompt = {"input_ids": ids.cpu(), "attention_mask": torch.ones_like(ids).cpu()}
+    assert margin(tiny_generator("qwen3"), prompt, found) < CLOSE
+
+
+def test_a_cache_is_cloned_cropped_and_reordered(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    ids = torch.randint(4, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(4))
+    whole = logits_of("llama", ids)
+    ids = ids.cuda()
+    cache = model(input_ids=ids[:, :6]).past_key_values
+    copy = cache.clone()
+    copy.crop(-2)
+    assert (cache.get_seq_length(), copy.get_seq_length()) == (6, 4)
+    cache.reorder_cache(torch.tensor([1, 0]).cuda())
+    swapped = model(input_ids=ids.flip(0)[:, 6:7], past_key_values=cache).logits
+    assert (swapped.cpu() - whole.flip(0)[:, 6:7]).abs().max() < CLOSE
+    for place in range(4, 9):
+        resumed = model(input_ids=ids[:, place : place + 1], past_key_values=copy).logits
+        assert (resumed.cpu() - whole[:, place : place + 1]).abs().max() < CLOSE
+    cache.batch_repeat_interleave(2)
+    wide = model(input_ids=ids.flip(0)[:, 7:8].repeat_interleave(2, 0), past_key_values=cache).logits
+    assert (wide.cpu() - whole.flip(0)[:, 7:8].repeat_interleave(2, 0)).abs().max() < CLOSE
+
+
+def test_buffers_grow_and_are_used_again(tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / "source", "llama", max_position_embeddings=1024)
+    made = optimize(export(folder, tmp_path / "fp32"), tmp_path / "fp16", backend="cuda", level="O4")
+    model = opened(made)
+    original = tiny_generator("llama", max_position_embeddings=1024)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()}
+    slots = model._decoder_session.slots._slots
+    for _ in range(2):
+        found = model.generate(**on_gpu(prompt), max_new_tokens=300)
+        assert margin(original, prompt, found) < CLOSE
+        assert sorted(slot.capacity for slot in slots) == [256, 512]
+    assert all(slot.captured for slot in slots)
+    two = [model.new_cache() for _ in range(2)]
+    for cache in two:
+        model(**on_gpu(prompt), past_key_values=cache)
+    assert two[0].state._slot is not two[1].state._slot
+
+
+def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
+    """A step copies nothing to the host but one truth value about the mask."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = opened(halved("llama"))
+    ids = torch.randint(4, VOCABULARY, (2, 12)).cuda()
+    ones = torch.ones(2, 13).long().cuda()
+    cache = model(input_ids=ids[:, :6], attention_mask=ones[:, :6]).past_key_values
+
+    def step(place: int) -> None:
+        given = {"input_ids": ids[:, place : place + 1], "position_ids": torch.full((2, 1), place).cuda()}
+        model(**given, attention_mask=ones[:, : place + 1], past_key_values=cache)
+
+    for place in range(6, 10):
+        step(place)
+    position = torch.full((2, 1), 10).cuda()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        model(input_ids=ids[:, 10:11], position_ids=position, attention_mask=ones[:, :11], past_key_values=cache)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events()]
+    assert not [name for name in names if "HtoD" in name]
+    assert len([name for name in names if "DtoH" in name]) == 1
+
+
+def test_a_changed_mask_is_noticed(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    ids = torch.tensor([[5, 6, 7, 8]]).cuda()
+    ones = torch.ones(1, 8).long().cuda()
+    cache = model(input_ids=ids, attention_mask=ones[:, :4]).past_key_values
+    odd = ones.clone()
+    odd[0, 1] = 0
+    model(input_ids=ids[:, :1], attention_mask=odd[:, :5], past_key_values=cache)
+    torch.cuda.synchronize()
+    with pytest.raises(InputError, match="earlier step"):
+        model(input_ids=ids[:, :1], attention_mask=ones[:, :6], past_key_values=cache)
+    for wrong in (odd, odd.cpu()):
+        cache = model(input_ids=ids, attention_mask=ones[:, :4]).past_key_values
+        with pytest.raises(InputError, match="other tokens than in earlier calls"):
+            model(input_ids=ids[:, :2], attention_mask=wrong[:, :6], past_key_values=cache)
+
+
+def test_holes_and_windows(halved: Halved) -> None:
+    ids = torch.randint(4, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones_like(ids)
+    mask[0, 4:6] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        whole = tiny_generator("llama")(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    given = on_gpu({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+    found = opened(halved("llama"))(**given).logits.cpu()
+    assert (found - whole)[mask.bool()].abs().max() < CLOSE
+    with pytest.raises(InputError, match="sliding window"):
+        opened(halved("gemma3"))(**given)
+
+
+def test_everything_generate_offers(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    one = on_gpu({name: tensor[1:2] for name, tensor in rows_of().items()})
+    plain = model.generate(**one, max_new_tokens=15)
+    for choices in (
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_p": 0.9},
+    ):
+        torch.manual_seed(3)
+        expected = model.generate(**one, max_new_tokens=15, use_cache=False, **choices)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**one, max_new_tokens=15, **choices), expected), choices
+    assert torch.equal(model.generate(**one, max_new_tokens=15, prompt_lookup_num_tokens=3), plain)
+    assert torch.equal(model.generate(**one, max_new_tokens=15, assistant_model=opened(halved("llama"))), plain)
+
+
+def test_exported_in_float16(tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / "source", "llama")
+    model = opened(export(folder, tmp_path / "fp16", dtype="float16"))
+    for given in ({name: tensor[1:2] for name, tensor in rows_of().items()}, rows_of()):
+        found = model.generate(**on_gpu(given), max_new_tokens=30)
+        assert margin(tiny_generator("llama"), given, found) < 2 * CLOSE
+
+
+def test_float32_is_refused_with_a_remedy(exported: Halved) -> None:
+    with pytest.raises(BackendUnavailableError, match="float32 graphs for text-generation"):
+        opened(exported("llama"))
+    # Without a device the CPU takes it.
+    assert ORTModelForCausalLM(exported("llama")).device.type == "cpu"
+
+
+def test_encoder_decoders_are_refused_with_a_remedy(exported: Halved) -> None:
+    with pytest.raises(SessionError, match="backend='cpu'|float16"):
+        ORTModelForSeq2SeqLM(exported("t5"), device="cuda:0")
