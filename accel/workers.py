@@ -398,7 +398,7 @@ def exit_reason(code: int | None) -> str:
 
 def quiet_child() -> None:
     """Set a child up: Ctrl-C is the parent's to handle, and stdout belongs to the parent's result."""
-    import tqdm
+    import tqdm  # type: ignore[import-untyped]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
