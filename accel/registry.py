@@ -238,7 +238,9 @@ def _obstacles(
         formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
         reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {format}"))
     else:
-        if dtype not in capability.dtypes:
+        if not capability.dtypes:
+            reasons.append(Reason("task", f"it does not run {task}"))
+        elif dtype not in capability.dtypes:
             what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
             reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
         if "*" not in capability.tasks and task not in capability.tasks:

@@ -84,7 +84,7 @@ class Capability:
         consumes: Artifact format read (`None` for `export`, which reads a PyTorch model).
         produces: Artifact format written (`None` for `run`).
         devices: Device types.
-        dtypes: Artifact dtypes it accepts or makes.
+        dtypes: Artifact dtypes it accepts or makes; none says that the backend does not do these `tasks`.
         schemes: Optimization levels, or quantization schemes in the order of expected speed, fastest first.
         tasks: Tasks it is limited to; `("*",)` for any.
         dynamic_shapes: Whether named axes may vary from call to call.

@@ -25,6 +25,8 @@ TEST_SET = FOLDER / "banking77" / "test.csv"
 CALIBRATION_SET = FOLDER / "banking77" / "calibration.csv"
 _BATCH = 32
 _SHAPE = (1, 16)
+_MAX_DROP = 0.3
+_SEARCH_S = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,27 @@ class DemoRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSearch:
+    """What `accel tune` found for the same model and data.
+
+    Attributes:
+        winner: What it keeps.
+        speed: Times PyTorch float32.
+        drop: Points lost on the whole test set.
+        max_drop: Points that might be lost.
+        candidates: How many it tried or rejected.
+        seconds: For the search.
+    """
+
+    winner: str
+    speed: float
+    drop: float
+    max_drop: float
+    candidates: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
     """What the demo measured.
 
@@ -54,6 +77,7 @@ class DemoReport:
         threads: Of each variant.
         seconds: For everything.
         absent: Rows that this machine or environment cannot have, with the reason.
+        tuned: What a search found; `None` where none was made.
     """
 
     rows: tuple[DemoRow, ...]
@@ -63,6 +87,7 @@ class DemoReport:
     threads: int
     seconds: float
     absent: Mapping[str, str] = field(default_factory=dict)
+    tuned: DemoSearch | None = None
 
 
 def read_test_set() -> tuple[list[str], list[str]]:
@@ -82,11 +107,12 @@ class _Case:
 
 
 def run(out: Path | None = None) -> DemoReport:
-    """Export the demo model, optimize and quantize it, evaluate each on the whole test set and time them against PyTorch.
+    """Export the demo model, optimize and quantize it, evaluate each on the whole test set and time them against PyTorch;
+    then let `accel.tune` find the fastest one by itself.
 
     Args:
-        out: Where to keep the float artifact; the others go beside it, with `-optimized`, `-int8`, `-openvino` and
-            `-openvino-int8` behind its name. A temporary folder when `None`.
+        out: Where to keep the float artifact; the others go beside it, with `-optimized`, `-int8`, `-openvino`,
+            `-openvino-int8` and `-tuned` behind its name. A temporary folder when `None`.
     """
     from ..artifact import check_output
     from ..benchmarking import Variant, measure
@@ -97,7 +123,7 @@ def run(out: Path | None = None) -> DemoReport:
     started = time.perf_counter()
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "artifact"
-        for word in ("optimized", "int8", "openvino", "openvino-int8"):
+        for word in ("optimized", "int8", "openvino", "openvino-int8", "tuned"):
             check_output(_beside(folder, word))
         cases = _onnxruntime(folder)
         found, absent = _openvino(folder)
@@ -136,6 +162,7 @@ def run(out: Path | None = None) -> DemoReport:
         return DemoReport(
             rows=tuple(rows),
             absent=absent,
+            tuned=_search(_beside(folder, "tuned")),
             max_abs_difference=max(_differences(cases)),
             queries=len(texts),
             shape=_SHAPE,
@@ -181,6 +208,29 @@ def _openvino(folder: Path) -> tuple[list[_Case], dict[str, str]]:
     int8 = quantize(artifact, _beside(folder, "openvino-int8"), scheme="static-int8", calibration=str(CALIBRATION_SET))
     cases.append(_Case(name=names["int8"], artifact=int8))
     return cases, absent
+
+
+def _search(out: Path) -> DemoSearch:
+    """The search over every backend and recipe here."""
+    from ..tuning import tune
+
+    found = tune(
+        MODEL,
+        out,
+        data=TEST_SET,
+        calibration=CALIBRATION_SET,
+        max_drop=_MAX_DROP,
+        sequence=[_SHAPE[1]],
+        time_limit_s=_SEARCH_S,
+    )
+    return DemoSearch(
+        winner=found.winner.name,
+        speed=found.winner.speed or 0.0,
+        drop=found.winner.drop or 0.0,
+        max_drop=_MAX_DROP,
+        candidates=len(found.trials),
+        seconds=found.seconds,
+    )
 
 
 def _differences(cases: Sequence[_Case]) -> list[float]:
@@ -252,8 +302,15 @@ def render(report: DemoReport) -> str:
         f"No row for {'; '.join(name for name in report.absent if report.absent[name] == why)}: {why}.\n"
         for why in dict.fromkeys(report.absent.values())
     )
+    tuned = report.tuned
+    search = (
+        f"accel tune looked at {tuned.candidates} candidates in {tuned.seconds:.0f} s; of those that lose at most "
+        f"{tuned.max_drop:g} points it keeps\n  {tuned.winner}: {tuned.speed:.2f} times PyTorch, {tuned.drop:.2f} points lost.\n"
+        if tuned is not None
+        else ""
+    )
     return (
-        f"{stream.getvalue()}{missing}"
+        f"{stream.getvalue()}{missing}{search}"
         f"Exported graphs differ from PyTorch by {report.max_abs_difference:.2g} at most.\n"
         f"Latency: batch {batch} x {sequence} tokens, {report.threads} threads, one process per variant taking turns.\n"
         f"Done in {report.seconds:.0f} s."

@@ -32,5 +32,12 @@ SPEC = BackendSpec(
             tasks=("text-generation",),
             device_io=True,
         ),
+        Capability(
+            stage="run",
+            consumes="onnx",
+            devices=("cuda",),
+            dtypes=(),
+            tasks=("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text"),
+        ),
     ),
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.config import available_processors
-from accel.demo import DemoReport, DemoRow, render
+from accel.demo import DemoReport, DemoRow, DemoSearch, render
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "benchmarks" / "demo.json"
@@ -67,7 +67,8 @@ def block(record: dict[str, Any]) -> str:
     """What a page holds between the comments."""
     report = record["report"]
     rows = tuple(DemoRow(**row) for row in report["rows"])
-    table = render(DemoReport(**{**report, "rows": rows, "shape": tuple(report["shape"])}))
+    tuned = DemoSearch(**report["tuned"]) if report.get("tuned") else None
+    table = render(DemoReport(**{**report, "rows": rows, "shape": tuple(report["shape"]), "tuned": tuned}))
     text = "\n".join(line.rstrip() for line in table.splitlines())
     return f"\n```text\n$ accel demo\n{text}\n```\n\nMeasured on: {record['machine']}.\n\n"
 

@@ -46,6 +46,11 @@ def test_demo_exports_optimizes_and_quantizes(tmp_path: Path) -> None:
     for library in ("ONNX Runtime (cpu)", "OpenVINO") if _OPENVINO else ("ONNX Runtime (cpu)",):
         assert rows[f"{library}, int8"].megabytes < 0.6 * rows[f"{library}, float32"].megabytes
     assert "int8" in demo.render(report)
+    assert report.tuned is not None
+    assert report.tuned.drop <= report.tuned.max_drop
+    assert report.tuned.candidates > 10
+    assert report.tuned.winner in demo.render(report)
+    folders.append("demo-tuned")
     for name in folders:
         Artifact.load(tmp_path / name)
 

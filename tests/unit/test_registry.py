@@ -80,6 +80,22 @@ def test_every_obstacle_is_a_reason(question: dict[str, object], reason: str) ->
     assert reason in str(found)
 
 
+def test_a_limited_capability_comes_before_a_general_one() -> None:
+    run = {"stage": "run", "consumes": "onnx"}
+    made = (
+        Capability(**run, dtypes=("float32", "float16")),
+        Capability(**run, dtypes=("float16",), tasks=("text-generation",)),
+        Capability(**run, dtypes=(), tasks=("translation",)),
+    )
+    one = spec("a", capabilities=made)
+    assert select([one], [CUDA], task="fill-mask", dtype="float32").backend == "a"
+    assert select([one], [CUDA], task="text-generation", dtype="float16").backend == "a"
+    refused = select([one], [CUDA], task="text-generation", dtype="float32")
+    assert refused.backend is None
+    assert "does not run float32 graphs for text-generation, only float16" in str(refused)
+    assert "it does not run translation" in str(select([one], [CUDA], task="translation"))
+
+
 def test_device_is_found_by_index() -> None:
     assert str(select([spec("a")], [CUDA], device=DeviceSpec("cuda", 1)).device) == "cuda:1"
 
