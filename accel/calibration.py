@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 BATCH_SIZE = 32
+_CALIBRATION_TOKENS = 256
 _UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
 _QUESTION_TOKENS = 384
 _ZERO_WHEN_MISSING = ("token_type_ids",)
@@ -203,7 +204,7 @@ class Batches:
         self.record = dict(record)
         self._encoded = encoded
         self._inputs = tuple(inputs)
-        self._plan = encoded.plan(batch_size)
+        self._plan = [part for whole in encoded.plan(batch_size) for part in _bounded(encoded, whole)]
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -211,6 +212,15 @@ class Batches:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for rows in self._plan:
             yield for_graph(self._encoded.batch(rows), self._inputs)
+
+
+def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
+    """Parts of a batch of at most 256 tokens, padding included: memory then does not depend on the longest row met."""
+    if encoded.images is not None:
+        return [rows]
+    width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
+    size = max(1, _CALIBRATION_TOKENS // max(width, 1))
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def for_graph(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from transformers.generation.streamers import TextStreamer
 
 from .errors import ConfigError, InputError, TaskError
 from .evaluation import open_any
-from .generation import ORTModelForCausalLM
+from .generation import ORTModelForCausalLM, ORTModelForImageTextToText
 from .hub import HubOptions
 from .modeling import ORTModel
 
@@ -102,7 +102,7 @@ def prompt_inputs(
         prompt: What to continue, answer or transform.
         system: A system message, for chat models.
         chat: Whether to wrap the prompt in the tokenizer's chat template; `None` where it has one.
-        image: A picture, for models that describe one.
+        image: A picture, for models that read one.
         audio: A recording, for speech models: WAV, FLAC and what else soundfile reads.
 
     Raises:
@@ -121,6 +121,8 @@ def prompt_inputs(
         extractor = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
         samples = transformers.audio_utils.load_audio(str(audio), sampling_rate=extractor.sampling_rate)
         return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
+    if isinstance(model, ORTModelForImageTextToText) and image is not None:
+        return _image_prompt(folder, prompt, image, system=system, chat=chat)
     if not prompt.strip():
         raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -134,6 +136,29 @@ def prompt_inputs(
         )
     encoded = tokenizer(prompt, return_tensors="pt")
     return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _image_prompt(
+    folder: Path, prompt: str, image: Path, *, system: str | None, chat: bool | None
+) -> Mapping[str, torch.Tensor]:
+    """A prompt with a picture before the text, as the model's processor makes it."""
+    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    picture = transformers.image_utils.load_image(str(image))
+    template = bool(getattr(processor, "chat_template", None))
+    if (chat or system) and not template:
+        raise ConfigError("The processor has no chat template.", fix="leave --chat and --system out.")
+    if template and chat is not False:
+        messages = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
+        messages.append({"role": "user", "content": content})
+        made = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        marker = processor.image_token
+        text = prompt if marker in prompt else f"{marker}\n{prompt}"
+        made = processor(images=picture, text=text, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values")}
 
 
 def answer(
@@ -153,7 +178,7 @@ def answer(
         on_text: Called with each piece of text as soon as it is final; not with beams, which change their minds.
         **generate: Arguments of `generate`.
     """
-    decoder_only = isinstance(model, ORTModelForCausalLM)
+    decoder_only = isinstance(model, ORTModelForCausalLM | ORTModelForImageTextToText)
     streams = generate.get("num_beams", 1) in (None, 1)
     streamer = _Timed(tokenizer, decoder_only, on_text) if streams else None
     started = time.perf_counter()

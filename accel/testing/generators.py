@@ -178,6 +178,20 @@ def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -
     if family == "vit-gpt2":
         size = {"height": model.config.encoder.image_size, "width": model.config.encoder.image_size}
         transformers.ViTImageProcessorPil(size=size).save_pretrained(folder)
+    if family == "llava":
+        size = model.config.vision_config.image_size
+        tokenizer = tiny_tokenizer()
+        images = transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": size}, crop_size={"height": size, "width": size}
+        )
+        transformers.LlavaProcessor(
+            images,
+            tokenizer,
+            patch_size=model.config.vision_config.patch_size,
+            vision_feature_select_strategy="default",
+            image_token=tokenizer.convert_ids_to_tokens(IMAGE_TOKEN),
+            num_additional_image_tokens=1,
+        ).save_pretrained(folder)
     if family == "whisper":
         # Ten milliseconds a frame, two frames a position.
         seconds = model.config.max_source_positions // 50 or 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import accel
 from accel import QuantizeConfig
 from accel.calibration import calibration_batches
+from accel.workers import peak_memory
 
 LEVELS = (None, "O1", "O2", "O3")
 SCHEMES = (None, "dynamic-int8", "static-int8")
@@ -32,7 +32,7 @@ def calibrate(artifact: str, data: str, samples: int) -> None:
     batches = calibration_batches(opened, data, config=config)
     with tempfile.TemporaryDirectory() as folder:
         accel.quantize(opened, Path(folder) / "out", calibration=batches, config=config)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(peak_memory() // 1024)
 
 
 def main() -> None:

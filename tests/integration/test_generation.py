@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from tokenizers import processors
 from transformers import DynamicCache
 from typer.testing import CliRunner
@@ -350,6 +351,31 @@ def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     assert (swapped - model(input_ids=ids.flip(0)[:, :7], logits_to_keep=1).logits).abs().max() <= 1e-4
     resumed = model(input_ids=ids[:, 4:], past_key_values=copy).logits
     assert (resumed - model(input_ids=ids).logits[:, 4:]).abs().max() <= 1e-4
+
+
+def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
+    artifact = generator("llava")
+    picture = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)).save(picture)
+    command = ["generate", str(artifact.path), "--prompt", "where is my card", "--max-new-tokens", "6", "--json"]
+    with_image = CliRunner().invoke(app, [*command, "--image", str(picture)])
+    assert with_image.exit_code == 0, with_image.output
+    processor = transformers.AutoProcessor.from_pretrained(artifact.path)
+    made = processor(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", return_tensors="pt")
+    feeds = {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    expected = tiny_generator("llava").generate(**feeds, max_new_tokens=6)[0, feeds["input_ids"].shape[1] :]
+    found = json.loads(with_image.stdout)
+    assert found["text"] == processor.tokenizer.decode(expected, skip_special_tokens=True)
+    pipe = transformers.pipeline("image-text-to-text", model=opened(artifact), processor=processor)
+    answer = pipe(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", max_new_tokens=6)
+    assert answer[0]["generated_text"].endswith(found["text"])
+    model = opened(artifact)
+    with pytest.raises(InputError, match="8 image tokens; 1 images need 4"):
+        ids = torch.full((1, 8), IMAGE_TOKEN)
+        model(input_ids=ids, pixel_values=feeds["pixel_values"])
+    text_alone = {name: feeds[name][:, -4:] for name in ("input_ids", "attention_mask")}
+    expected = tiny_generator("llava").generate(**text_alone, max_new_tokens=6)
+    assert torch.equal(model.generate(**text_alone, max_new_tokens=6), expected)
 
 
 def test_generate_on_the_command_line(generator: Artifacts) -> None:
