@@ -181,6 +181,7 @@ def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -
     if family == "llava":
         size = model.config.vision_config.image_size
         tokenizer = tiny_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(IMAGE_TOKEN)]})
         images = transformers.CLIPImageProcessorPil(
             size={"shortest_edge": size}, crop_size={"height": size, "width": size}
         )
