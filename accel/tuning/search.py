@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import progress
 from ..artifact import Artifact, RunRecord, staging
+from ..benchmarking import VariantResult
 from ..candidates import Candidate, Recipe, Space, combined
 from ..config import available_processors
 from ..doctor import machine
@@ -314,20 +315,18 @@ class Search:
             seconds=round(self._clock.spent(), 1),
             resumed=self._store.hits,
         )
-        artifact = _write(winner, made, target)
+        artifact = _write(winner, made, target, *self._timer.alone(winner))
         self._builder.tidy({t.made.path for t in finals})
         return replace(made, artifact=artifact)
 
 
-def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
-    """The winning artifact with its run options, so that loading it runs what was measured."""
-    assert winner.final is not None
-    assert winner.final_anchor is not None
+def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, pytorch: VariantResult) -> Artifact:
+    """The winning artifact with its run options, so that loading it runs what was measured, `alone` beside PyTorch."""
     assert winner.found is not None
     run = RunRecord(
         backend=winner.candidate.backend,
         device=winner.candidate.device,
-        session={**winner.final.options},
+        session={**alone.options},
         measured={
             "metric": tuning.metric,
             "value": winner.found["value"],
@@ -335,9 +334,9 @@ def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
             "drop": winner.found["drop"],
             "rows": winner.found["rows"],
             "data": winner.found["data"],
-            "median_ms": {c.workload: round(c.latency.median, 4) for c in winner.final.cells},
-            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in winner.final_anchor.cells},
-            "peak_memory_bytes": winner.final.peak_memory_bytes,
+            "median_ms": {c.workload: round(c.latency.median, 4) for c in alone.cells},
+            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in pytorch.cells},
+            "peak_memory_bytes": alone.peak_memory_bytes,
             "objective": tuning.objective,
         },
     )
