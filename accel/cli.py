@@ -272,6 +272,31 @@ def quantize(
     exclude: Annotated[
         list[str] | None, typer.Option(help="A layer to leave in float, or re:EXPRESSION; repeat it for more.")
     ] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option(help="Quantize these operator types only; repeat it for more.")
+    ] = None,
+    per_channel: Annotated[
+        bool | None, typer.Option("--per-channel/--per-tensor", help="Scales of weights; the preset's choice.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--asymmetric", help="Weights around zero; the preset's choice.")
+    ] = None,
+    graph: Annotated[str | None, typer.Option("--format", help="Of static-int8: qdq (default) or qoperator.")] = None,
+    smooth_quant: Annotated[
+        float | None, typer.Option(help="Of static-int8: move outliers into the weights, from 0 to 1.")
+    ] = None,
+    percentile: Annotated[float | None, typer.Option(help="Of --method percentile (99.99).")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Of weights in blocks: values that share a scale (32).")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Of weight-int4: rtn (default), hqq, awq or gptq.")] = None,
+    ratio: Annotated[
+        float | None, typer.Option(help="Of weight-int4: share of layers, the rest in 8 bits (1).")
+    ] = None,
+    scale_estimation: Annotated[
+        bool | None,
+        typer.Option("--scale-estimation", help="Of weight-int4 with OpenVINO: fit scales to --calibration."),
+    ] = None,
     max_drop: Annotated[
         float | None, typer.Option(help="Budget: points of the metric that may be lost on --data.")
     ] = None,
@@ -290,7 +315,11 @@ def quantize(
     with _command(as_json, verbose):
         from .search import quantize as run
 
-        given: dict[str, Any] = {"scheme": scheme, "samples": samples}
+        given: dict[str, Any] = {
+            "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
+            "per_channel": per_channel, "symmetric": symmetric, "smooth_quant": smooth_quant, "percentile": percentile,
+            "block_size": block_size, "algorithm": algorithm, "ratio": ratio, "scale_estimation": scale_estimation,
+        }  # fmt: skip
         settings = {name: value for name, value in given.items() if value is not None}
         made = run(
             artifact,

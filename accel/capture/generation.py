@@ -347,10 +347,11 @@ def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int]]:
         not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape != values.shape
         for keys, values in kept
     ):
-        kinds = sorted({type(layer).__name__ for layer in layers}) or [type(cache).__name__]
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        kept_here = ", ".join(kinds) if kinds else "no keys and values (state-space models keep another state)"
         raise ExportError(
-            f"{type(model).__name__} keeps {', '.join(kinds)} between tokens; only keys and values of one shape can be"
-            " put into a graph.",
+            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values of one shape can be put into a"
+            " graph.",
             fix="export it for another task, or run it with transformers.",
         )
     return [(int(keys.shape[1]), int(keys.shape[3])) for keys, _ in kept]

@@ -92,6 +92,11 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_SPECIAL,
         },
     ),
+    "mixtral": (
+        "text-generation",
+        "MixtralForCausalLM",
+        {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "phi3": ("text-generation", "Phi3ForCausalLM", _GROUPED),
     "qwen3": ("text-generation", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
     "bart": ("text2text-generation", "BartForConditionalGeneration", _BART),

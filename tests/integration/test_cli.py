@@ -45,6 +45,21 @@ def test_export_and_validate(tiny_folder: Callable[..., Path], tmp_path: Path) -
     assert json.loads(result.stdout)["passed"] is False
 
 
+def test_settings_of_quantization(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    four = run("quantize", tiny_artifact().path, tmp_path / "four", "--scheme", "weight-int4", "--block-size", "16",
+               "--algorithm", "hqq", "--asymmetric", "--json")  # fmt: skip
+    assert four.exit_code == 0, four.output
+    config = json.loads(four.stdout)["steps"][-1]["config"]
+    assert (config["block_size"], config["algorithm"], config["symmetric"]) == (16, "hqq", False)
+    tensor = run("quantize", tiny_artifact().path, tmp_path / "tensor", "--per-tensor", "--operator", "Gemm", "--json")
+    assert tensor.exit_code == 0, tensor.output
+    config = json.loads(tensor.stdout)["steps"][-1]["config"]
+    assert (config["per_channel"], config["operators"]) == (False, ["Gemm"])
+    wrong = run("quantize", tiny_artifact().path, tmp_path / "wrong", "--scheme", "weight-int4", "--block-size", "20")
+    assert wrong.exit_code == 2
+    assert "power of two" in wrong.stderr
+
+
 def test_validate_against_another_model_fails(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     from accel.testing.models import save_tiny
 

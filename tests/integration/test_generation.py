@@ -21,7 +21,7 @@ import accel
 from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, SessionOptions, export, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.cli import app
-from accel.errors import ConfigError, InputError
+from accel.errors import ConfigError, ExportError, InputError
 from accel.tasks import task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
@@ -119,6 +119,13 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
             expected = original.generate(**given, max_new_tokens=20, **choices)
             torch.manual_seed(5)
             assert torch.equal(model.generate(**given, max_new_tokens=20, **choices), expected)
+
+
+def test_state_space_models_are_refused(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, state_size=8, num_hidden_layers=1)
+    with pytest.raises(ExportError, match="state-space models keep another state"):
+        export(transformers.MambaForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
+    assert not (tmp_path / "out").exists()
 
 
 def test_cache_against_no_cache(generator: Artifacts) -> None:
