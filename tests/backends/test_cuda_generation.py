@@ -18,7 +18,8 @@ from accel.testing.models import VOCABULARY
 pytestmark = pytest.mark.gpu
 
 Halved = Callable[[str], Artifact]
-FAMILIES = [name for name, (task, _, _) in GENERATORS.items() if task == "text-generation"]
+# Mixtures of experts were not tried on a GPU.
+FAMILIES = [name for name, (task, _, _) in GENERATORS.items() if task == "text-generation" and name != "mixtral"]
 # Logits of these models go up to 70; float16 moves them by a few hundredths.
 CLOSE = 0.15
 
