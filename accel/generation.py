@@ -243,6 +243,31 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept)
 
+    def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
+        """The tokens of a call, checked with what else it was given."""
+        self._check_fork()
+        if rest:
+            self._check_rest(rest)
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
+            raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
+        return input_ids
+
+    def _continued(
+        self,
+        tokens: Mapping[str, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Any,
+        use_cache: bool | None,
+        logits_to_keep: int | torch.Tensor,
+    ) -> Any:
+        """What a decoder-only model returns: the logits, and the cache behind these tokens."""
+        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
+        values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
+        if use_cache is not False:
+            values["past_key_values"] = cache
+        return fast_output(CausalLMOutputWithPast, values)
+
     def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
         """Positions of the new tokens whose logits are wanted; 0 for all, as in transformers."""
         if isinstance(logits_to_keep, torch.Tensor):
@@ -298,17 +323,8 @@ class ORTModelForCausalLM(_Generator):
         Raises:
             InputError: Sizes that do not agree, a foreign cache, more tokens than positions.
         """
-        self._check_fork()
-        if rest:
-            self._check_rest(rest)
-        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
-            raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
-        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
-        logits = self._step({"input_ids": input_ids}, attention_mask, position_ids, cache, logits_to_keep)
-        values: dict[str, Any] = {"logits": logits}
-        if use_cache is not False:
-            values["past_key_values"] = cache
-        return fast_output(CausalLMOutputWithPast, values)
+        tokens = {"input_ids": self._ids(input_ids, rest)}
+        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
 
 
 class ORTModelForImageTextToText(_Generator):
@@ -364,20 +380,12 @@ class ORTModelForImageTextToText(_Generator):
         Raises:
             InputError: Image tokens that are not as many as the images need, and what `ORTModelForCausalLM` refuses.
         """
-        self._check_fork()
-        if rest:
-            self._check_rest(rest)
-        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
-            raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the processor's output.")
-        embeds = self._embedding.run({"input_ids": input_ids})["inputs_embeds"]
+        ids = self._ids(input_ids, rest)
+        embeds = self._embedding.run({"input_ids": ids})["inputs_embeds"]
         if pixel_values is not None:
-            embeds = self._with_images(embeds, input_ids, pixel_values)
-        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
-        logits = self._step({"inputs_embeds": embeds}, attention_mask, position_ids, cache, logits_to_keep)
-        values: dict[str, Any] = {"logits": logits}
-        if use_cache is not False:
-            values["past_key_values"] = cache
-        return fast_output(CausalLMOutputWithPast, values)
+            embeds = self._with_images(embeds, ids, pixel_values)
+        tokens = {"inputs_embeds": embeds}
+        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
 
     def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """The embeddings with the images' features in the place of the image tokens."""
