@@ -221,8 +221,9 @@ def test_optimized_and_quantized_decoders(generator: Artifacts, tmp_path: Path) 
             original = tiny_generator("llama")(**rows).logits
         kept = rows["attention_mask"].bool()
         error = (logits - original)[kept].abs().mean() / original[kept].abs().mean()
-        # Weights this large and random make rounding errors grow from layer to layer: 0.04 was measured with 8 bits.
-        assert error < (0.08 if scheme == "weight-int8" else 0.8)
+        # Weights this large and random make rounding errors grow from layer to layer: 0.04 was measured with 8 bits,
+        # 0.38 with 4.
+        assert error < (0.08 if scheme == "weight-int8" else 0.5)
 
 
 def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_path: Path) -> None:
