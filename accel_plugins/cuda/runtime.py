@@ -18,8 +18,9 @@ from accel.specs import DeviceSpec
 
 from ..ort.masks import Form, Held, Plan, in_form, mask_input, packs, plan_for
 from ..ort.nvidia import CUDA
-from ..ort.session import open_runtime
+from ..ort.session import OPTIONS_OBJECT, open_runtime
 from .options import CudaOptions
+from .weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,17 @@ ELEMENT_TYPES: Mapping[torch.dtype, int] = {
     torch.float64: 11,
     torch.bfloat16: 16,
 }
+
+
+_KERNELS = "sdpa_kernel"
+_MEMORY_EFFICIENT = "2"
+_HOPPER = 90
+
+
+def _capability(device: DeviceSpec) -> int:
+    """Compute capability as in `sm_90`; 0 when unknown."""
+    number = (device.arch or "").removeprefix("sm_")
+    return int(number) if number.isdigit() else 0
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -84,17 +96,24 @@ class Runtime:
         self._last: torch.cuda.Stream | None = None
         self._last_number = 0
         self.mask = mask_input(path)
-        self.packs = self.mask is not None and options.padding == "check" and options.packing and packs(path)
+        checked = self.mask is not None and options.padding == "check"
+        self.packs = checked and options.packing and packs(path)
+        # Measured where cuDNN's attention is ONNX Runtime's choice.
+        self._short = checked and _capability(device) >= _HOPPER and _KERNELS not in options.provider
         self._path = path
         self._session_options = session
         self._sessions: dict[Form, ort.InferenceSession] = {}
+        # Weights outside of ONNX Runtime's arena would escape its limit, and the user's own options object is not ours to
+        # put them in.
+        shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
+        self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle: str | None = None if options.cuda_graphs else "cuda_graphs=0"
         self._run_options = ort.RunOptions()
         # Graphs are captured by us, for each shape; ONNX Runtime's own capture stays out of it.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         # The order on the stream is all that is needed; nothing waits for the GPU.
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self.session("full" if self.mask and options.padding == "check" else self.safe_form)
+        self.session("full" if checked else self.safe_form)
 
     def follow(self) -> torch.cuda.Stream:
         """torch's current stream, ordered behind the stream of the call before."""
@@ -114,7 +133,7 @@ class Runtime:
 
     def plan(self, held: Held, mask: torch.Tensor) -> Plan:
         """The fastest way to compute a call whose mask holds that."""
-        return plan_for(held, mask.numel(), packs=self.packs)
+        return plan_for(held, mask.shape, packs=self.packs, short=self._short)
 
     def without_packing(self, held: Held, error: Exception) -> Plan:
         """How to compute a call after its packed form failed. It is not tried again."""
@@ -123,7 +142,7 @@ class Runtime:
         return Plan(held.form)
 
     def session(self, form: Form) -> ort.InferenceSession:
-        """ONNX Runtime's session of a form of the graph; opened, weights and all, when it is first needed."""
+        """ONNX Runtime's session of a form of the graph; opened when it is first needed."""
         found = self._sessions.get(form)
         if found is None:
             found = self._sessions[form] = self._open(self._model(form), form)
@@ -135,19 +154,22 @@ class Runtime:
 
     def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
         """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
+        extra = {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
         if self.graph_obstacle is None:
+            weights = self._weights.values() if self._weights is not None else {}
             try:
-                return self._open_with(model, enable_cuda_graph="1")
+                return self._open_with(model, weights, enable_cuda_graph="1", **extra)
             except SessionError as error:
                 if form == "packed":
                     raise
-                session = self._open_with(model)
+                session = self._open_with(model, {}, **extra)
                 self.graph_obstacle = f"ONNX Runtime cannot run all of it on the GPU ({error.message[-300:]})"
                 logger.info("no CUDA graphs for %s: %s", self._path.name, self.graph_obstacle)
                 return session
-        return self._open_with(model)
+        # Without that proof some of it may run on the host, which cannot read weights on the GPU.
+        return self._open_with(model, {}, **extra)
 
-    def _open_with(self, model: bytes | None, **extra: str) -> ort.InferenceSession:
+    def _open_with(self, model: bytes | None, weights: Mapping[str, Any], **extra: str) -> ort.InferenceSession:
         provider_options = {**self.options.provider, **extra, "user_compute_stream": str(self.stream.cuda_stream)}
         return open_runtime(
             self._path,
@@ -156,6 +178,7 @@ class Runtime:
             provider_options=provider_options,
             options=self._session_options,
             model=model,
+            weights=weights,
             disabled_optimizers=self.disabled_optimizers,
         )
 

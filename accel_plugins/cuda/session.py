@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
 _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
     "full": ("full",),
+    "short": ("full",),
     "lengths": ("full", "lengths"),
     "general": ("full", "lengths", "general"),
 }
@@ -139,7 +140,7 @@ class CudaSession:
             values = self._converted(feeds)
         key: Key = tuple([tensor.shape for tensor in values])
         with runtime.lock:
-            if torch.cuda.current_device() != self._index:
+            if torch._C._cuda_getDevice() != self._index:  # noqa: SLF001
                 with torch.cuda.device(self._where):
                     return self._enqueue(runtime, key, values, names, out or {}, usual)
             return self._enqueue(runtime, key, values, names, out or {}, usual)

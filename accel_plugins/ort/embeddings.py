@@ -10,6 +10,8 @@ from .analysis import dims
 from .attention import only_user, producer
 from .graphs import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
 
+_WIDE = (ir.DataType.INT32, ir.DataType.INT64)
+
 
 def fold_single_rows(model: ir.Model) -> int:
     """Add an embedding table of one row (RoBERTa's token types) to another table that is looked up beside it.
@@ -41,6 +43,57 @@ def fold_single_rows(model: ir.Model) -> int:
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
+
+
+def count_tokens(model: ir.Model) -> int:
+    """Position ids that count the tokens which are not padding (RoBERTa) in one integer type: four operators less.
+
+    `cumsum(ids != padding) * (ids != padding)` goes through five conversions between integers in `torch.export`'s graph,
+    a kernel each on a GPU.
+    """
+    count = 0
+    for total in nodes(model, "CumSum"):
+        negation = producer(_unconverted(total.inputs[0]), "Not")
+        same = negation.inputs[0] if negation is not None else None
+        product = _converted_user(total.outputs[0])
+        if negation is None or same is None or product is None or product.op_type != "Mul":
+            continue
+        if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
+            continue
+        after = only_user(product.outputs[0])
+        result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
+        if result.dtype != ir.DataType.INT64:
+            continue
+        graph = root_graph(total)
+        zero, one = (add_initializer(graph, f"accel.int64_{n}", np.array(n, np.int64)) for n in (0, 1))
+        kept = ir.node("Where", [same, zero, one], name=f"{total.name}.kept")
+        counted = ir.node("CumSum", [kept.outputs[0], total.inputs[1]], name=f"{total.name}.counted")
+        counted.attributes.update(total.attributes)
+        placed = ir.node("Mul", [counted.outputs[0], kept.outputs[0]], name=f"{total.name}.placed")
+        for made in (kept, counted, placed):
+            made.outputs[0].type, made.outputs[0].shape = result.type, result.shape
+        maker = result.producer()
+        assert maker is not None
+        graph.insert_before(maker, [kept, counted, placed])
+        replace_value(result, placed.outputs[0])
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _unconverted(value: ir.Value | None) -> ir.Value | None:
+    """The value before conversions between integer types that numbers up to a text's length survive."""
+    while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in _WIDE:
+        value = cast.inputs[0]
+    return value
+
+
+def _converted_user(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value, behind such conversions."""
+    user = only_user(value)
+    while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in _WIDE:
+        user = only_user(user.outputs[0])
+    return user
 
 
 def fuse_embeddings(model: ir.Model) -> int:

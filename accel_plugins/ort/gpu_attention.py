@@ -442,10 +442,9 @@ def _pack(
 
 def _pack_bias(
     linears: Sequence[Linear], name: str, graph: ir.Graph, packed: dict[tuple[int | None, ...], ir.Value]
-) -> ir.Value | None:
-    if all(part.bias is None for part in linears):
-        return None
-    key = tuple(id(part.bias) if part.bias is not None else None for part in linears)
+) -> ir.Value:
+    """Biases one behind another, zeros where there is none: ONNX Runtime's CPU kernel crashes without them (1.31)."""
+    key = (None, *(id(part.bias if part.bias is not None else part.weight) for part in linears))
     if key not in packed:
         arrays = []
         for part in linears:

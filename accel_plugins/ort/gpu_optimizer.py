@@ -26,6 +26,7 @@ GPU_FUSIONS = (
     Fusion("certain-masks", "O1", "drops masks that never change", simplifications.drop_certain_conditions),
     Fusion("duplicates", "O1", "computes once what is computed alike", simplifications.merge_duplicates),
     Fusion("single-rows", "O1", "adds one-row embedding tables to others", embeddings.fold_single_rows),
+    Fusion("token-positions", "O1", "counts tokens for their positions in one type", embeddings.count_tokens),
     Fusion("attention", "O2", "Attention or MultiHeadAttention", gpu_attention.fuse_attention),
     Fusion("embed-layer-norm", "O2", "EmbedLayerNormalization", embeddings.fuse_embeddings),
     Fusion("skip-layer-norm", "O2", "SkipLayerNormalization", gpu_layers.fuse_skip_norms),

@@ -4,13 +4,14 @@ The graph in an artifact takes the padding mask as it is: `(batch, sequence)`, r
 kernels are twice as fast when they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 against
 6.7 ms), which says the same only where padding stands on the right; faster again without any mask, where there is no
 padding; and where there is much of it, without computing it at all (`packing`). A session opens these forms of the same
-file beside the general one and picks by what a call's mask holds.
+file beside the general one, over the same weights, and picks by what a call's mask holds.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,9 +25,9 @@ from .gpu_attention import MASK_NAME, ROWS_NAME
 from .graphs import MICROSOFT, add_initializer, replace_value
 from .packing import can_pack, pack, packed_rows
 
-Form = Literal["general", "lengths", "full", "packed"]
-"""`general`: any mask. `lengths`: each row keeps its first tokens, at least one. `full`: every token is kept. `packed`: as
-`lengths`, computed on the tokens alone."""
+Form = Literal["general", "lengths", "full", "short", "packed"]
+"""`general`: any mask. `lengths`: each row keeps its first tokens, at least one. `full`: every token is kept. `short`: as
+`full`, with the attention kernel for short rows. `packed`: as `lengths`, computed on the tokens alone."""
 _MASK_INPUT = {"Attention": 3, "MultiHeadAttention": 4}
 
 # Measured on an H200, see docs/backends/cuda.md.
@@ -34,6 +35,8 @@ PACKED_FROM = 1024
 """Places (batch times sequence) from which on packing is worth it: fewer do not fill the GPU."""
 PACKED_UP_TO = 0.75
 """Largest share of the places that a packed call may compute."""
+SHORT_UP_TO = 64
+"""Longest row for which ONNX Runtime's memory-efficient attention is faster than cuDNN's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,19 @@ def held_by(mask: torch.Tensor) -> Held:
     return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
-def plan_for(held: Held, places: int, *, packs: bool) -> Plan:
+def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> Plan:
     """The fastest way to compute a call.
 
     Args:
         held: What its mask holds.
-        places: Batch times sequence.
+        shape: The mask's: batch, sequence.
         packs: Whether the graph has a packed form.
+        short: Whether there is an attention kernel for short rows.
     """
+    batch, sequence = shape
+    places = batch * sequence
+    if short and held.form == "full" and sequence <= SHORT_UP_TO:
+        return Plan("short")
     if packs and held.form == "lengths" and places >= PACKED_FROM:
         rows = packed_rows(held.tokens, places)
         if rows <= PACKED_UP_TO * places:

@@ -87,9 +87,8 @@ def can_pack(model: ir.Model, mask: ir.Value) -> bool:
             return False
         if node.op_type != "Attention" or node.domain != MICROSOFT:
             continue
-        wanted = {0, 1, 2, 3}
         given = {i for i, value in enumerate(node.inputs) if value is not None}
-        if not given <= wanted or node.inputs[3] is not mask or len(node.outputs) != 1:
+        if given != {0, 1, 2, 3} or node.inputs[3] is not mask or len(node.outputs) != 1:
             return False
         if not set(node.attributes) <= {"num_heads", "scale", "mask_filter_value"}:
             return False
@@ -184,14 +183,7 @@ class _Packer:
         self._packed[id(value)] = rows.outputs[0]
 
     def _pack_attention(self, node: ir.Node) -> None:
-        x, weight, bias = node.inputs[0], node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
-        assert weight is not None
-        assert weight.shape is not None
-        if bias is None:
-            width = weight.shape[1]
-            assert isinstance(width, int)
-            assert weight.dtype is not None
-            bias = add_initializer(self._graph, "accel.no_bias", np.zeros(width, weight.dtype.numpy()))
+        x, weight, bias = node.inputs[:3]
         offsets = self._input(OFFSETS, ir.DataType.INT32, self._batch, self._sequence)
         starts = self._input(STARTS, ir.DataType.INT32, "accel.batch_and_one")
         attributes = {a.name: a.value for a in node.attributes.values() if a.name in ("num_heads", "scale")}

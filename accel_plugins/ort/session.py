@@ -148,6 +148,7 @@ def open_runtime(
     disabled_optimizers: Sequence[str] = (),
     shapes: Mapping[str, int] | None = None,
     model: bytes | None = None,
+    weights: Mapping[str, ort.OrtValue] | None = None,
     others: Sequence[str] = (),
 ) -> ort.InferenceSession:
     """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
@@ -161,6 +162,7 @@ def open_runtime(
         disabled_optimizers: Names of ONNX Runtime's graph optimizers to leave out.
         shapes: Fixed sizes for named axes.
         model: The serialized graph to open instead of the file's, with its weights in the file's folder.
+        weights: Initializers to use where they are, instead of the graph's own; they must outlive the session.
         others: Providers that may take what this one has no kernels for.
 
     Raises:
@@ -176,6 +178,8 @@ def open_runtime(
     native, disabled = native_options(options)
     if model is not None:
         native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.parent))
+    for name, value in (weights or {}).items():
+        native.add_initializer(name, value)
     for axis, size in (shapes or {}).items():
         for symbol in _symbols(path, component, axis):
             native.add_free_dimension_override_by_name(symbol, size)

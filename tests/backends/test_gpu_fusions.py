@@ -273,6 +273,26 @@ def test_one_row_of_token_types_is_folded(fused: Fused) -> None:
     assert operators(fused("roberta"))["GatherElements"] == 0
 
 
+def test_tokens_are_counted_in_one_type(fused: Fused) -> None:
+    assert fused("roberta").manifest.steps[-1].report["fused"]["token-positions"] == 1
+    before, after = fused("roberta", level="O1"), fused("roberta")
+    assert operators(after)["CumSum"] == operators(before)["CumSum"] == 1
+    assert operators(after)["Not"] == 0
+
+
+def test_attention_without_biases(tmp_path: Path) -> None:
+    """ONNX Runtime's CPU kernel crashed on them."""
+    model = tiny_model("bert", "text-classification")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "attention.self" in name and name.endswith("bias"):
+                parameter.zero_()
+    artifact = export(model, tmp_path / "onnx", task="text-classification")
+    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    assert operators(made)["Attention"] == LAYERS
+    assert made.manifest.steps[-1].validation["max_abs_difference"] < 1e-4
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "vit"])
 def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
     task = "image-classification" if family == "vit" else "text-classification"

@@ -228,18 +228,24 @@ def test_any_number_but_zero_keeps_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "places", "packs", "expected"),
+    ("held", "shape", "packs", "short", "expected"),
     [
-        (Held("lengths", 4000), 6144, True, Plan("packed", 4224)),
-        (Held("lengths", 4000), 6144, False, Plan("lengths")),
-        (Held("lengths", 4700), 6144, True, Plan("lengths")),
-        (Held("full", 6144), 6144, True, Plan("full")),
-        (Held("general", 3000), 6144, True, Plan("general")),
-        (Held("lengths", 200), 1023, True, Plan("lengths")),
+        (Held("lengths", 4000), (16, 384), True, True, Plan("packed", 4224)),
+        (Held("lengths", 4000), (16, 384), False, True, Plan("lengths")),
+        (Held("lengths", 4700), (16, 384), True, True, Plan("lengths")),
+        (Held("full", 6144), (16, 384), True, True, Plan("full")),
+        (Held("general", 3000), (16, 384), True, True, Plan("general")),
+        (Held("lengths", 200), (33, 31), True, True, Plan("lengths")),
+        (Held("full", 64), (1, 64), True, True, Plan("short")),
+        (Held("full", 64), (1, 64), True, False, Plan("full")),
+        (Held("full", 65), (1, 65), True, True, Plan("full")),
+        (Held("lengths", 60), (1, 64), True, True, Plan("lengths")),
     ],
 )
-def test_packed_where_it_is_worth_it(held: Held, places: int, packs: bool, expected: Plan) -> None:
-    assert plan_for(held, places, packs=packs) == expected
+def test_the_fastest_plan_for_a_mask(
+    held: Held, shape: tuple[int, int], packs: bool, short: bool, expected: Plan
+) -> None:
+    assert plan_for(held, shape, packs=packs, short=short) == expected
 
 
 def test_packed_rows_hold_the_tokens_in_few_sizes() -> None:
