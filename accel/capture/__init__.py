@@ -11,6 +11,7 @@ from .attention import FusedAttention
 from .comparing import Case, max_difference, reference, reference_cases, tolerance
 from .generation import cases_by_part, split
 from .loading import folder_digest, load_source
+from .rewrites import make_rewrites_exact
 from .samples import Axes
 from .source import Source, quiet
 from .tracing import (
@@ -45,6 +46,7 @@ __all__ = [
     "graph_name",
     "graph_specs",
     "load_source",
+    "make_rewrites_exact",
     "max_difference",
     "quiet",
     "reference",

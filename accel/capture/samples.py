@@ -160,6 +160,9 @@ def resize(
         ids, mask = resized["input_ids"], resized["attention_mask"]
         if ids.shape == mask.shape:
             ids[mask == 0] = pad_id(config)
+            end = _end_id(config)
+            if end is not None:
+                ids.scatter_(-1, mask.sum(-1, keepdim=True).to(torch.int64) - 1, end)
     return resized
 
 
@@ -169,12 +172,23 @@ def pad_id(config: Any) -> int:
     return value if isinstance(value, int) and value >= 0 else 0
 
 
+def _end_id(config: Any) -> int | None:
+    """The end token's id for models whose heads may read that token (BART's classifier), else `None`."""
+    value = getattr(config, "eos_token_id", None)
+    return value if isinstance(value, int) and getattr(config, "is_encoder_decoder", False) else None
+
+
 def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
     vocabulary = int(getattr(config, "vocab_size", 100) or 100)
     ids = torch.randint(0, vocabulary, tuple(shape), generator=generator)
-    pad = pad_id(config)
-    # A padding id in the middle would move the positions of RoBERTa-like models.
-    return torch.where(ids == pad, (pad + 1) % vocabulary, ids)
+    # A padding id in the middle would move the positions of RoBERTa-like models, an end token would end BART's text.
+    reserved = (pad_id(config), _end_id(config))
+    around = (i % vocabulary for i in range(reserved[0] + 1, reserved[0] + 4))
+    plain = next((i for i in around if i not in reserved), 0)
+    for special in reserved:
+        if special is not None:
+            ids = torch.where(ids == special, plain, ids)
+    return ids
 
 
 def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,8 @@ import torch
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..specs import TensorSpec
-from ..tasks import read_config
+from ..tasks import read_config, task_spec
+from .rewrites import make_rewrites_exact
 from .samples import pad_id, resize
 from .source import Source, quiet
 from .wrappers import Tensors
@@ -40,8 +41,9 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 
+    make_rewrites_exact()
     try:
-        with quiet():
+        with quiet(), _without_cache(source):
             exported = OnnxExporter().export(
                 source.model,
                 dict(source.example),
@@ -89,7 +91,7 @@ def capture_program(source: Source) -> ExportedProgram:
     from transformers.exporters import DynamoConfig, DynamoExporter
 
     try:
-        with quiet():
+        with quiet(), _without_cache(source):
             exported = DynamoExporter().export(
                 source.model, dict(source.example), DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
             )
@@ -114,7 +116,7 @@ def capture_openvino(source: Source) -> ExportedModel:
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
     try:
-        with quiet(), _without_telemetry():
+        with quiet(), _without_cache(source), _without_telemetry():
             exported = OpenVINOExporter().export(
                 source.model,
                 dict(source.example),
@@ -129,6 +131,22 @@ def capture_openvino(source: Source) -> ExportedModel:
             if dimension.is_static:
                 raise _fixed_axis(source, axis, port.any_name, dimension.get_length())
     return exported
+
+
+@contextmanager
+def _without_cache(source: Source) -> Iterator[None]:
+    """A decoder that classifies or embeds returns its keys and values as well, which nobody reads."""
+    changed: list[Any] = []
+    if not task_spec(source.task).generates:
+        inner = getattr(source.config, "get_text_config", lambda: None)()
+        changed = [config for config in (source.config, inner) if getattr(config, "use_cache", False)]
+    for config in changed:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
 
 
 @contextmanager

@@ -22,6 +22,15 @@ SPEC = BackendSpec(
             dtypes=_FLOATS,
             schemes=("O1", "O2", "O3", "O4"),
         ),
+        # Computed in floating point here, and so slower: for the accuracy of what TensorRT computes in 8 bits.
+        Capability(
+            stage="quantize",
+            consumes="onnx",
+            produces="onnx",
+            devices=("cuda",),
+            dtypes=("float32", "float16"),
+            schemes=("static-fp8", "static-int8"),
+        ),
         Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
         # ONNX Runtime's attention with a cache has no float32 kernel.
         Capability(

@@ -68,9 +68,11 @@ class CudaBackend:
         """Fusions for CUDA kernels, and float16."""
         return GpuOptimizer("cuda")
 
-    def quantizer(self) -> Quantizer | None:
-        """None yet."""
-        return None
+    def quantizer(self) -> Quantizer:
+        """Explicit Q/DQ pairs."""
+        from ..ort.gpu_quantizer import GpuQuantizer
+
+        return GpuQuantizer("cuda")
 
     def open(
         self,

@@ -112,12 +112,18 @@ def fuse_embeddings(model: ir.Model) -> int:
         if not all(_is_lookup(g, norm) for g in found):
             continue
         counted = [g for g in found if _counts_up(g.inputs[1])]
-        looked_up = [g for g in found if g not in counted]
-        if len(counted) > 1 or not all(len(dims(g.inputs[1]) or ()) == 2 for g in looked_up):
+        # The same positions for every text: the operator takes one row of them.
+        alike = [g for g in found if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
+        looked_up = [g for g in found if g not in counted and g not in alike]
+        shapes = [dims(g.inputs[1]) for g in looked_up]
+        if len(counted) + len(alike) > 1 or not shapes or len(shapes[0] or ()) != 2:
             continue
-        # Without counted positions the operator has the same room for a second looked-up table.
+        if any(shape != shapes[0] for shape in shapes) or any(len(dims(g.inputs[1]) or ()) != 2 for g in alike):
+            continue
+        # Without such positions the operator has the same room for a second looked-up table.
         word, *rest = looked_up
-        position = counted[0] if counted else rest.pop(0)
+        position = (counted or alike or rest[:1])[0]
+        rest = [g for g in rest if g is not position]
         graph = root_graph(norm)
         made: list[ir.Node] = []
 

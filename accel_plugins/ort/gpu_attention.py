@@ -25,6 +25,7 @@ MASK_NAME = "accel.key_mask"
 ROWS_NAME = "accel.rows_with_keys"
 """Name of the `(batch, 1, 1) bool` value that is false for rows without any key."""
 _SPLIT = (0, 2, 1, 3)
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,16 @@ def _merge(value: ir.Value, hidden: int) -> ir.Value | None:
 
 
 def _is_bias(value: ir.Value, heads: int) -> bool:
+    # The operators broadcast a bias over texts and heads, not over queries.
     sizes = dims(value)
-    return sizes is not None and len(sizes) == 4 and sizes[1] in (1, heads)
+    return sizes is not None and len(sizes) == 4 and sizes[1] in (1, heads) and sizes[2] != 1
 
 
 def _keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
-    """The truth value of an additive mask that is 0 where it holds and a large negative number elsewhere; that number."""
+    """The truth value of an additive mask that is 0 where it holds and a large negative number elsewhere; that number.
+
+    `(1 - mask) * number` counts as such a mask too: a padding mask of 0 and 1 is its own truth value.
+    """
     choice = producer(term, "Where")
     if choice is not None:
         low = _low(choice.inputs[2])
@@ -252,6 +257,11 @@ def _keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
         low = _low(product.inputs[other])
         if negation is not None and low < 0:
             return negation.inputs[0], low
+        difference = producer(product.inputs[one], "Sub")
+        if difference is not None and low < 0 and scalar(difference.inputs[0]) == 1.0:
+            mask = producer(difference.inputs[1], "Cast")
+            if mask is not None and mask.inputs[0] is not None and mask.inputs[0].dtype in _INTEGERS:
+                return mask.inputs[0], low
     return None, 0.0
 
 
@@ -298,14 +308,14 @@ def _key_shaped(value: ir.Value, source: ir.Value, operator: str) -> bool:
 
 
 def _truth(value: ir.Value | None) -> ir.Value | None:
-    """What a `(batch, sequence)` truth value was cast from."""
+    """What a `(batch, sequence)` truth value was cast from; a mask of integers is one itself."""
     sizes = dims(value)
     if value is None or sizes is None or len(sizes) != 2:
         return None
     cast = producer(value, "Cast")
     if cast is not None and value.dtype == ir.DataType.BOOL:
         return cast.inputs[0]
-    return value if value.dtype == ir.DataType.BOOL else None
+    return value if value.dtype == ir.DataType.BOOL or value.dtype in _INTEGERS else None
 
 
 def _addresses_keys(indices: ir.Value | None) -> bool:

@@ -56,6 +56,10 @@ def _convert(model: ir.Model, dtype: ir.DataType) -> int:
                     output.type = ir.TensorType(dtype)
     for node in nodes(model, *ISLANDS):
         _make_island(node, dtype)
+    for node in nodes(model, "ScatterElements", "ScatterND"):
+        # These sum too (mixtures of experts), and ONNX Runtime's CPU provider, where results are checked, has them wide only.
+        if node.attributes.get_string("reduction", "none") != "none":
+            _make_island(node, dtype)
     for node in angles.values():
         _keep_wide(node, dtype, angles)
     for value in graph.inputs:

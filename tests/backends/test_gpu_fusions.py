@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+import transformers
 
 from accel import capture, registry
 from accel.artifact import Artifact
@@ -22,7 +23,7 @@ from accel.exporting import export
 from accel.interfaces import Session
 from accel.specs import DeviceSpec
 from accel.steps import optimize
-from accel.testing.models import tiny_model
+from accel.testing.models import rescale, tiny_model
 from accel_plugins.ort.gpu_attention import MASK_NAME
 from accel_plugins.ort.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
 from accel_plugins.ort.graphs import MICROSOFT, load_graphs
@@ -291,6 +292,37 @@ def test_attention_without_biases(tmp_path: Path) -> None:
     made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
     assert operators(made)["Attention"] == LAYERS
     assert made.manifest.steps[-1].validation["max_abs_difference"] < 1e-4
+
+
+_SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 120}
+
+
+def exported(prefix: str, path: Path, **settings: Any) -> Artifact:
+    config = getattr(transformers, f"{prefix}Config")(**_SMALL, **settings)
+    model = getattr(transformers, f"{prefix}ForSequenceClassification")(config)
+    return export(rescale(model).eval(), path, task="text-classification")
+
+
+def test_a_mask_subtracted_from_one(tmp_path: Path) -> None:
+    """The additive mask of models that make it themselves; as a bias it would have one query."""
+    artifact = exported("LayoutLM", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
+    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    assert operators(made)["Attention"] == LAYERS
+    assert mask_input(made.file()) == "attention_mask"
+
+
+def test_positions_that_are_alike_for_all_texts_and_do_not_count_from_zero(tmp_path: Path) -> None:
+    artifact = exported("Nystromformer", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
+    for backend in ("cuda", "cpu"):
+        made = optimize(artifact, tmp_path / backend, backend=backend, level="O2")
+        assert operators(made)["EmbedLayerNormalization"] == 1
+
+
+def test_sums_over_experts_stay_wide(tmp_path: Path) -> None:
+    """ONNX Runtime's CPU provider, where the result is checked, has no float16 sums that scatter."""
+    settings = {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "pad_token_id": 0}
+    artifact = exported("Mixtral", tmp_path / "onnx", **settings)
+    assert optimize(artifact, tmp_path / "half", backend="cuda", level="O4").dtype == "float16"
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "vit"])

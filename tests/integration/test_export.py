@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import accel
-from accel import capture
+from accel import ORTModelForSequenceClassification, capture
 from accel.artifact import Artifact
 from accel.errors import (
     ArtifactNotFoundError,
@@ -28,7 +30,8 @@ from accel.errors import (
     ValidationError,
 )
 from accel.exporting import export
-from accel.testing.models import save_tiny, tiny_model
+from accel.steps import optimize
+from accel.testing.models import rescale, save_tiny, tiny_model
 
 
 def test_folder_is_complete(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -64,6 +67,48 @@ def test_roberta_positions_start_behind_the_padding(tiny_artifact: Callable[...,
     assert component.max_sizes == {"sequence": 94}
     assert component.unused_inputs == ("token_type_ids",)
     assert component.inputs[0].pad_value == 1
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 120,
+    "pad_token_id": 3,
+}
+
+
+def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_path: Path) -> None:
+    """1e-8 is not 0: padding, whose embeddings are zeros, would be NaN."""
+    config = transformers.HeliumConfig(**_SMALL, num_key_value_heads=2, intermediate_size=64, head_dim=16, num_labels=3)
+    model = transformers.HeliumForSequenceClassification(config).eval()
+    artifact = export(model, tmp_path / "helium", task="text-classification")
+    assert [spec.name for spec in artifact.component().outputs] == ["logits"]
+    assert model.config.use_cache
+    again = optimize(artifact, tmp_path / "again", level="O1")
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 3, 3]])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 3).long()}
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+    for made in (artifact, again):
+        found = ORTModelForSequenceClassification(made)(**inputs).logits
+        assert (found - expected).abs().max() < 1e-5
+
+
+def test_a_head_that_reads_the_end_token(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=120, max_position_embeddings=64, num_labels=3,
+    )  # fmt: skip
+    model = rescale(transformers.BartForSequenceClassification(config)).eval()
+    artifact = export(model, tmp_path / "bart", task="text-classification")
+    ids = torch.tensor([[0, 5, 6, 7, 2], [0, 8, 2, 1, 1]])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 1).long()}
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+    found = ORTModelForSequenceClassification(artifact)(**inputs).logits
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-4
 
 
 def test_graph_carries_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -> None:
