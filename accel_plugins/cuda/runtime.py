@@ -108,6 +108,8 @@ class Runtime:
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle: str | None = None if options.cuda_graphs else "cuda_graphs=0"
+        # Whether all of the graph runs on the GPU, as far as is known.
+        self._whole = True
         self._run_options = ort.RunOptions()
         # Graphs are captured by us, for each shape; ONNX Runtime's own capture stays out of it.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
@@ -155,7 +157,7 @@ class Runtime:
     def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
         """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
         extra = {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
-        if self.graph_obstacle is None:
+        if self._whole:
             weights = self._weights.values() if self._weights is not None else {}
             try:
                 return self._open_with(model, weights, enable_cuda_graph="1", **extra)
@@ -163,10 +165,11 @@ class Runtime:
                 if form == "packed":
                     raise
                 session = self._open_with(model, {}, **extra)
+                self._whole = False
                 self.graph_obstacle = f"ONNX Runtime cannot run all of it on the GPU ({error.message[-300:]})"
                 logger.info("no CUDA graphs for %s: %s", self._path.name, self.graph_obstacle)
                 return session
-        # Without that proof some of it may run on the host, which cannot read weights on the GPU.
+        # What runs on the host cannot read weights on the GPU.
         return self._open_with(model, {}, **extra)
 
     def _open_with(self, model: bytes | None, weights: Mapping[str, Any], **extra: str) -> ort.InferenceSession:

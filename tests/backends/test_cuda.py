@@ -13,10 +13,12 @@ from accel import capture, registry
 from accel.artifact import Artifact
 from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
+from accel.exporting import export
 from accel.interfaces import Session
 from accel.specs import DeviceSpec
 from accel.steps import optimize
 from accel.testing.conformance import BackendConformance
+from accel.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -292,6 +294,26 @@ def test_sessions_share_weights(fused: Callable[..., Artifact], open_on_gpu: Ope
     feeds = on_gpu(feeds_of(fused(), 2, 8))
     one.close()
     assert two.run(feeds)["logits"].shape[0] == 2
+
+
+def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
+    """A session opens up to four forms of its graph, over weights that are on the GPU once."""
+    vocabulary, hidden = 2_000_000, 32
+    model = tiny_model("bert", vocab_size=vocabulary)
+    artifact = export(model, tmp_path / "onnx", task="text-classification")
+    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    session = open_on_gpu(made, cuda_graphs=0)
+    short, long = feeds_of(made, 4, 24), feeds_of(made, 2, 80)
+    expected = [(feeds, on_cpu(made, feeds)) for _, feeds in (*masks(short), *masks(long))]
+    session.run(on_gpu(long))
+    torch.cuda.synchronize()
+    free_before, _ = torch.cuda.mem_get_info()
+    for feeds, answer in expected:
+        assert difference(session.run(on_gpu(feeds)), answer) < 1e-4
+    torch.cuda.synchronize()
+    free_after, _ = torch.cuda.mem_get_info()
+    # Each form has its own room for intermediate results, and cuBLAS takes some.
+    assert free_before - free_after < 0.75 * 4 * vocabulary * hidden
 
 
 def test_memory_limit(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
