@@ -1,6 +1,6 @@
 """Encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
 
-    python docs/benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune]
+    python docs/benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune] [--models MiniLM-L6]
     python docs/benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, a process each
 
 Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and biases that are not zero. Inputs are
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).parent / "gpu.json")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--modes", default=",".join(COMPILE_MODES))
+    parser.add_argument("--models", default=",".join(dict.fromkeys(case[0] for case in CASES)))
     parser.add_argument("--benchmark", action="store_true")
     arguments = parser.parse_args()
     out: Path = arguments.out
@@ -271,7 +272,7 @@ def main() -> None:
         print(json.dumps(report["benchmark"], indent=1))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        for name in dict.fromkeys(case[0] for case in CASES):
+        for name in arguments.models.split(","):
             model = make_model(name)
             artifact = export(model, Path(temporary) / name, task="text-classification")
             made = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4")
