@@ -32,21 +32,20 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     config = getattr(module, "config", None)
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     main = getattr(inner, "main_input_name", None)
-    if config is None or main not in ("input_ids", "pixel_values", "input_features"):
+    mel_frames = getattr(config, "max_source_positions", None)
+    known = main in ("input_ids", "pixel_values") or (main == "input_features" and mel_frames is not None)
+    if config is None or not known:
         raise ExportError(
             f"No inputs can be made for a {type(inner).__name__}.",
             fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
         )
     if main == "pixel_values":
         height, width = _image_size(config, folder)
-        pixels = torch.randn(
-            SAMPLE_BATCH, getattr(getattr(config, "encoder", config), "num_channels", 3), height, width
-        )
+        pixels = torch.randn(SAMPLE_BATCH, getattr(_image_config(config), "num_channels", 3), height, width)
         return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
-        frames = 2 * int(config.max_source_positions)
-        features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), frames)
+        features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), 2 * int(mel_frames))
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = _text_inputs(module, config)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
@@ -75,9 +74,14 @@ def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple
     return names, ()
 
 
+def _image_config(config: Any) -> Any:
+    """The part of a config that describes images."""
+    return getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
+
+
 def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
-    size = getattr(getattr(config, "encoder", config), "image_size", None)
+    size = getattr(_image_config(config), "image_size", None)
     if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
         settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
         size = settings.get("crop_size") or settings.get("size")
