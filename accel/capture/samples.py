@@ -32,7 +32,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     config = getattr(module, "config", None)
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     main = getattr(inner, "main_input_name", None)
-    mel_frames = getattr(config, "max_source_positions", None)
+    mel_frames: Any = getattr(config, "max_source_positions", None)
     known = main in ("input_ids", "pixel_values") or (main == "input_features" and mel_frames is not None)
     if config is None or not known:
         raise ExportError(
