@@ -83,6 +83,19 @@ def test_variants(
     assert 1e-4 < error < ACCEPTED[scheme]
 
 
+def test_pairs_in_a_graph_fused_for_cuda(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Attention keeps its packed weights; the products around it get their pairs."""
+    fused = optimize(tiny_artifact("bert"), tmp_path / "o2", backend="cuda", level="O2")
+    calibration = [feeds_of(fused, seed) for seed in range(4)]
+    made = quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
+    assert made.manifest.steps[-1].backend == "cuda"
+    assert operators(made)["Attention"] == operators(fused)["Attention"] > 0
+    assert operators(made)["DequantizeLinear"] > 0
+    feeds = feeds_of(fused, 9)
+    expected, found = session_of(fused).run(feeds)["logits"], session_of(made).run(feeds)["logits"]
+    assert (found - expected).norm() / expected.norm() < ACCEPTED["static-int8"]
+
+
 @pytest.mark.parametrize("scheme", STEPS)
 def test_pairs_are_symmetric_and_per_channel(portable: Artifact, tmp_path: Path, scheme: str) -> None:
     made = quantize(portable, tmp_path / "q", backend="tensorrt", scheme=scheme, calibration=[feeds_of(portable, 0)])
