@@ -13,7 +13,8 @@ _LIMITS = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.38e38}
 """Largest finite numbers. Constants beyond them (the large negative number of an additive mask) are cut to them."""
 ISLANDS = ("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "Pow", "Exp", "Log", "CumSum", "Range", "Resize")
 """Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it."""
-_MOST_ANGLE_NODES = 64
+_MOST_POSITION_NODES = 64
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 def to_float16(model: ir.Model) -> int:
@@ -31,7 +32,7 @@ def to_bfloat16(model: ir.Model) -> int:
 
 def _convert(model: ir.Model, dtype: ir.DataType) -> int:
     graph = model.graph
-    angles = _angle_nodes(model)
+    positions = _position_nodes(model)
     for value in _cache_buffers(model):
         if value.dtype == ir.DataType.FLOAT:
             value.type = ir.TensorType(dtype)
@@ -41,14 +42,14 @@ def _convert(model: ir.Model, dtype: ir.DataType) -> int:
         tensor = initializer.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
-        if initializer.uses() and all(id(use.node) in angles for use in initializer.uses()):
+        if initializer.uses() and all(id(use.node) in positions for use in initializer.uses()):
             continue
         initializer.const_value = _narrow(tensor.numpy(), dtype, str(initializer.name))
         initializer.type = ir.TensorType(dtype)
         converted += 1
     for inner in model.graphs():
         for node in inner:
-            if id(node) in angles:
+            if id(node) in positions:
                 continue
             _convert_attributes(node, dtype)
             for output in node.outputs:
@@ -60,8 +61,8 @@ def _convert(model: ir.Model, dtype: ir.DataType) -> int:
         # These sum too (mixtures of experts), and ONNX Runtime's CPU provider, where results are checked, has them wide only.
         if node.attributes.get_string("reduction", "none") != "none":
             _make_island(node, dtype)
-    for node in angles.values():
-        _keep_wide(node, dtype, angles)
+    for node in positions.values():
+        _keep_wide(node, dtype, positions)
     for value in graph.inputs:
         if declared[id(value)] == ir.DataType.FLOAT:
             _cast_input(value, graph, dtype)
@@ -71,22 +72,27 @@ def _convert(model: ir.Model, dtype: ir.DataType) -> int:
     return converted
 
 
-def _angle_nodes(model: ir.Model) -> dict[int, ir.Node]:
-    """What the angles of rotary positions are computed by, up to sine and cosine, by identity.
+def _position_nodes(model: ir.Model) -> dict[int, ir.Node]:
+    """What positions are computed by, by identity: the angles of rotary ones up to sine and cosine, and what becomes an
+    integer (the buckets of T5's and MPNet's relative positions).
 
-    They stay in float32, as transformers has them: float16 holds no odd position beyond 2048.
+    They stay in float32, as transformers has them: float16 holds no odd position beyond 2048, and a logarithm rounded to
+    it falls into another bucket.
     """
+    integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in _INTEGERS]
     found: dict[int, ir.Node] = {}
-    waiting = list(nodes(model, "Sin", "Cos"))
-    while waiting:
-        node = waiting.pop()
-        if id(node) in found:
-            continue
-        found[id(node)] = node
-        makers = [value.producer() for value in node.inputs if value is not None and value.dtype == ir.DataType.FLOAT]
-        waiting += [maker for maker in makers if maker is not None]
-        if len(found) > _MOST_ANGLE_NODES:
-            return {}
+    for end in (*nodes(model, "Sin", "Cos"), *integers):
+        behind: dict[int, ir.Node] = {}
+        waiting = [end]
+        while waiting and len(behind) <= _MOST_POSITION_NODES:
+            node = waiting.pop()
+            if id(node) in behind:
+                continue
+            behind[id(node)] = node
+            makers = [v.producer() for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
+            waiting += [maker for maker in makers if maker is not None]
+        if len(behind) <= _MOST_POSITION_NODES:
+            found |= behind
     return found
 
 
