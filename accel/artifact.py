@@ -163,7 +163,10 @@ class Manifest:
         """
         schema = values.get("schema")
         if not isinstance(schema, int):
-            raise SchemaError(f"{where} is not an accel manifest: it has no schema number.")
+            raise SchemaError(
+                f"{where} is not an accel manifest: it has no schema number.",
+                fix="make the artifact again; a folder of another tool's needs no accel.json.",
+            )
         if schema > SCHEMA_VERSION:
             raise SchemaError(
                 f"{where} has schema {schema}; this accel {__version__} reads up to {SCHEMA_VERSION}.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .artifact import accel_home
+from .errors import ConfigError
 
 SEARCHES = "tune"
 """Name of the entry that holds what searches keep, and of its folder."""
@@ -43,8 +44,16 @@ def clear(name: str | None = None) -> list[Entry]:
 
     Returns:
         What was removed.
+
+    Raises:
+        ConfigError: No entry has that name.
     """
-    removed = [entry for entry in entries() if name is None or entry.name.startswith(name)]
+    kept = entries()
+    removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
+    if name is not None and not removed:
+        raise ConfigError(
+            f"The cache holds nothing whose name starts with {name!r}.", fix="`accel cache list` shows what it holds."
+        )
     for entry in removed:
         shutil.rmtree(entry.path)
     if name is None:

@@ -668,10 +668,12 @@ def generate(
     audio: Annotated[Path | None, typer.Option(help="Recording, for speech models.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens at most.")] = 256,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="With --sample: above 1 is wilder.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --sample: among so many.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --sample: among this much probability.")] = None,
-    num_beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=1e-6, help="With --sample: above 1 is wilder.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="With --sample: among so many; 0 for all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="With --sample: among this much probability.")
+    ] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same answer again.")] = None,
     task: Task = None,
     backend: Backend = None,

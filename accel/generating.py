@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.generation.streamers import TextStreamer
 
-from .errors import ConfigError, InputError, TaskError
+from .errors import AccelError, ConfigError, InputError, TaskError
 from .evaluation import open_any
 from .generation import ORTModelForCausalLM, ORTModelForImageTextToText
 from .hub import HubOptions
@@ -177,13 +177,25 @@ def answer(
         inputs: From `prompt_inputs`.
         on_text: Called with each piece of text as soon as it is final; not with beams, which change their minds.
         **generate: Arguments of `generate`.
+
+    Raises:
+        ConfigError: Settings that transformers refuses.
     """
     decoder_only = isinstance(model, ORTModelForCausalLM | ORTModelForImageTextToText)
     streams = generate.get("num_beams", 1) in (None, 1)
     streamer = _Timed(tokenizer, decoder_only, on_text) if streams else None
     started = time.perf_counter()
     with torch.inference_mode():
-        tokens = model.generate(**inputs, streamer=streamer, **generate)
+        try:
+            tokens = model.generate(**inputs, streamer=streamer, **generate)
+        # What transformers raises for settings; the model's own errors are AccelError.
+        except (ValueError, ZeroDivisionError) as error:
+            if isinstance(error, AccelError):
+                raise
+            raise ConfigError(
+                f"transformers refuses these settings: {error}",
+                fix="temperature above 0, top_p from 0 to 1, top_k from 1 on, num_beams from 1 on.",
+            ) from error
     seconds = time.perf_counter() - started
     prompt_tokens = int(inputs["input_ids"].shape[1]) if decoder_only else 1
     new = tokens[0, prompt_tokens:]

@@ -248,7 +248,12 @@ class _Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transforme
         self._check_fork()
         if rest:
             self._check_rest(rest)
-        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
+        if not isinstance(input_ids, torch.Tensor):
+            raise InputError(
+                f"input_ids is a {type(input_ids).__name__}; models that generate take torch tensors.",
+                fix="pass the tokenizer's output, made with return_tensors='pt'.",
+            )
+        if input_ids.ndim != 2:
             raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
         return input_ids
 
@@ -501,11 +506,10 @@ class EncoderDecoder(_Generator):
                 encoder_outputs = self._encoder(**encoder_inputs)
                 if attention_mask is None and input_ids is not None:
                     attention_mask = torch.ones_like(input_ids)
-            elif attention_mask is None and _ENCODER_MASK in self._takes:
-                raise InputError(
-                    "encoder_outputs were given without their attention mask.",
-                    fix="pass attention_mask as it was given to the encoder.",
-                )
+            elif attention_mask is None:
+                # Left out, the encoder attended to everything, whoever ran it.
+                hidden = encoder_outputs[0]
+                attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             cache.constants = self._cross_session.run({"encoder_hidden_states": encoder_outputs[0]})
         if _ENCODER_MASK in self._takes:
             if attention_mask is None:

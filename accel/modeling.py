@@ -7,6 +7,7 @@ pipelines and its users read from a model: `config`, `device`, `dtype`, `forward
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -51,6 +52,13 @@ logger = logging.getLogger(__name__)
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
 # What a transformers model assumes when these are left out.
 _DEFAULT_FILL = {"attention_mask": 1, "token_type_ids": 0}
+_LOGITS_AXES = {
+    "SequenceClassifierOutput": 2,
+    "MultipleChoiceModelOutput": 2,
+    "ImageClassifierOutput": 2,
+    "TokenClassifierOutput": 3,
+    "MaskedLMOutput": 3,
+}
 _INDEXED = re.compile(r"(?P<field>\w+)\.(?P<index>\d+)\Z")
 _NATIVE_OPTIONS_KEY = "onnxruntime.SessionOptions"
 
@@ -265,7 +273,9 @@ class ORTModel:
                 fix="leave export out, or export it first: `accel export MODEL OUT`.",
             )
         wanted = cls._task_to_export(folder, task)
-        spec = registry.owner("export", _export_format(backend), backend)
+        # A backend that only runs a format (cuda) gets it from the format's owner.
+        exports = backend is not None and registry.describe(backend).capability("export") is not None
+        spec = registry.owner("export", _export_format(backend), backend if exports else None)
         produced = spec.capability("export")
         assert produced is not None
         # Fails now, with every reason, rather than after the export.
@@ -326,6 +336,14 @@ class ORTModel:
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
+        # A folder of another tool's does not say its task: the class does, and may be wrong.
+        found = next((len(output.shape) for output in self._session.outputs if output.name == "logits"), None)
+        wanted = _LOGITS_AXES.get(spec.output or "")
+        if found is not None and wanted is not None and found != wanted:
+            raise TaskError(
+                f"The graph in {self.artifact.path} returns logits with {found} axes; a model for {spec.name} returns {wanted}.",
+                fix="use the class that the model was exported for.",
+            )
         return getattr(modeling_outputs, spec.output) if spec.output else ModelOutput
 
     # What pipelines and users read
@@ -502,6 +520,11 @@ class ORTModel:
                 raise InputError(
                     f"The graph takes {sorted(self._input_names)} and was given {sorted(feeds)}; missing: {missing}.",
                     fix="pass the tokenizer's or processor's whole output: model(**inputs).",
+                )
+            if name == "token_type_ids" and self.config.model_type and not hasattr(self.config, "type_vocab_size"):
+                raise InputError(
+                    f"{name} are missing, and a {self.config.model_type} model that is not given them does not take zeros.",
+                    fix="pass the tokenizer's whole output: model(**inputs).",
                 )
             feeds[name] = torch.full_like(main, _DEFAULT_FILL[name])
 
@@ -692,12 +715,25 @@ def _session_options(options: SessionOptions | Any | None) -> SessionOptions | N
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
     try:
-        return torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+        # torch reads no negative strides.
+        return (
+            torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"Input {name!r} is a {type(value).__name__}, not a tensor.",
             fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
         ) from error
+
+
+def _sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
+    """What sentence-transformers' files in a folder say about texts, and the prompt before each of them."""
+    read = {}
+    for name in ("sentence_bert_config.json", "config_sentence_transformers.json"):
+        path = folder / name
+        read[name] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    texts, general = read.values()
+    return texts, (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
 
 
 def _export_config(settings: Mapping[str, Any], method: Any) -> ExportConfig:
@@ -803,6 +839,11 @@ class ORTModelForFeatureExtraction(ORTModel):
         return super()._task_to_export(folder, task)
 
     def _choose_output(self, names: Sequence[str]) -> Any:
+        if "logits" in names or "start_logits" in names:
+            raise TaskError(
+                f"The graph in {self.artifact.path} returns {', '.join(names)}, and no hidden states.",
+                fix="use the class that the model was exported for.",
+            )
         if "sentence_embedding" in names:
             return SentenceEmbeddingOutput
         if "pooler_output" in names:
@@ -814,7 +855,8 @@ class ORTModelForFeatureExtraction(ORTModel):
     ) -> Any:
         """Embeddings of texts, in their order.
 
-        Texts of like length share a batch. Without pooling in the graph, hidden states are averaged over the tokens.
+        Texts of like length share a batch. Without pooling in the graph, hidden states are averaged over the tokens. What
+        a sentence-transformers folder says about its texts (longest length, lower case, default prompt) is followed.
 
         Args:
             texts: One text or many.
@@ -833,7 +875,15 @@ class ORTModelForFeatureExtraction(ORTModel):
             raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
         tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(self.artifact.path, local_files_only=True)
         limit = self.artifact.components[0].max_sizes.get("sequence")
-        lengths = [limit, tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None]
+        texts_config, prompt = _sentence_settings(self.artifact.path)
+        if texts_config.get("do_lower_case"):
+            items = [item.lower() for item in items]
+        items = [prompt + item for item in items]
+        lengths = [
+            limit,
+            tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None,
+            texts_config.get("max_seq_length"),
+        ]
         max_length = min((n for n in lengths if n), default=None)
         order = sorted(range(len(items)), key=lambda i: len(items[i]))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(items)

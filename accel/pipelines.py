@@ -341,9 +341,9 @@ def _stock(task: str) -> type[Pipeline]:
     try:
         _, targeted, _ = PIPELINE_REGISTRY.check_task(task)
     except KeyError as error:
+        known = sorted(serves & set(PIPELINE_REGISTRY.get_supported_tasks()))
         raise TaskError(
-            f"There is no pipeline {task!r}.{did_you_mean(task, serves)}",
-            fix=f"use one of {', '.join(sorted(serves))}.",
+            f"There is no pipeline {task!r}.{did_you_mean(task, known)}", fix=f"use one of {', '.join(known)}."
         ) from error
     impl = targeted["impl"]
     # transformers 5.2x names its classes by dotted path; a registered one is the class itself.

@@ -332,13 +332,13 @@ def owner(stage: Stage, format: str, backend: str | None = None, *, scheme: str 
                 spec.priority,
             ),
         )
-    subject = f"Backend {backend!r}" if backend is not None else "No backend"
+    subject = f"Backend {backend!r} cannot" if backend is not None else "No backend can"
     if able:
         why = "; ".join(f"{spec.name}: {_missing(spec)}" for spec in able)
-        raise BackendUnavailableError(f"{subject} can {stage} {format} here. {why}.", fix=_install(able[0]))
+        raise BackendUnavailableError(f"{subject} {stage} {format} here. {why}.", fix=_install(able[0]))
     offered = sorted({s for spec in specs for c in spec.capabilities if c.stage == stage for s in c.schemes})
     raise BackendUnavailableError(
-        f"{subject} can {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."
+        f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."
         + (did_you_mean(scheme, offered) if scheme else ""),
         fix=f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does.",
     )

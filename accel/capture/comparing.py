@@ -55,7 +55,8 @@ def reference_cases(source: Source) -> list[Case]:
         except Exception as error:
             raise ExportError(
                 f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",
-                fix="give axes that must be equal one name in axes=..., and leave out axes that cannot vary.",
+                fix="check the model in PyTorch with such inputs (pad_token_id, sizes in its config), or pass sample=... and "
+                "axes=... that it answers: equal axes by one name, axes that cannot vary left out.",
             ) from error
     return cases
 

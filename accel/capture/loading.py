@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -133,9 +134,9 @@ def _load_module(
                         fix="pass a task that fits the model, or leave it out to infer it.",
                     )
                 _check_head(loader, model_config, task)
-                return loader.from_pretrained(folder, config=model_config, **kwargs), task
+                return _load_complete(loader, folder, task, config=model_config, **kwargs), task
             architecture = read_config(folder).get("architectures", [""])[0]
-            return getattr(transformers, architecture).from_pretrained(folder, **kwargs), task
+            return _load_complete(getattr(transformers, architecture), folder, task, **kwargs), task
     # transformers and code that comes with the model, which may raise anything.
     except Exception as error:
         if isinstance(error, AccelError):
@@ -143,6 +144,32 @@ def _load_module(
         raise ExportError(
             f"transformers cannot load a model from {folder}: {error}", fix="check that the folder holds its weights."
         ) from error
+
+
+def _load_complete(loader: Any, folder: Path, task: str, **kwargs: Any) -> torch.nn.Module:
+    """A model all of whose weights come from the folder.
+
+    The pooler that language models' checkpoints lack is left out of a model that makes features.
+
+    Raises:
+        ExportError: Weights are missing; transformers would make random ones.
+    """
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **kwargs)
+    missing = sorted(info["missing_keys"])
+    features = task in ("feature-extraction", "sentence-similarity")
+    if missing and features and all("pooler" in name.split(".") for name in missing):
+        parameters = inspect.signature(type(model).__init__).parameters
+        if "add_pooling_layer" in parameters:
+            model, info = loader.from_pretrained(folder, output_loading_info=True, add_pooling_layer=False, **kwargs)
+            missing = sorted(info["missing_keys"])
+    if missing:
+        raise ExportError(
+            f"The checkpoint in {folder} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}); transformers would make random ones.",
+            fix="pass a task that the weights have a head for, or take a checkpoint that is complete.",
+        )
+    loaded: torch.nn.Module = model
+    return loaded
 
 
 def _check_head(loader: Any, config: Any, task: str) -> None:

@@ -47,7 +47,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), 2 * int(mel_frames))
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
-    names, unused = _text_inputs(module, config)
+    names, unused = _text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, SAMPLE_SEQUENCE) if choices else (SAMPLE_BATCH, SAMPLE_SEQUENCE)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
@@ -57,7 +57,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     return resize(example, axes, sizes, config, seed=0), axes, unused
 
 
-def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple[str, ...]]:
+def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
     """What a text model is given, and which inputs it takes but ignores."""
     parameters = _parameters(module)
     names = ["input_ids"]
@@ -66,12 +66,32 @@ def _text_inputs(module: torch.nn.Module, config: Any) -> tuple[list[str], tuple
     # `generate` passes none, even to models that would take them (GPT-2).
     generates = getattr(module, "can_generate", None)
     if "token_type_ids" in parameters and not (generates is not None and generates()):
-        # A table of one row (RoBERTa) or none (DeBERTa-v2) adds the same to every token.
-        if getattr(config, "type_vocab_size", 2) > 1:
+        types = getattr(config, "type_vocab_size", None)
+        if types is None:
+            # Left out, they add nothing, where zeros would add something (GPT-2 adds the embedding of token 0): such a
+            # graph takes them only where the tokenizer always gives them (XLNet's).
+            if "token_type_ids" in _tokenizer_names(folder):
+                names.append("token_type_ids")
+        elif types > 1:
             names.append("token_type_ids")
         else:
+            # A table of one row (RoBERTa) or none (DeBERTa-v2) adds the same to every token.
             return names, ("token_type_ids",)
     return names, ()
+
+
+def _tokenizer_names(folder: Path | None) -> Sequence[str]:
+    """What the tokenizer in a folder returns; nothing without one."""
+    from transformers import AutoTokenizer
+
+    if folder is None or not any(folder.glob("*token*")):
+        return ()
+    try:
+        names: Sequence[str] = AutoTokenizer.from_pretrained(folder, local_files_only=True).model_input_names
+    # Tokenizers of the model's own code and broken ones: the export goes on without.
+    except Exception:  # noqa: BLE001
+        return ()
+    return names
 
 
 def _image_config(config: Any) -> Any:
@@ -207,9 +227,12 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     if not any("sequence" in named.values() for named in axes.values()):
         return {}
     limits = []
+    declared = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
-            # RoBERTa-like tables start counting behind the padding row.
+            # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
             offset = child.padding_idx + 1 if child.padding_idx is not None else 0
             limits.append(child.num_embeddings - offset)
+            if isinstance(declared, int) and 0 < declared < child.num_embeddings:
+                limits.append(declared)
     return {"sequence": min(limits)} if limits else {}

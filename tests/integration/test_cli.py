@@ -186,3 +186,16 @@ def test_convert_refuses_what_it_does_not_know(tiny_folder: Callable[..., Path],
     assert "No backend here quantizes with 'int3'" in result.stderr
     assert run("convert", tiny_folder()).exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [("--temperature", 0), ("--top-p", 2), ("--top-k", -3), ("--num-beams", 0)])
+def test_sampling_that_cannot_be(wrong: tuple[str, object], tmp_path: Path) -> None:
+    result = run("generate", tmp_path, "--prompt", "x", "--sample", *wrong)
+    assert result.exit_code == 2
+    assert wrong[0] in result.output
+
+
+def test_clearing_what_the_cache_does_not_hold() -> None:
+    result = run("cache", "clear", "no-such-entry")
+    assert result.exit_code == 2
+    assert "nothing whose name starts with 'no-such-entry'" in result.output

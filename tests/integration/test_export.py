@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import accel
 from accel import ORTModelForSequenceClassification, capture
@@ -109,6 +110,35 @@ def test_a_head_that_reads_the_end_token(tmp_path: Path) -> None:
     found = ORTModelForSequenceClassification(artifact)(**inputs).logits
     assert expected.abs().max() > 0.1
     assert (found - expected).abs().max() < 1e-4
+    # The table has two rows more, which no position uses.
+    assert artifact.component().max_sizes == {"sequence": 64}
+
+
+def test_types_that_zeros_do_not_stand_for(tmp_path: Path) -> None:
+    """GPT-2 adds the embedding of token 0 for type 0, and nothing where types are left out, as they always are."""
+    config = transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=1, n_head=2, pad_token_id=0, num_labels=3)
+    model = rescale(transformers.GPT2ForSequenceClassification(config)).eval()
+    artifact = export(model, tmp_path / "gpt2", task="text-classification")
+    assert [spec.name for spec in artifact.component().inputs] == ["input_ids", "attention_mask"]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        expected = model(ids).logits
+    assert (ORTModelForSequenceClassification(artifact)(ids).logits - expected).abs().max() < 1e-4
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "bert", "bert")
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if "layer.1." not in n}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ExportError, match=r"lacks 16 weights of a BertForSequenceClassification .*layer\.1\."):
+        export(folder, tmp_path / "out")
+
+
+def test_the_pooler_that_a_language_model_lacks_is_left_out(tmp_path: Path) -> None:
+    artifact = export(
+        save_tiny(tmp_path / "roberta", "roberta", "fill-mask"), tmp_path / "out", task="feature-extraction"
+    )
+    assert [spec.name for spec in artifact.component().outputs] == ["last_hidden_state"]
 
 
 def test_graph_carries_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -197,6 +227,14 @@ def test_sentence_transformers_folder(tmp_path: Path) -> None:
     hidden = model(**_encoded(folder, "where is my card")).last_hidden_state
     cls = torch.nn.functional.normalize(hidden[:, 0], dim=1)
     assert (torch.from_numpy(vectors[0]) - cls[0]).abs().max() < 1e-5
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    (saved / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 5, "do_lower_case": True}))
+    prompts = {"prompts": {"query": "find "}, "default_prompt_name": "query"}
+    (saved / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    cut = accel.ORTModelForFeatureExtraction.from_pretrained(saved)
+    # Of five tokens two are special: "find where is".
+    assert (cut.encode("Where is my card") == model.encode("find where is")).all()
 
 
 def _encoded(folder: Path, text: str) -> dict[str, torch.Tensor]:

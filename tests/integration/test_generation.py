@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import accel
-from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, SessionOptions, export, optimize, quantize, validate
+from accel import ORTModelForCausalLM, SessionOptions, export, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.cli import app
 from accel.errors import ConfigError, ExportError, InputError
@@ -274,17 +274,21 @@ def test_wrong_input_is_explained(generator: Artifacts) -> None:
         model.generate(ids, max_new_tokens=2, cache_implementation="static")
 
 
-def test_encoder_outputs_need_their_mask(generator: Artifacts) -> None:
-    model: ORTModelForSeq2SeqLM = opened(generator("t5"))
+def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:
+    """Without one, the decoder reads all of them, as in transformers."""
+    original, model = tiny_generator("t5"), opened(generator("t5"))
     rows = inputs_of("t5")
     encoded = model.get_encoder()(**rows)
     start = torch.zeros((3, 1), dtype=torch.int64)
-    with pytest.raises(InputError, match="without their attention mask"):
-        model(encoder_outputs=encoded, decoder_input_ids=start)
-    found = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=start)
-    with torch.inference_mode():
-        expected = tiny_generator("t5")(**rows, decoder_input_ids=start)
-    assert (found.logits - expected.logits).abs().max() <= 1e-3
+    for mask in (rows["attention_mask"], None):
+        found = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=start)
+        with torch.inference_mode():
+            hidden = original.get_encoder()(**rows)
+            expected = original(encoder_outputs=hidden, attention_mask=mask, decoder_input_ids=start)
+        assert (found.logits - expected.logits).abs().max() <= 1e-3
+    ids = rows["input_ids"][1:2]
+    expected_tokens = original.generate(ids, max_new_tokens=6)
+    assert torch.equal(model.generate(ids, max_new_tokens=6), expected_tokens)
 
 
 def _generate_in_child(model: Any, queue: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import accel
 from accel import ORTModelForSequenceClassification as Classifier
+from accel import registry
 from accel.artifact import Artifact, accel_home
 from accel.config import SessionOptions
 from accel.errors import (
@@ -77,6 +78,20 @@ def test_plain_onnx_folders(name: str, artifact: Artifact, tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "saved")
     saved = Artifact.load(tmp_path / "saved")
     assert all(len(record.sha256) == 64 for record in saved.component().files)
+
+
+def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path)
+    with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns 3"):
+        accel.ORTModelForTokenClassification.from_pretrained(folder)
+    with pytest.raises(TaskError, match="returns logits, and no hidden states"):
+        accel.ORTModelForFeatureExtraction.from_pretrained(folder)
+
+
+def test_a_backend_that_does_not_export_says_why_it_cannot_run(tiny_folder: Callable[..., Path]) -> None:
+    if not registry.probe(registry.describe("cuda")).available:
+        with pytest.raises(BackendUnavailableError, match="cuda"):
+            Classifier.from_pretrained(tiny_folder(), backend="cuda")
 
 
 def test_file_name_chooses_among_graphs(artifact: Artifact, tmp_path: Path) -> None:
