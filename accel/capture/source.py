@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -20,6 +22,24 @@ from .wrappers import Tensors, Wrapper
 logger = logging.getLogger(__name__)
 
 _CHATTY = ("transformers", "torch", "onnxscript", "onnx_ir", "onnx")
+
+
+class _OtherThreads:
+    """Standard error without what this thread writes: `torch.export` prints whole graphs there, a progress bar has a thread.
+
+    Args:
+        stream: Standard error.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager
@@ -38,7 +58,7 @@ def quiet() -> Iterator[None]:
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(_OtherThreads(sys.stderr)):
             warnings.simplefilter("ignore")
             yield
     finally:
