@@ -1,7 +1,8 @@
 """Shape buckets: pad the `sequence` axis up to one of a few lengths, so that a runtime may compile static shapes.
 
 One wrapper for every backend: it pads with the values that the specs name, runs the session opened for that length, and
-cuts the result. Padding is masked, so results are those of the unpadded call.
+cuts the result. Padding is masked, so results are those of the unpadded call; models for which the export found
+otherwise are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .artifact import Artifact, Component
+from .artifact import PADDING_DIFFERENCE, Artifact, Component
 from .errors import ConfigError, InputError, SessionError
 from .interfaces import Feeds, Session, State
 from .specs import DeviceSpec, TensorSpec
@@ -43,6 +44,14 @@ class BucketedSession:
     @classmethod
     def open_all(cls, artifact: Artifact, open_shapes: OpenShapes, buckets: Sequence[int]) -> dict[str, Session]:
         """Every component of an artifact as a bucketed session; a bucket is opened when it is first needed."""
+        changed = max(
+            (float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0
+        )
+        if changed > 0:
+            raise ConfigError(
+                f"Buckets pad the sequence, and padding changes what this model answers (by {changed:.2g} of the largest value).",
+                fix="leave buckets out.",
+            )
         opened: dict[int | None, Mapping[str, Session]] = {}
 
         def open_bucket(name: str, bucket: int | None) -> Session:

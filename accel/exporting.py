@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from . import capture, progress, registry
-from .artifact import MANIFEST, Artifact, check_output, copy_companions, staging
+from .artifact import MANIFEST, PADDING_DIFFERENCE, Artifact, check_output, copy_companions, staging
 from .config import ExportConfig
 from .errors import ConfigError, ExportError, IntegrityError, OutputFolderError, ValidationError
 from .hub import HubOptions, Location, locate
@@ -138,10 +138,13 @@ def export_located(
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
         cases = capture.cases_by_part(source)
+        changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         progress.report("tracing and converting", 2, 4)
         artifact = exporter.export(source, task=source.task, config=config, out=folder)
         progress.report("checking against PyTorch", 3, 4)
         validation = _check(artifact, spec, cases, config)
+        if changed is not None:
+            validation[PADDING_DIFFERENCE] = changed
         seconds = round(time.perf_counter() - started, 2)
         artifact = artifact.with_step(seconds=seconds, validation=validation)
     progress.report("exported", 4, 4)

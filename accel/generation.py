@@ -513,6 +513,8 @@ class EncoderDecoder(_Generator):
             cache.constants = self._cross_session.run({"encoder_hidden_states": encoder_outputs[0]})
         if _ENCODER_MASK in self._takes:
             if attention_mask is None:
+                attention_mask = cache.constants.get(_ENCODER_MASK)
+            if attention_mask is None:
                 raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
             cache.constants[_ENCODER_MASK] = attention_mask
         tokens = {"input_ids": decoder_input_ids}

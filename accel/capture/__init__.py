@@ -8,7 +8,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
 from .attention import FusedAttention
-from .comparing import Case, max_difference, reference, reference_cases, tolerance
+from .comparing import Case, max_difference, padding_difference, reference, reference_cases, tolerance
 from .generation import cases_by_part, split
 from .loading import folder_digest, load_source
 from .rewrites import make_rewrites_exact
@@ -48,6 +48,7 @@ __all__ = [
     "load_source",
     "make_rewrites_exact",
     "max_difference",
+    "padding_difference",
     "quiet",
     "reference",
     "reference_cases",

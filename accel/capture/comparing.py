@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ExportError
-from .samples import safe_sizes
+from .samples import pad_id, safe_sizes
 from .source import Source, quiet
 from .tracing import first_lines
 from .wrappers import Tensors
@@ -59,6 +59,45 @@ def reference_cases(source: Source) -> list[Case]:
                 "axes=... that it answers: equal axes by one name, axes that cannot vary left out.",
             ) from error
     return cases
+
+
+def padding_difference(source: Source) -> float | None:
+    """How much longer padding, all of it masked, changes the model's answers: the largest difference over the largest
+    value, 1 at least; 0 within the tolerance of its type. `None` where there is no mask, or the model fails on such inputs.
+
+    It changes nothing in most models. XLNet reads the last token, and Nystromformer's landmarks move.
+    """
+    axis = "sequence"
+    if axis not in source.axes.get("attention_mask", {}).values():
+        return None
+    sizes = safe_sizes(source.example, source.axes)
+    short = 6
+    longer = min(11, source.max_sizes.get(axis, 11))
+    feeds = source.sample({**sizes, axis: short})
+    padded = {}
+    for name, tensor in feeds.items():
+        place = next((i for i, named in source.axes.get(name, {}).items() if named == axis), None)
+        if place is None:
+            padded[name] = tensor
+            continue
+        filled = torch.zeros_like(tensor.narrow(place, 0, 1)) + (pad_id(source.config) if name == "input_ids" else 0)
+        padded[name] = torch.cat((tensor, *[filled] * (longer - short)), dim=place)
+    try:
+        expected, found = reference(source.model, feeds), reference(source.model, padded)
+    # Foreign model code, which may raise anything.
+    except Exception:  # noqa: BLE001
+        return None
+    worst, scale = 0.0, 1.0
+    for name, value in expected.items():
+        have = found[name]
+        for i in range(value.ndim):
+            if value.shape[i] == short and have.shape[i] == longer:
+                have = have.narrow(i, 0, short)
+        if have.shape != value.shape:
+            return float("inf")
+        worst = max(worst, float((have - value).abs().max()))
+        scale = max(scale, float(value.abs().max()))
+    return worst / scale if worst > tolerance(None, source.dtype, scale) else 0.0
 
 
 @torch.inference_mode()

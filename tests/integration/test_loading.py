@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import accel
 from accel import ORTModelForSequenceClassification as Classifier
@@ -31,6 +32,7 @@ from accel.errors import (
     TaskError,
     UnknownBackendError,
 )
+from accel.testing.models import rescale
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 3, 0, 0]])
 INPUTS = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "token_type_ids": torch.zeros_like(IDS)}
@@ -236,6 +238,18 @@ def test_buckets(artifact: Artifact) -> None:
         assert (model(input_ids=ids, attention_mask=mask).logits - expected).abs().max() < 1e-5
     with pytest.raises(ConfigError, match="longer than the model's 96 positions"):
         Classifier(artifact, session_options=SessionOptions(buckets=(128,)))
+
+
+def test_buckets_where_padding_changes_the_answer(artifact: Artifact, tmp_path: Path) -> None:
+    assert artifact.manifest.steps[0].validation["padding_difference"] == 0
+    config = transformers.NystromformerConfig(
+        vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = rescale(transformers.NystromformerForSequenceClassification(config)).eval()
+    made = accel.export(model, tmp_path / "onnx", task="text-classification")
+    with pytest.raises(ConfigError, match="padding changes what this model answers"):
+        Classifier(made, session_options=SessionOptions(buckets=(16,)))
 
 
 def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> None:
