@@ -17,7 +17,7 @@ from .wrappers import SentenceEmbedder, Tensors
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
-_POSITIONS = re.compile(r"(^|[._])(position_embeddings?|embed_positions|wpe|pos_embed\w*)$")
+_POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 
 Axes = Mapping[str, Mapping[int, str]]
 
