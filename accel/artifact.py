@@ -34,9 +34,10 @@ _CHUNK_BYTES = 1 << 20
 _STAGING_PREFIX = ".accel-staging-"
 _STAGING_MAX_AGE_S = 24 * 3600
 
-# Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 PADDING_DIFFERENCE = "padding_difference"
 """In an export's validation: how much more padding changes the model's answers, relative to the largest."""
+
+# Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 _NOT_COMPANIONS = (
     ".index.json",
