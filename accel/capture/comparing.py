@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -87,17 +88,15 @@ def padding_difference(source: Source) -> float | None:
     # Foreign model code, which may raise anything.
     except Exception:  # noqa: BLE001
         return None
-    worst, scale = 0.0, 1.0
+    cut = {}
     for name, value in expected.items():
-        have = found[name]
+        cut[name] = found[name]
         for i in range(value.ndim):
-            if value.shape[i] == short and have.shape[i] == longer:
-                have = have.narrow(i, 0, short)
-        if have.shape != value.shape:
-            return float("inf")
-        worst = max(worst, float((have - value).abs().max()))
-        scale = max(scale, float(value.abs().max()))
-    return worst / scale if worst > tolerance(None, source.dtype, scale) else 0.0
+            if value.shape[i] == short and cut[name].shape[i] == longer:
+                cut[name] = cut[name].narrow(i, 0, short)
+    worst, scale = max_difference(cut, expected)
+    # Manifests are JSON, which has no infinity.
+    return min(worst / max(1.0, scale), sys.float_info.max) if worst > tolerance(None, source.dtype, scale) else 0.0
 
 
 @torch.inference_mode()
