@@ -8,9 +8,7 @@ from onnx_ir.passes import common as passes
 
 from .analysis import dims
 from .attention import only_user, producer
-from .graphs import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
-
-_WIDE = (ir.DataType.INT32, ir.DataType.INT64)
+from .graphs import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
 
 
 def fold_single_rows(model: ir.Model) -> int:
@@ -83,7 +81,7 @@ def count_tokens(model: ir.Model) -> int:
 
 def _unconverted(value: ir.Value | None) -> ir.Value | None:
     """The value before conversions between integer types that numbers up to a text's length survive."""
-    while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in _WIDE:
+    while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in INTEGERS:
         value = cast.inputs[0]
     return value
 
@@ -91,7 +89,7 @@ def _unconverted(value: ir.Value | None) -> ir.Value | None:
 def _converted_user(value: ir.Value) -> ir.Node | None:
     """The one node that reads a value, behind such conversions."""
     user = only_user(value)
-    while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in _WIDE:
+    while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in INTEGERS:
         user = only_user(user.outputs[0])
     return user
 

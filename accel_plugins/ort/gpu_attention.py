@@ -18,14 +18,13 @@ from onnx_ir.passes import common as passes
 
 from .analysis import bounds, dims
 from .attention import only_user, producer
-from .graphs import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from .graphs import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
 
 MASK_NAME = "accel.key_mask"
 """Name of the `(batch, sequence) int32` value that fused attention takes its mask from; `masks` finds it by this."""
 ROWS_NAME = "accel.rows_with_keys"
 """Name of the `(batch, 1, 1) bool` value that is false for rows without any key."""
 _SPLIT = (0, 2, 1, 3)
-_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ def _keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
         difference = producer(product.inputs[one], "Sub")
         if difference is not None and low < 0 and scalar(difference.inputs[0]) == 1.0:
             mask = producer(difference.inputs[1], "Cast")
-            if mask is not None and mask.inputs[0] is not None and mask.inputs[0].dtype in _INTEGERS:
+            if mask is not None and mask.inputs[0] is not None and mask.inputs[0].dtype in INTEGERS:
                 return mask.inputs[0], low
     return None, 0.0
 
@@ -315,7 +314,7 @@ def _truth(value: ir.Value | None) -> ir.Value | None:
     cast = producer(value, "Cast")
     if cast is not None and value.dtype == ir.DataType.BOOL:
         return cast.inputs[0]
-    return value if value.dtype == ir.DataType.BOOL or value.dtype in _INTEGERS else None
+    return value if value.dtype == ir.DataType.BOOL or value.dtype in INTEGERS else None
 
 
 def _addresses_keys(indices: ir.Value | None) -> bool:

@@ -23,6 +23,8 @@ from accel.artifact import (
 from accel.specs import TensorSpec
 
 MICROSOFT = "com.microsoft"
+INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+"""Types of token ids, masks and positions."""
 SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
 _CACHE_TYPES: Mapping[ir.DataType | None, str] = {

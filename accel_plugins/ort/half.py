@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from .graphs import MICROSOFT, nodes
+from .graphs import INTEGERS, MICROSOFT, nodes
 
 _LIMITS = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.38e38}
 """Largest finite numbers. Constants beyond them (the large negative number of an additive mask) are cut to them."""
 ISLANDS = ("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "Pow", "Exp", "Log", "CumSum", "Range", "Resize")
 """Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it."""
 _MOST_POSITION_NODES = 64
-_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 def to_float16(model: ir.Model) -> int:
@@ -79,7 +78,7 @@ def _position_nodes(model: ir.Model) -> dict[int, ir.Node]:
     They stay in float32, as transformers has them: float16 holds no odd position beyond 2048, and a logarithm rounded to
     it falls into another bucket.
     """
-    integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in _INTEGERS]
+    integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in INTEGERS]
     found: dict[int, ir.Node] = {}
     for end in (*nodes(model, "Sin", "Cos"), *integers):
         behind: dict[int, ir.Node] = {}
