@@ -194,7 +194,7 @@ def answer(
                 raise
             raise ConfigError(
                 f"transformers refuses these settings: {error}",
-                fix="temperature above 0, top_p from 0 to 1, top_k from 1 on, num_beams from 1 on.",
+                fix="temperature above 0, top_p from 0 to 1, top_k from 0 on, num_beams from 1 on.",
             ) from error
     seconds = time.perf_counter() - started
     prompt_tokens = int(inputs["input_ids"].shape[1]) if decoder_only else 1

@@ -717,7 +717,7 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
     try:
         # torch reads no negative strides.
         return (
-            torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+            torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else torch.as_tensor(value)
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
@@ -728,12 +728,14 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
 
 def _sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
     """What sentence-transformers' files in a folder say about texts, and the prompt before each of them."""
-    read = {}
-    for name in ("sentence_bert_config.json", "config_sentence_transformers.json"):
+
+    def settings(name: str) -> dict[str, Any]:
         path = folder / name
-        read[name] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    texts, general = read.values()
-    return texts, (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    general = settings("config_sentence_transformers.json")
+    prompt = (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
+    return settings("sentence_bert_config.json"), prompt
 
 
 def _export_config(settings: Mapping[str, Any], method: Any) -> ExportConfig:
@@ -876,9 +878,9 @@ class ORTModelForFeatureExtraction(ORTModel):
         tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(self.artifact.path, local_files_only=True)
         limit = self.artifact.components[0].max_sizes.get("sequence")
         texts_config, prompt = _sentence_settings(self.artifact.path)
+        items = [prompt + item for item in items]
         if texts_config.get("do_lower_case"):
             items = [item.lower() for item in items]
-        items = [prompt + item for item in items]
         lengths = [
             limit,
             tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None,

@@ -230,7 +230,7 @@ def test_sentence_transformers_folder(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
     (saved / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 5, "do_lower_case": True}))
-    prompts = {"prompts": {"query": "find "}, "default_prompt_name": "query"}
+    prompts = {"prompts": {"query": "Find "}, "default_prompt_name": "query"}
     (saved / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     cut = accel.ORTModelForFeatureExtraction.from_pretrained(saved)
     # Of five tokens two are special: "find where is".
