@@ -25,22 +25,22 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -d build/site
 
-# On a machine with an NVIDIA GPU: the tests that need one, then the benchmark, into docs/benchmarks/gpu.json. GPU_PYTHON has
+# On a machine with an NVIDIA GPU: the tests that need one, then the benchmark, into benchmarks/gpu.json. GPU_PYTHON has
 # torch and onnxruntime-gpu for CUDA (`pip install ".[cuda]"` and pytest).
 GPU_PYTHON ?= $(PYTHON)
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py tests/backends/test_cuda_generation.py
-	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json
-	$(GPU_PYTHON) docs/benchmarks/gpu.py docs/benchmarks/gpu.json --benchmark
-	$(GPU_PYTHON) docs/benchmarks/gpu_generation.py docs/benchmarks/gpu_generation.json
+	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json
+	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json --benchmark
+	$(GPU_PYTHON) benchmarks/gpu_generation.py benchmarks/gpu_generation.json
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs serve
 
 bench: $(VENV)/.run
-	$(BIN)/python docs/benchmarks/wrapper_cost.py
-	$(BIN)/python docs/benchmarks/length_sorting.py
-	$(BIN)/python docs/benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv docs/benchmarks/tune-demo.json --tuned build/tuned
+	$(BIN)/python benchmarks/wrapper_cost.py
+	$(BIN)/python benchmarks/length_sorting.py
+	$(BIN)/python benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv benchmarks/tune-demo.json --tuned build/tuned
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

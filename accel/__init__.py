@@ -5,74 +5,74 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .artifact import Artifact as Artifact
-    from .benchmarking import benchmark as benchmark
+    from .artifact.manifest import Artifact as Artifact
+    from .backends.doctor import list_backends as list_backends
+    from .backends.interfaces import Exporter as Exporter
+    from .backends.interfaces import Optimizer as Optimizer
+    from .backends.interfaces import Quantizer as Quantizer
     from .config import ExportConfig as ExportConfig
     from .config import OptimizeConfig as OptimizeConfig
     from .config import QuantizeConfig as QuantizeConfig
     from .config import SessionOptions as SessionOptions
-    from .doctor import list_backends as list_backends
     from .errors import AccelError as AccelError
-    from .evaluation import evaluate as evaluate
-    from .exporting import export as export
-    from .generation import ORTModelForCausalLM as ORTModelForCausalLM
-    from .generation import ORTModelForImageTextToText as ORTModelForImageTextToText
-    from .generation import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
-    from .generation import ORTModelForVision2Seq as ORTModelForVision2Seq
-    from .interfaces import Exporter as Exporter
-    from .interfaces import Optimizer as Optimizer
-    from .interfaces import Quantizer as Quantizer
-    from .modeling import ORTModelForCustomTasks as ORTModelForCustomTasks
-    from .modeling import ORTModelForFeatureExtraction as ORTModelForFeatureExtraction
-    from .modeling import ORTModelForImageClassification as ORTModelForImageClassification
-    from .modeling import ORTModelForMaskedLM as ORTModelForMaskedLM
-    from .modeling import ORTModelForMultipleChoice as ORTModelForMultipleChoice
-    from .modeling import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
-    from .modeling import ORTModelForSequenceClassification as ORTModelForSequenceClassification
-    from .modeling import ORTModelForTokenClassification as ORTModelForTokenClassification
-    from .pipelines import pipeline as pipeline
-    from .search import quantize as quantize
-    from .speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
-    from .steps import optimize as optimize
-    from .steps import validate as validate
-    from .tuning import tune as tune
+    from .measuring.accuracy.evaluation import evaluate as evaluate
+    from .measuring.latency.benchmarking import benchmark as benchmark
+    from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
+    from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
+    from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
+    from .models.encoders import ORTModelForCustomTasks as ORTModelForCustomTasks
+    from .models.encoders import ORTModelForFeatureExtraction as ORTModelForFeatureExtraction
+    from .models.encoders import ORTModelForImageClassification as ORTModelForImageClassification
+    from .models.encoders import ORTModelForMaskedLM as ORTModelForMaskedLM
+    from .models.encoders import ORTModelForMultipleChoice as ORTModelForMultipleChoice
+    from .models.encoders import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
+    from .models.encoders import ORTModelForSequenceClassification as ORTModelForSequenceClassification
+    from .models.encoders import ORTModelForTokenClassification as ORTModelForTokenClassification
+    from .models.pipelines.opening import pipeline as pipeline
+    from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
+    from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
+    from .stages.export import export as export
+    from .stages.optimize import optimize as optimize
+    from .stages.validate import validate as validate
+    from .tuning.budget import quantize as quantize
+    from .tuning.tune import tune as tune
 
 # Every public name and the module that holds it; imported at first use (PEP 562), so that `import accel` is cheap.
 _MODULE_OF = {
     "AccelError": "errors",
-    "Artifact": "artifact",
+    "Artifact": "artifact.manifest",
+    "benchmark": "measuring.latency.benchmarking",
+    "evaluate": "measuring.accuracy.evaluation",
+    "export": "stages.export",
     "ExportConfig": "config",
-    "Exporter": "interfaces",
-    "ORTModelForCausalLM": "generation",
-    "ORTModelForSeq2SeqLM": "generation",
-    "ORTModelForSpeechSeq2Seq": "speech",
-    "ORTModelForImageTextToText": "generation",
-    "ORTModelForVision2Seq": "generation",
-    "ORTModelForCustomTasks": "modeling",
-    "ORTModelForFeatureExtraction": "modeling",
-    "ORTModelForImageClassification": "modeling",
-    "ORTModelForMaskedLM": "modeling",
-    "ORTModelForMultipleChoice": "modeling",
-    "ORTModelForQuestionAnswering": "modeling",
-    "ORTModelForSequenceClassification": "modeling",
-    "ORTModelForTokenClassification": "modeling",
+    "Exporter": "backends.interfaces",
+    "list_backends": "backends.doctor",
+    "optimize": "stages.optimize",
     "OptimizeConfig": "config",
-    "Optimizer": "interfaces",
+    "Optimizer": "backends.interfaces",
+    "ORTModelForCausalLM": "models.decoders",
+    "ORTModelForCustomTasks": "models.encoders",
+    "ORTModelForFeatureExtraction": "models.encoders",
+    "ORTModelForImageClassification": "models.encoders",
+    "ORTModelForImageTextToText": "models.vision_language",
+    "ORTModelForMaskedLM": "models.encoders",
+    "ORTModelForMultipleChoice": "models.encoders",
+    "ORTModelForQuestionAnswering": "models.encoders",
+    "ORTModelForSeq2SeqLM": "models.encoder_decoder",
+    "ORTModelForSequenceClassification": "models.encoders",
+    "ORTModelForSpeechSeq2Seq": "models.speech",
+    "ORTModelForTokenClassification": "models.encoders",
+    "ORTModelForVision2Seq": "models.encoder_decoder",
+    "pipeline": "models.pipelines.opening",
+    "quantize": "tuning.budget",
     "QuantizeConfig": "config",
-    "Quantizer": "interfaces",
+    "Quantizer": "backends.interfaces",
     "SessionOptions": "config",
-    "evaluate": "evaluation",
-    "benchmark": "benchmarking",
-    "export": "exporting",
-    "list_backends": "doctor",
-    "optimize": "steps",
-    "pipeline": "pipelines",
-    "quantize": "search",
-    "tune": "tuning",
-    "validate": "steps",
+    "tune": "tuning.tune",
+    "validate": "stages.validate",
 }
 
 __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605

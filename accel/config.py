@@ -105,6 +105,7 @@ class ExportConfig(JsonConfig):
             1e-2 for float16 and 1e-1 for bfloat16, times the largest reference value where that is above 1.
         external_data: Whether weights are kept in `model.onnx.data` beside the graph. `False` puts them into the
             file, which protobuf limits to 2 GiB, and is refused above 1 GiB.
+        options: Options that only the exporting backend has, by its own names.
     """
 
     dtype: Dtype = "float32"
@@ -113,6 +114,7 @@ class ExportConfig(JsonConfig):
     normalize: bool | None = None
     atol: float | None = None
     external_data: bool = True
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super(ExportConfig, self).__post_init__()

@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-")
 
 from accel.artifact import Artifact
-from accel.exporting import export
+from accel.stages.export import export
 from accel.testing.models import save_tiny
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -28,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked `gpu` are skipped, with every reason, where the CUDA backend cannot run."""
     if item.get_closest_marker("gpu") is None:
         return
-    from accel import registry
+    from accel.backends import registry
 
     found = registry.probe(registry.describe("cuda"))
     if not found.available:

@@ -1,5 +1,7 @@
 """PyTorch model to graph: the only contact with `transformers.exporters`.
 
+In: a transformers folder, an adapter or a module. Out: a graph with named axes, and what PyTorch answers to compare it with.
+
 `load_source` reads a model for a task, `Source.sample` makes the inputs it is traced with, `capture_onnx` (or
 `capture_openvino`) traces it and repairs or refuses what the trace got wrong, and `reference_cases` with
 `max_difference` compare the result with the model on other shapes. A trace follows one set of inputs, and what it did
@@ -7,13 +9,14 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
+from ..chatter import quiet
 from .attention import FusedAttention
-from .comparing import Case, max_difference, padding_difference, reference, reference_cases, tolerance
 from .generation import cases_by_part, split
-from .loading import folder_digest, load_source
+from .loading import load_source
+from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
-from .samples import Axes
-from .source import Source, quiet
+from .samples import Axes, pad_id
+from .source import Source
 from .tracing import (
     capture_onnx,
     capture_openvino,
@@ -42,12 +45,13 @@ __all__ = [
     "drop_unused_inputs",
     "dtype_name",
     "feeds_for",
-    "folder_digest",
     "graph_name",
     "graph_specs",
     "load_source",
     "make_rewrites_exact",
     "max_difference",
+    "named_tensors",
+    "pad_id",
     "padding_difference",
     "quiet",
     "reference",

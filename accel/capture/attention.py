@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +121,7 @@ class _Trace:
         return next((layer for layer in self.layers if layer.added is not None and layer.keys is key), None)
 
 
-_active: list[_Trace] = []
+_active: ContextVar[_Trace | None] = ContextVar("accel_trace", default=None)
 
 
 def _attend(
@@ -140,7 +141,7 @@ def _attend(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    trace = _active[-1] if _active else None
+    trace = _active.get()
     layer = trace.layer_of(key) if trace is not None else None
     if trace is not None and trace.fusion is not None:
         if layer is not None and layer.added is not None:
@@ -216,9 +217,9 @@ def tracing(
     model: Any, fusion: FusedAttention | None, layers: list[CacheLayer], batch: Any, total: Any
 ) -> Iterator[None]:
     """Our attention function, knowing these layers, inside the model."""
-    _active.append(_Trace(fusion, layers, batch, total))
+    token = _active.set(_Trace(fusion, layers, batch, total))
     try:
         with _our_attention(model):
             yield
     finally:
-        _active.pop()
+        _active.reset(token)

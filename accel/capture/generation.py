@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from ..chatter import quiet
 from ..errors import ExportError
-from ..tasks import task_spec
+from ..tasks.infer import task_spec
 from .attention import CacheLayer, FusedAttention, tracing
-from .comparing import Case, reference_cases
+from .references import Case, reference_cases
 from .samples import pad_id
-from .source import Source, quiet
+from .source import Source
 from .tracing import first_lines, graph_name
 from .wrappers import Tensors, Wrapper
 
@@ -134,7 +135,7 @@ class _CrossAttention(_Part):
         hidden = feeds["encoder_hidden_states"]
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
+            decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64, device=hidden.device),
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
             past_key_values=cache,
             use_cache=True,

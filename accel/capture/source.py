@@ -2,70 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
-import threading
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from ..artifact import Origin
+from ..artifact.manifest import Origin
 from .samples import Axes, resize
 from .wrappers import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
-
-_CHATTY = ("transformers", "torch", "onnxscript", "onnx_ir", "onnx")
-
-
-class _OtherThreads:
-    """Standard error without what this thread writes: `torch.export` prints whole graphs there, a progress bar has a thread.
-
-    Args:
-        stream: Standard error.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence upstream prints, warnings and log lines, unless `accel`'s own logger is at DEBUG (`--verbose`)."""
-    if logger.isEnabledFor(logging.DEBUG):
-        yield
-        return
-    from transformers.utils import logging as transformers_logging
-
-    levels = {name: logging.getLogger(name).level for name in _CHATTY}
-    onnx_loggers = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
-    levels |= {name: logging.getLogger(name).level for name in onnx_loggers}
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(_OtherThreads(sys.stderr)):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

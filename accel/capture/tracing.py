@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..artifact.tensors import TensorSpec
+from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
-from ..specs import TensorSpec
-from ..tasks import read_config, task_spec
+from ..tasks.infer import read_config, task_spec
 from .rewrites import make_rewrites_exact
 from .samples import pad_id, resize
-from .source import Source, quiet
+from .source import Source
 from .wrappers import Tensors
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
 
+@functools.cache
 def graph_name(name: str) -> str:
     """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`."""
     match = _LAYERS.match(name)

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from accel import registry
-from accel.artifact import Artifact
+from accel.artifact.manifest import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import Backend, Session, State
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
 from accel.config import SessionOptions
 from accel.errors import ConfigError, InputError, SessionClosedError
-from accel.exporting import export
-from accel.interfaces import Backend, Session, State
-from accel.specs import BackendSpec, Capability, DeviceSpec, Probe
+from accel.stages.export import export
 
 from .models import tiny_model
 
@@ -51,7 +51,7 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls) -> BackendSpec:
-        """What the plugin says about itcls."""
+        """What the plugin says about itself."""
         return registry.describe(cls.backend)
 
     @pytest.fixture(scope="class")

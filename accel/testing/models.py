@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from accel.tasks import task_spec
+from accel.tasks.infer import task_spec
 
 VOCABULARY = 120
 LABELS = 3

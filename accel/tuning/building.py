@@ -7,17 +7,20 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from .. import progress
-from ..candidates import Recipe
+from ..artifact.manifest import MANIFEST
 from ..config import available_processors
 from ..errors import AccelError, SessionError
-from ..workers import Helper
-from .jobs import Store, build, data_digest
+from ..measuring.processes import Helper
+from .candidates import Recipe
+from .jobs import CalibrationData, Facts, build
 from .state import Clock, Made, Subject
+from .store import Store, data_digest
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +34,15 @@ class Builder:
         subject: What is tuned.
         store: What earlier searches made.
         clock: The time limit.
-        calibration: Arguments of `calibration_batches`; schemes that need them are not offered when `None`.
-        samples: Rows of it at most.
+        calibration: Rows for schemes that need them, which are not offered when `None`.
 
     Attributes:
         failed: Recipes that could not be made, and why.
     """
 
-    def __init__(
-        self, subject: Subject, store: Store, clock: Clock, *, calibration: dict[str, Any] | None, samples: int
-    ) -> None:
+    def __init__(self, subject: Subject, store: Store, clock: Clock, *, calibration: CalibrationData | None) -> None:
         self._subject, self._store, self._clock = subject, store, clock
-        self._calibration, self._samples = calibration, samples
+        self._calibration = calibration
         self._helpers = [Helper() for _ in range(min(2, available_processors()))]
         self._free: SimpleQueue[Helper] = SimpleQueue()
         for helper in self._helpers:
@@ -77,7 +77,7 @@ class Builder:
         """Make artifacts; see `begin`."""
         return self.finish(self.begin(recipes, share))
 
-    def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[dict[str, Any] | str]]]:
+    def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[Facts | str]]]:
         """Start to make artifacts.
 
         Args:
@@ -89,7 +89,7 @@ class Builder:
             for recipe in recipes
         ]
 
-    def finish(self, begun: Sequence[tuple[Recipe, Future[dict[str, Any] | str]]]) -> list[Made]:
+    def finish(self, begun: Sequence[tuple[Recipe, Future[Facts | str]]]) -> list[Made]:
         """Wait for what `begin` started; what fails is kept in `failed`."""
         for recipe, future in progress.track(begun, "building"):
             facts = future.result()
@@ -129,30 +129,29 @@ class Builder:
     def _key(self, recipe: Recipe) -> dict[str, Any]:
         calibration = None
         if self._calibration is not None and recipe.stage == "quantize":
-            calibration = {**self._calibration, "data": data_digest(self._calibration["data"])}
+            calibration = {**asdict(self._calibration), "data": data_digest(self._calibration.data)}
         return {
             "source": self._subject.digest,
             "task": self._subject.task,
             "recipe": recipe.to_dict(),
             "calibration": calibration,
-            "samples": self._samples if calibration else None,
             "versions": self._subject.versions,
         }
 
-    def _one(self, helper: Helper, recipe: Recipe, share: float, *, files: bool = False) -> dict[str, Any] | str:
+    def _one(self, helper: Helper, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
         """What is known about an artifact, or why there is none; `files`: and its folder, made again where it is gone."""
         # Two recipes may start from the same one, and only one of their processes may make it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
             return self._one_alone(helper, recipe, share, files)
 
-    def _one_alone(self, helper: Helper, recipe: Recipe, share: float, files: bool) -> dict[str, Any] | str:
+    def _one_alone(self, helper: Helper, recipe: Recipe, share: float, files: bool) -> Facts | str:
         key = self._key(recipe)
         out = self._store.artifact(key)
         known = self._store.get("builds", key)
         if known is not None and "error" in known:
             return str(known["error"])
-        if known is not None and (not files or (out / "accel.json").is_file()):
-            return known
+        if known is not None and (not files or (out / MANIFEST).is_file()):
+            return Facts(**known)
         if self._clock.left(share) <= 0:
             return LATE
         parent = None
@@ -160,20 +159,9 @@ class Builder:
             if isinstance(problem := self._one(helper, recipe.parent, share, files=True), str):
                 return problem
             parent = self._store.artifact(self._key(recipe.parent))
-        step = recipe.to_dict()
-        if recipe.stage == "quantize":
-            step["settings"] = {"samples": self._samples, **step["settings"]}
-        subject = self._subject
-        hub = {
-            "revision": subject.hub.revision,
-            "token": subject.hub.token,
-            "trust_remote_code": subject.hub.trust_remote_code,
-        }
         logger.info("building %s", recipe)
         try:
-            facts: dict[str, Any] = self._ask(
-                helper, share, build, step, parent, out, subject.source, subject.task, self._calibration, hub
-            )
+            facts: Facts = self._ask(helper, share, build, recipe, parent, out, self._subject.model, self._calibration)
         except SessionError as error:
             # Not remembered: the process died or was cut off, which may have been the machine's fault.
             return f"building it failed: {error.message.splitlines()[0]}"
@@ -181,5 +169,5 @@ class Builder:
             why = f"building it failed: {error.message.splitlines()[0]}"
             self._store.put("builds", key, {"error": why})
             return why
-        self._store.put("builds", key, facts)
+        self._store.put("builds", key, asdict(facts))
         return facts

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any
 
 from ..errors import AccelError
+from ..measuring.accuracy.evaluation import EvaluationData
 from .building import Builder
-from .jobs import Store, accuracy, data_digest
+from .jobs import Accuracy, accuracy
 from .state import Subject, Tried
+from .store import Store, data_digest
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ class Grader:
 
     Args:
         subject: What is tuned.
-        data: Arguments of `EvaluationSet`.
+        data: The rows.
         store: What earlier searches measured.
         builder: Its processes do the work.
 
@@ -28,26 +30,23 @@ class Grader:
         seconds: The longest that one candidate took so far.
     """
 
-    def __init__(self, subject: Subject, data: dict[str, Any], store: Store, builder: Builder) -> None:
+    def __init__(self, subject: Subject, data: EvaluationData, store: Store, builder: Builder) -> None:
         self._subject, self._data, self._store, self._builder = subject, data, store, builder
-        self._data_key = {**data, "data": data_digest(data["data"])}
-        self._pending: Future[dict[str, Any]] | None = None
-        self._reference: dict[str, Any] | None = None
+        given = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
+        self._data_key = {**given, "data": data_digest(data.data)}
+        self._pending: Future[Accuracy] | None = None
+        self._reference: Accuracy | None = None
         self.seconds = 0.0
 
     def begin(self) -> None:
         """Start on PyTorch float32, beside whatever comes next."""
-        self._reference = self._store.get("accuracy", self._reference_key())
-        if self._reference is None:
-            subject = self._subject
-            model = {
-                "pytorch": str(subject.folder),
-                "task": subject.task,
-                "trust_remote_code": subject.hub.trust_remote_code,
-            }
-            self._pending = self._builder.start(accuracy, model, self._data, None)
+        known = self._store.get("accuracy", self._reference_key())
+        if known is not None:
+            self._reference = Accuracy.from_dict(known)
+        else:
+            self._pending = self._builder.start(accuracy, self._subject.baseline, self._data, None)
 
-    def reference(self) -> Mapping[str, Any]:
+    def reference(self) -> Accuracy:
         """PyTorch float32 on the data.
 
         Raises:
@@ -55,15 +54,14 @@ class Grader:
         """
         if self._reference is None:
             assert self._pending is not None, "begin() comes first"
-            self._reference = self._pending.result()
-            self._store.put("accuracy", self._reference_key(), self._reference)
-            found = self._reference
-            logger.info("PyTorch float32: %s %.4f on %d rows", found["metric"], found["value"], found["rows"])
+            self._reference = found = self._pending.result()
+            self._store.put("accuracy", self._reference_key(), found.to_dict())
+            logger.info("PyTorch float32: %s %.4f on %d rows", found.metric, found.scored.value, found.rows)
         return self._reference
 
     def grade(self, tried: Tried) -> None:
         """Measure a candidate; it gets `found`, or a reason why not."""
-        c, subject = tried.candidate, self._subject
+        candidate, subject = tried.candidate, self._subject
         key = {
             "what": tried.identity,
             "data": self._data_key,
@@ -72,22 +70,21 @@ class Grader:
             "versions": subject.versions,
         }
         known = self._store.get("accuracy", key)
-        if known is None:
-            model = {
-                "path": str(tried.made.path), "backend": c.backend, "device": c.device, "options": c.options.to_dict(),
-                "task": subject.task, "trust_remote_code": subject.hub.trust_remote_code,
-            }  # fmt: skip
+        if known is not None:
+            tried.found = Accuracy.from_dict(known)
+        else:
             try:
                 self._builder.files(tried.made)
-                known = self._builder.call(accuracy, model, self._data, list(self.reference()["predictions"]))
+                variant = subject.variant(candidate, tried.made.path)
+                tried.found = self._builder.call(accuracy, variant, self._data, self.reference().scored)
             except AccelError as error:
                 tried.reason = f"measuring its accuracy failed: {error.message.splitlines()[0]}"
-                logger.info("%s: %s", c, tried.reason)
+                logger.info("%s: %s", candidate, tried.reason)
                 return
-            self._store.put("accuracy", key, known)
-            self.seconds = max(self.seconds, float(known["seconds"]))
-        tried.found = known
-        logger.info("%s: loses %.2f points on %d rows", c, known["drop"], known["rows"])
+            self._store.put("accuracy", key, tried.found.to_dict())
+            self.seconds = max(self.seconds, tried.found.scored.seconds)
+        assert tried.found.comparison is not None
+        logger.info("%s: loses %.2f points on %d rows", candidate, tried.found.comparison.drop, tried.found.rows)
 
     def _reference_key(self) -> dict[str, Any]:
         subject = self._subject

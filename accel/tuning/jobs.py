@@ -1,213 +1,201 @@
-"""The steps of a search that run in a process of their own: building an artifact, measuring accuracy; and the store that
-remembers what they found.
+"""The steps of a search that run in a process of their own: building an artifact, opening one, measuring accuracy.
+
+What crosses the border to the process and back is a dataclass; what is remembered of it is its JSON form.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..artifact import Artifact, accel_home, sha256, tool_versions
-from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
+from ..artifact.hub import HubOptions
+from ..artifact.manifest import Artifact
+from ..backends import registry
+from ..backends.opening import RunSettings, open_artifact
+from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
+from ..data.batches import calibration_batches, load_processor
+from ..measuring.accuracy.comparing import Comparison, Scored
+from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
+from ..measuring.latency.variants import Variant
+from ..models.opening import close, open_model
+from ..stages.export import artifact_for, export_resolved
+from ..stages.optimize import optimize
+from ..stages.quantize_once import quantize
+from ..stages.resolving import Resolved, resolve
+from .candidates import Recipe
 
-TOOLS = ("torch", "transformers", "onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf")
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationData:
+    """Rows for schemes that need activation ranges.
 
-class Store:
-    """What earlier searches measured, under `ACCEL_HOME/tune`, by everything that it depends on.
-
-    Args:
-        fresh: Forget what was there before.
+    Attributes:
+        data: As for `accel.quantize`.
+        columns: Column by use.
+        split: Of a Hub data set.
+        max_length: Tokens that longer rows are cut to.
+        samples: Rows at most.
     """
 
-    def __init__(self, *, fresh: bool = False) -> None:
-        self._root = accel_home() / "tune"
-        self._fresh = fresh
-        self._written: set[Path] = set()
-        self.hits = 0
-
-    def get(self, kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What was found for a key, or `None`."""
-        file = self._file(kind, key)
-        if self._fresh and file not in self._written:
-            return None
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        # What was built is looked up again and again; what was measured, once.
-        self.hits += kind != "builds"
-        return found if isinstance(found, dict) else None
-
-    def put(self, kind: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
-        """Remember it, at once: an interrupted search keeps what it measured."""
-        file = self._file(kind, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        temporary.write_text(json.dumps(value), encoding="utf-8")
-        temporary.replace(file)
-        self._written.add(file)
-
-    def artifact(self, key: Mapping[str, Any]) -> Path:
-        """The folder of the artifact that a key stands for."""
-        return self._root / "artifacts" / digest(key)
-
-    def _file(self, kind: str, key: Mapping[str, Any]) -> Path:
-        return self._root / kind / f"{digest(key)}.json"
+    data: Any
+    columns: Mapping[str, str] | None = None
+    split: str | None = None
+    max_length: int | None = None
+    samples: int = 256
 
 
-def digest(key: Any) -> str:
-    """A short name for JSON values."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a search needs to know about an artifact.
+
+    Attributes:
+        digest: Of the artifact.
+        bytes: Of its files.
+        dtype: That it computes in.
+        limits: Largest sizes of named axes.
+        masked: Whether it takes a mask.
+        seconds: That it took to make.
+    """
+
+    digest: str
+    bytes: int
+    dtype: str
+    limits: Mapping[str, int]
+    masked: bool
+    seconds: float
 
 
-def data_digest(data: Any) -> str:
-    """Identifies data: the content of a file, the rows of a list, the fingerprint of a data set, the name of another."""
-    if data is None:
-        return ""
-    if isinstance(data, str | os.PathLike):
-        path = Path(data)
-        return sha256(path) if path.is_file() else os.fspath(data)
-    return str(getattr(data, "_fingerprint", None) or digest(list(data)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """How good a model is on the rows of a search.
 
+    Attributes:
+        metric: Its name.
+        higher_is_better: Whether larger values are better.
+        scored: Value and predictions; without predictions where they are compared already.
+        rows: How many.
+        data: Which ones.
+        comparison: With PyTorch float32; `None` for that one itself.
+    """
 
-def versions() -> dict[str, str]:
-    """Of everything that makes or runs an artifact."""
-    return tool_versions(*TOOLS)
+    metric: str
+    higher_is_better: bool
+    scored: Scored
+    rows: int
+    data: Mapping[str, Any]
+    comparison: Comparison | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Accuracy:
+        """From `to_dict` and JSON."""
+        comparison = values["comparison"]
+        return cls(
+            **{
+                **values,
+                "scored": Scored.from_dict(values["scored"]),
+                "comparison": Comparison.from_dict(comparison) if comparison is not None else None,
+            }
+        )
 
 
 def build(
-    step: Mapping[str, Any], parent: Path | None, out: Path, source: str, task: str, calibration: Mapping[str, Any] | None,
-    hub: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Make an artifact: one step of a recipe.
+    recipe: Recipe, parent: Path | None, out: Path, source: Resolved, calibration: CalibrationData | None
+) -> Facts:
+    """Make the artifact of a recipe's last step.
 
     Args:
-        step: The recipe's JSON form.
-        parent: Artifact that it starts from.
+        recipe: What to make.
+        parent: Artifact that it starts from; `None` for an export.
         out: Folder to make.
         source: Model to export.
-        task: Its task.
-        calibration: Arguments of `calibration_batches`.
-        hub: Arguments of `export` about the Hub.
-
-    Returns:
-        What a search needs to know about it.
+        calibration: For schemes that need it.
     """
-    from .. import steps
-    from ..calibration import calibration_batches
-    from ..exporting import export
-
     started = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
-    if step["stage"] == "export":
-        config = ExportConfig(dtype=step["setting"])
-        artifact = export(source, out, task=task, backend=step["backend"], format=step["format"], config=config, **hub)
+    if recipe.stage == "export":
+        spec = registry.owner("export", recipe.format, recipe.backend)
+        artifact = export_resolved(source, out, spec=spec, config=ExportConfig.from_dict({"dtype": recipe.setting}))
     else:
         assert parent is not None
-        made_from = Artifact.load(parent)
-        if step["stage"] == "optimize":
-            level = OptimizeConfig.from_dict({"level": step["setting"], **step["settings"]})
-            artifact = steps.optimize(made_from, out, backend=step["backend"], config=level)
-        else:
-            scheme = QuantizeConfig.from_dict({"scheme": step["setting"], **step["settings"]})
-            batches = None
-            if calibration is not None:
-                batches = calibration_batches(made_from, config=scheme, **calibration)
-            artifact = steps.quantize(made_from, out, calibration=batches, backend=step["backend"], config=scheme)
+        artifact = _rewritten(recipe, Artifact.load(parent), out, calibration)
     component = artifact.components[0]
-    return {
-        "digest": artifact.digest,
-        "bytes": artifact.bytes,
-        "dtype": artifact.dtype,
-        "limits": dict(component.max_sizes),
-        "masked": any(spec.role == "mask" for spec in component.inputs),
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+    return Facts(
+        digest=artifact.digest,
+        bytes=artifact.bytes,
+        dtype=artifact.dtype,
+        limits=dict(component.max_sizes),
+        masked=any(spec.role == "mask" for spec in component.inputs),
+        seconds=round(time.perf_counter() - started, 2),
+    )
 
 
-def opens(path: Path, backend: str, device: str, options: Mapping[str, Any]) -> None:
+def _rewritten(recipe: Recipe, parent: Artifact, out: Path, calibration: CalibrationData | None) -> Artifact:
+    if recipe.stage == "optimize":
+        level = OptimizeConfig.from_dict({"level": recipe.setting, **recipe.settings})
+        return optimize(parent, out, backend=recipe.backend, config=level)
+    scheme = QuantizeConfig.from_dict({"scheme": recipe.setting, **recipe.settings})
+    batches = None
+    if calibration is not None:
+        scheme = replace(scheme, samples=calibration.samples)
+        batches = calibration_batches(
+            parent, calibration.data, config=scheme, columns=calibration.columns, split=calibration.split,
+            max_length=calibration.max_length,
+        )  # fmt: skip
+    return quantize(parent, out, calibration=batches, backend=recipe.backend, config=scheme)
+
+
+def opens(path: Path, settings: RunSettings) -> None:
     """Open an artifact and close it again.
 
     Raises:
         AccelError: The backend refuses.
     """
-    from ..sessions import open_artifact
-
-    how = SessionOptions.from_dict(options)
-    opened = open_artifact(Artifact.load(path), backend=backend, device=device, options=how)
-    for session in opened.sessions.values():
-        session.close()
+    open_artifact(Artifact.load(path), settings).close()
 
 
-def accuracy(model: Mapping[str, Any], data: Mapping[str, Any], reference: list[Any] | None) -> dict[str, Any]:
-    """Measure a model on labelled data.
+def accuracy(variant: Variant, data: EvaluationData, reference: Scored | None) -> Accuracy:
+    """Measure a model on labelled rows.
 
     Args:
-        model: `pytorch` (a folder) or `path`, `backend`, `device` and `options`; and `task`, `trust_remote_code`.
-        data: Arguments of `EvaluationSet`.
-        reference: Predictions of PyTorch float32 on the same rows, to compare with.
-
-    Returns:
-        Value, predictions and, with a reference, what was lost.
+        variant: The model and the way to run it.
+        data: The rows.
+        reference: What PyTorch float32 scored on them, to compare with.
     """
-    from .. import capture
-    from ..calibration import load_processor
-    from ..evaluation import EvaluationSet, close, open_model
-    from ..hub import HubOptions, Location
-    from ..intervals import difference_interval
-
-    trust = bool(model.get("trust_remote_code"))
-    opened: Any
-    if "pytorch" in model:
-        folder = Path(model["pytorch"])
-        hub = HubOptions(local_files_only=True, trust_remote_code=trust)
-        source = capture.load_source(Location(str(folder), folder), task=model["task"], config=ExportConfig(), hub=hub)
-        opened, limits = source.model, source.max_sizes
-    else:
-        folder = Path(model["path"])
-        artifact = Artifact.load(folder)
-        options = SessionOptions.from_dict(model["options"])
-        opened = open_model(artifact, backend=model["backend"], device=model["device"], session_options=options)
-        limits = artifact.components[0].max_sizes
+    hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
+    resolved = resolve(variant.path, task=variant.task, hub=hub)
+    settings = RunSettings(
+        backend=variant.backend,
+        device=variant.device,
+        provider_options=variant.provider_options,
+        options=variant.options,
+    )
+    artifact = artifact_for(resolved, settings)
+    model = open_model(replace(resolved, kind="artifact", artifact=artifact), settings)
     try:
         prepared = EvaluationSet(
-            task=model["task"],
-            config=opened.config,
-            processor=load_processor(folder, model["task"], trust_remote_code=trust),
-            limit=limits.get("sequence"),
-            trust_remote_code=trust,
-            **data,
+            data,
+            task=variant.task,
+            config=model.config,
+            processor=load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code),
+            limit=positions(artifact),
         )
-        measured = prepared.measure(opened)
+        scored = prepared.measure(model)
     finally:
-        close(opened)
-    found: dict[str, Any] = {
-        "metric": prepared.metric.name,
-        "value": measured.value,
-        "predictions": list(measured.predictions),
-        "rows": len(prepared.rows),
-        "data": prepared.rows.sample.to_dict(),
-        "points": prepared.metric.points,
-        "higher_is_better": prepared.metric.higher_is_better,
-        "seconds": round(measured.seconds, 2),
-    }
-    if reference is not None:
-        metric = prepared.metric
-        before = metric.compute(reference, prepared.references)[metric.key]
-        interval = difference_interval(metric, reference, measured.predictions, prepared.references)
-        ends = sorted(metric.drop(0.0, end) for end in (interval.low, interval.high))
-        same = sum(bool(a == b) for a, b in zip(reference, measured.predictions, strict=True))
-        found |= {
-            "drop": metric.drop(before, measured.value),
-            "drop_interval": ends,
-            "agreement": same / len(reference),
-        }
-    return found
+        close(model)
+    compared = None if reference is None else prepared.compare(scored, reference, "PyTorch float32")
+    return Accuracy(
+        metric=prepared.metric.name,
+        higher_is_better=prepared.metric.higher_is_better,
+        scored=scored if compared is None else replace(scored, predictions=()),
+        rows=len(prepared.rows),
+        data=prepared.rows.sample.to_dict(),
+        comparison=compared,
+    )

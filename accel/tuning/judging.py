@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from ..benchmarking import VariantResult
-from ..candidates import Candidate, Space
-from ..statistics import geometric_mean
-from .report import Constraints, Objective, Trial
+from ..measuring.latency.results import VariantResult
+from ..measuring.statistics import geometric_mean
+from .candidates import Candidate, Space
+from .report import Goal, Trial
 from .state import Tried
 
 _EPSILON = 1e-9
@@ -21,8 +20,8 @@ class Judge:
         tried: Candidates that were timed, by name.
     """
 
-    def __init__(self, objective: Objective, constraints: Constraints) -> None:
-        self._objective, self._constraints = objective, constraints
+    def __init__(self, goal: Goal) -> None:
+        self._objective, self._constraints = goal.objective, goal.constraints
         self.tried: dict[str, Tried] = {}
 
     def ranked(self) -> list[Tried]:
@@ -62,7 +61,7 @@ class Judge:
         """Why a candidate cannot win, as far as the screen tells."""
         limits, screen = self._constraints, tried.screen
         assert screen is not None
-        size, memory = tried.made.facts["bytes"] / 1e6, (screen.peak_memory_bytes or 0) / 1e6
+        size, memory = tried.made.facts.bytes / 1e6, (screen.peak_memory_bytes or 0) / 1e6
         if limits.max_size_mb is not None and size > limits.max_size_mb:
             return f"{size:.1f} MB of files; accepted: {limits.max_size_mb:g}"
         if limits.max_memory_mb is not None and memory > limits.max_memory_mb:
@@ -78,17 +77,17 @@ class Judge:
         limits, missed = self._constraints, {}
         shown = tried.final or tried.screen
         assert shown is not None
-        found = tried.found or {}
-        if limits.max_drop is not None and "drop" in found:
-            missed["max_drop"] = found["drop"] - limits.max_drop
-        if limits.min_accuracy is not None and "value" in found:
-            missed["min_accuracy"] = limits.min_accuracy - found["value"]
+        found = tried.found
+        if limits.max_drop is not None and found is not None and found.comparison is not None:
+            missed["max_drop"] = found.comparison.drop - limits.max_drop
+        if limits.min_accuracy is not None and found is not None:
+            missed["min_accuracy"] = limits.min_accuracy - found.scored.value
         if limits.max_latency_ms is not None:
             missed["max_latency_ms"] = max(c.latency.median for c in shown.cells) - limits.max_latency_ms
         if limits.max_memory_mb is not None:
             missed["max_memory_mb"] = (shown.peak_memory_bytes or 0) / 1e6 - limits.max_memory_mb
         if limits.max_size_mb is not None:
-            missed["max_size_mb"] = tried.made.facts["bytes"] / 1e6 - limits.max_size_mb
+            missed["max_size_mb"] = tried.made.facts.bytes / 1e6 - limits.max_size_mb
         return {name: by for name, by in missed.items() if by > _EPSILON}
 
     def finals(self) -> list[Tried]:
@@ -106,20 +105,21 @@ class Judge:
         return made
 
     def _trial(self, tried: Tried, winner: Tried, finals: Sequence[Tried]) -> Trial:
-        found, facts, shown = tried.found or {}, tried.made.facts, tried.final or tried.screen
+        found, facts, shown = tried.found, tried.made.facts, tried.final or tried.screen
+        compared = found.comparison if found is not None else None
         return Trial(
             name=str(tried.candidate),
             backend=tried.candidate.backend,
             device=tried.candidate.device,
             options=shown.options if shown is not None else {},
-            digest=facts["digest"],
-            bytes=facts["bytes"],
+            digest=facts.digest,
+            bytes=facts.bytes,
             speed=self.speed(tried),
             result=tried.final,
-            value=found.get("value"),
-            drop=found.get("drop"),
-            drop_interval=tuple(found["drop_interval"]) if "drop_interval" in found else None,
-            agreement=found.get("agreement"),
+            value=found.scored.value if found is not None else None,
+            drop=compared.drop if compared is not None else None,
+            drop_interval=compared.drop_interval if compared is not None else None,
+            agreement=compared.agreement if compared is not None else None,
             front=tried in finals and not self._dominated(tried, finals),
             winner=tried is winner,
             reason=self._why_not(tried, winner, finals),
@@ -149,9 +149,9 @@ class Judge:
 
 def _worth(tried: Tried) -> float:
     """Its metric, larger is better."""
-    found: Mapping[str, Any] = tried.found or {}
-    value = float(found["value"])
-    return value if found["higher_is_better"] else -value
+    assert tried.found is not None
+    value = tried.found.scored.value
+    return value if tried.found.higher_is_better else -value
 
 
 def _quintiles(result: VariantResult) -> list[float]:

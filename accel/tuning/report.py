@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ..artifact import Artifact
-from ..benchmarking import VariantResult
-from ..errors import BudgetError, ConfigError
+from ..artifact.manifest import Artifact
+from ..errors import BudgetError, ConfigError, did_you_mean
+from ..measuring.latency.results import VariantResult
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
@@ -47,13 +47,33 @@ class Constraints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is best, and what a winner must satisfy.
+
+    Attributes:
+        objective: What is minimised or maximised; see `accel.tune`.
+        constraints: What holds in any case.
+    """
+
+    objective: Objective
+    constraints: Constraints
+
+    def __post_init__(self) -> None:
+        words = get_args(Objective)
+        if self.objective not in words:
+            raise ConfigError(
+                f"objective is {self.objective!r}.{did_you_mean(self.objective, words)}", fix=f"use {', '.join(words)}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One candidate.
 
     Attributes:
         name: Backend, recipe and run options.
         backend: Who runs it.
-        device: Where.
+        device: The device that ran it.
         options: The session's options.
         digest: Of its artifact.
         bytes: Of its files.
@@ -136,7 +156,7 @@ class Tuning:
         return tuple(trial for trial in self.trials if trial.front)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, in the form that `accel.reporting` reads."""
+        """As JSON values, in the form that `accel.measuring.reporting` reads."""
         measured = [t for t in self.trials if t.result is not None]
         return {
             "task": self.task,

@@ -1,6 +1,6 @@
 """The search behind `accel.tune`: its stages, in order.
 
-Candidates come from the backends' declared capabilities (`accel.candidates`). Latency screens are cheap and come first;
+Candidates come from the backends' declared capabilities (`accel.tuning.candidates`). Latency screens are cheap and come first;
 accuracy is measured on all rows, of the survivors only; those are timed again, longer. Building and evaluating happen in
 processes of their own, so that a backend that crashes is one rejected candidate. Everything measured is kept under
 `ACCEL_HOME/tune` by what it depends on, so that a second run starts where the first one stopped.
@@ -17,21 +17,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from .. import progress
-from ..artifact import Artifact, RunRecord, staging
-from ..benchmarking import VariantResult
-from ..candidates import Candidate, Recipe, Space, combined
+from ..artifact.manifest import Artifact, RunRecord
+from ..artifact.writing import staging
+from ..backends.machine import machine
+from ..backends.opening import RunSettings
 from ..config import available_processors
-from ..doctor import machine
 from ..errors import AccelError, BudgetError, SessionError
+from ..measuring.accuracy.evaluation import EvaluationData
+from ..measuring.latency.results import VariantResult
 from .building import Builder
+from .candidates import Candidate, Recipe, Space, combined
 from .grading import Grader
-from .jobs import Store, opens
+from .jobs import CalibrationData, opens
 from .judging import Judge
-from .report import Constraints, Objective, Tuning, no_fit
+from .report import Goal, Tuning, no_fit
 from .state import Clock, Made, Subject, Tried, Work
+from .store import Store
 from .timing import Timer
 
 logger = logging.getLogger(__name__)
@@ -49,16 +52,15 @@ class Search:
     """One search and what it has found so far."""
 
     def __init__(
-        self, *, subject: Subject, data: dict[str, Any], calibration: dict[str, Any] | None, calibration_samples: int,
-        objective: Objective, constraints: Constraints, work: Work, store: Store, clock: Clock,
+        self, *, subject: Subject, data: EvaluationData, calibration: CalibrationData | None, goal: Goal, work: Work,
+        store: Store, clock: Clock,
     ) -> None:  # fmt: skip
-        self._subject, self._objective, self._constraints = subject, objective, constraints
-        self._work, self._store, self._clock = work, store, clock
-        self._builder = Builder(subject, store, clock, calibration=calibration, samples=calibration_samples)
-        callers = available_processors() if objective == "throughput" else 1
+        self._subject, self._goal, self._work, self._store, self._clock = subject, goal, work, store, clock
+        self._builder = Builder(subject, store, clock, calibration=calibration)
+        callers = available_processors() if goal.objective == "throughput" else 1
         self._timer = Timer(subject, work, store, clock, self._builder, callers=callers)
         self._grader = Grader(subject, data, store, self._builder)
-        self._judge = Judge(objective, constraints)
+        self._judge = Judge(goal)
         self._failed: dict[str, tuple[Candidate | None, str]] = {}
         self._refusals: dict[tuple[str, str, str | None], str] = {}
         self._stages: dict[str, float] = {}
@@ -81,7 +83,8 @@ class Search:
             self._reference()
             exports = self._builder.finish(begun)
         if not exports:
-            why = "\n".join(f"  {name}: {reason}" for name, reason in self._builder.failed.items())
+            reasons = {**{one.name: one.reason for one in space.skipped}, **self._builder.failed}
+            why = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
             raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
         with self._stage("optimize and quantize"):
             made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
@@ -126,15 +129,15 @@ class Search:
             offered
             for made in exports
             for offered in (
-                space.quantizations(made.recipe, made.facts["dtype"]),
-                space.optimizations(made.recipe, made.facts["dtype"]),
+                space.quantizations(made.recipe, made.facts.dtype),
+                space.optimizations(made.recipe, made.facts.dtype),
             )
         ]
         return [recipe for row in itertools.zip_longest(*kinds) for recipe in row if recipe is not None]
 
     @staticmethod
     def _runs(space: Space, made: Sequence[Made]) -> list[Candidate]:
-        return [c for m in made for c in space.candidates(m.recipe, m.facts["dtype"])]
+        return [c for m in made for c in space.candidates(m.recipe, m.facts.dtype)]
 
     def _compositions(self, space: Space) -> list[Recipe]:
         """The two best schemes of a format again, on the best optimized artifact of that format."""
@@ -148,7 +151,7 @@ class Search:
                 continue
             offered = {
                 (recipe.backend, recipe.setting): recipe
-                for recipe in space.quantizations(best.recipe, best.facts["dtype"])
+                for recipe in space.quantizations(best.recipe, best.facts.dtype)
             }
             top = list(dict.fromkeys((r.backend, r.setting) for r in done))[:2]
             recipes += [offered[key] for key in top if key in offered]
@@ -160,9 +163,9 @@ class Search:
         changes: dict[str, list[Candidate]] = {}
         for base in bases:
             facts = base.made.facts
-            lengths = self._timer.lengths(facts["limits"])
+            lengths = self._timer.lengths(facts.limits)
             changes[str(base.candidate)] = space.variations(
-                base.candidate, dtype=facts["dtype"], lengths=lengths, masked=facts["masked"]
+                base.candidate, dtype=facts.dtype, lengths=lengths, masked=facts.masked
             )
         self._screen([c for offered in changes.values() for c in offered], share)
         together = []
@@ -225,7 +228,7 @@ class Search:
         Where rows a second or processor time count, one thread may win that is slower than all of them together; for size
         time does not matter, but what takes a hundred times as long helps nobody.
         """
-        return {"latency": 3.0, "size": 100.0}.get(self._objective, 3.0 * available_processors())
+        return {"latency": 3.0, "size": 100.0}.get(self._goal.objective, 3.0 * available_processors())
 
     def _refusal(self, tried: Tried) -> str:
         """Why a backend does not compute in another dtype; asked once, in a helper that is warm."""
@@ -244,7 +247,8 @@ class Search:
             if known is None:
                 self._builder.files(tried.made)
                 try:
-                    self._builder.call(opens, tried.made.path, c.backend, c.device, c.options.to_dict())
+                    settings = RunSettings(backend=c.backend, device=c.device, options=c.options)
+                    self._builder.call(opens, tried.made.path, settings)
                     known = {"refusal": ""}
                 except AccelError as error:
                     known = {"refusal": error.message.splitlines()[0]}
@@ -286,7 +290,7 @@ class Search:
         if winner is None:
             ranked = self._judge.ranked()
             missed = [(str(t.candidate), self._judge.violations(t), t.found is not None) for t in ranked]
-            raise no_fit(missed, asdict(self._constraints), self._clock.limit_s)
+            raise no_fit(missed, asdict(self._goal.constraints), self._clock.limit_s)
         assert winner.final is not None
         assert winner.final_anchor is not None
         trials = self._judge.trials(winner, failed, space)
@@ -302,13 +306,13 @@ class Search:
             winner=next(trial for trial in trials if trial.winner),
             trials=tuple(trials),
             task=self._subject.task,
-            metric=reference["metric"],
-            rows=reference["rows"],
-            total_rows=reference["data"]["total"],
-            reference=reference["value"],
+            metric=reference.metric,
+            rows=reference.rows,
+            total_rows=reference.data["total"],
+            reference=reference.scored.value,
             baseline=winner.final_anchor,
-            objective=self._objective,
-            constraints=self._constraints,
+            objective=self._goal.objective,
+            constraints=self._goal.constraints,
             machine=facts,
             settings=settings,
             stages=self._stages,
@@ -322,18 +326,20 @@ class Search:
 
 def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, pytorch: VariantResult) -> Artifact:
     """The winning artifact with its run options, so that loading it runs what was measured, `alone` beside PyTorch."""
-    assert winner.found is not None
+    found = winner.found
+    assert found is not None
+    assert found.comparison is not None
     run = RunRecord(
         backend=winner.candidate.backend,
         device=winner.candidate.device,
         session={**alone.options},
         measured={
             "metric": tuning.metric,
-            "value": winner.found["value"],
+            "value": found.scored.value,
             "pytorch_float32": tuning.reference,
-            "drop": winner.found["drop"],
-            "rows": winner.found["rows"],
-            "data": winner.found["data"],
+            "drop": found.comparison.drop,
+            "rows": found.rows,
+            "data": found.data,
             "median_ms": {c.workload: round(c.latency.median, 4) for c in alone.cells},
             "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in pytorch.cells},
             "peak_memory_bytes": alone.peak_memory_bytes,

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..benchmarking import VariantResult
-from ..candidates import Candidate, Recipe
-from ..hub import HubOptions
-from .jobs import digest
+from ..measuring.latency.results import VariantResult
+from ..measuring.latency.variants import Variant
+from ..stages.resolving import Resolved
+from .candidates import Candidate, Recipe
+from .jobs import Accuracy, Facts
+from .store import digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +23,35 @@ class Subject:
     """What is tuned, and where: everything that a measurement depends on and no candidate changes.
 
     Attributes:
-        source: As the user named it.
-        folder: Where it is.
-        task: Its task.
-        hub: How to fetch it.
+        model: The PyTorch model.
+        baseline: PyTorch float32 on it, which everything is compared with.
         digest: Of its files.
         machine: Processors and devices.
         versions: Of every tool.
     """
 
-    source: str
-    folder: Path
-    task: str
-    hub: HubOptions
+    model: Resolved
+    baseline: Variant
     digest: str
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
+
+    @property
+    def task(self) -> str:
+        """The model's task."""
+        return self.model.task
+
+    @property
+    def folder(self) -> Path:
+        """Where the model is."""
+        return self.model.location.folder
+
+    def variant(self, candidate: Candidate, path: Path) -> Variant:
+        """A candidate's artifact and the way to run it."""
+        return Variant(
+            name=str(candidate), path=path, task=self.task, backend=candidate.backend, device=candidate.device,
+            options=candidate.options, trust_remote_code=self.model.hub.trust_remote_code,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +78,7 @@ class Made:
 
     recipe: Recipe
     path: Path
-    facts: dict[str, Any]
+    facts: Facts
 
 
 @dataclass(slots=True)
@@ -75,7 +90,7 @@ class Tried:
         made: Its artifact.
         screen, anchor: The short measurement.
         final, final_anchor: The long one.
-        found: Its accuracy; see `jobs.accuracy`.
+        found: Its accuracy.
         reason: Why it was not measured further.
     """
 
@@ -85,14 +100,14 @@ class Tried:
     anchor: VariantResult | None = None
     final: VariantResult | None = None
     final_anchor: VariantResult | None = None
-    found: dict[str, Any] | None = None
+    found: Accuracy | None = None
     reason: str = ""
 
     @property
     def identity(self) -> str:
         """Equal for candidates that run the same files in the same way, however they were made."""
         c = self.candidate
-        return json.dumps([self.made.facts["digest"], c.backend, c.device, c.options.to_dict()], default=str)
+        return json.dumps([self.made.facts.digest, c.backend, c.device, c.options.to_dict()], default=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import benchmarking, progress, rounds, workloads
-from ..benchmarking import VariantResult
+from .. import progress
 from ..errors import SessionError
-from ..rounds import Measured
-from ..workers import Traffic, Variant, Worker, Workload
+from ..measuring.latency import rounds, workloads
+from ..measuring.latency.results import VariantResult, result
+from ..measuring.latency.rounds import Measured
+from ..measuring.latency.variants import Traffic, Variant, Workload
+from ..measuring.latency.worker import Worker
 from .building import LATE, Builder
-from .jobs import Store
 from .state import Clock, Subject, Tried, Work
+from .store import Store
 
 logger = logging.getLogger(__name__)
 
-PYTORCH = "PyTorch eager float32"
 _HEAT = 6  # candidates that are loaded at once, beside PyTorch
 _WARMUP = 6
 _RESERVE_S = 2.0  # for ending the processes of a heat
@@ -174,11 +175,7 @@ class Timer:
         }
 
     def _variant(self, tried: Tried) -> Variant:
-        c = tried.candidate
-        return Variant(
-            name=str(c), path=tried.made.path, task=self._subject.task, backend=c.backend, device=c.device,
-            options=c.options, trust_remote_code=self._subject.hub.trust_remote_code,
-        )  # fmt: skip
+        return self._subject.variant(tried.candidate, tried.made.path)
 
     def _until(self) -> float | None:
         left = self._clock.left()
@@ -208,25 +205,22 @@ class Timer:
                 )  # fmt: skip
             for one in group:
                 one.peak_memory = one.attempt(lambda worker: worker.peak_memory())
-            base, *found = [asdict(benchmarking.result(one, anchor, self._workloads)) for one in group]
+            base, *found = [asdict(result(one, anchor, self._workloads)) for one in group]
         finally:
             rounds.close(others)
         self._heat_s = time.perf_counter() - started
         if anchor.error is not None:
             raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
         return [
-            (tried, {"result": result, "anchor": base}, one.lost)
-            for tried, result, one in zip(heat, found, others, strict=True)
+            (tried, {"result": one_result, "anchor": base}, one.lost)
+            for tried, one_result, one in zip(heat, found, others, strict=True)
         ]
 
     def _start_anchor(self) -> Measured:
         """PyTorch float32, kept loaded for all heats, and the workloads, whose inputs it makes."""
         if self._anchor is not None:
             return self._anchor
-        variant = Variant(
-            name=PYTORCH, path=self._subject.folder, task=self._subject.task, pytorch="float32",
-            trust_remote_code=self._subject.hub.trust_remote_code,
-        )  # fmt: skip
+        variant = self._subject.baseline
         anchor = self._anchor = Measured(variant, Worker(variant, self._work.threads, self._until()))
         anchor.loaded = anchor.attempt(lambda worker: worker.load())
         if anchor.worker is None or anchor.loaded is None:

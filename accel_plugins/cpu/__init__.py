@@ -1,9 +1,10 @@
 """ONNX Runtime on the CPU."""
 
-from accel.specs import BackendSpec, Capability
+from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 # No bfloat16: ONNX Runtime has no CPU kernels for it.
 _DTYPES = ("float32", "float16", "int8")
+_COMMON = ("preset", "symmetric", "operators", "exclude")
 
 SPEC = BackendSpec(
     name="cpu",
@@ -14,6 +15,9 @@ SPEC = BackendSpec(
     auto=True,
     requires=("onnxruntime",),
     aliases=("CPUExecutionProvider", "onnxruntime", "ort"),
+    distributions=("onnxruntime",),
+    conflicts=(("onnxruntime", "onnxruntime-gpu"),),
+    native_options="onnxruntime.SessionOptions",
     capabilities=(
         Capability(stage="export", produces="onnx", dtypes=("float32", "float16")),
         Capability(
@@ -28,7 +32,16 @@ SPEC = BackendSpec(
             consumes="onnx",
             produces="onnx",
             schemes=("dynamic-int8", "static-int8", "weight-int8", "weight-int4"),
+            settings=(
+                SchemeSettings("dynamic-int8", (*_COMMON, "per_channel")),
+                SchemeSettings(
+                    "static-int8",
+                    (*_COMMON, "per_channel", "calibration", "percentile", "format", "smooth_quant"),
+                ),
+                SchemeSettings("weight-int8", (*_COMMON, "block_size")),
+                SchemeSettings("weight-int4", (*_COMMON, "block_size", "algorithm", "ratio")),
+            ),
         ),
-        Capability(stage="run", consumes="onnx", dtypes=_DTYPES),
+        Capability(stage="run", consumes="onnx", dtypes=_DTYPES, thread_safe=True),
     ),
 )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 import onnxruntime as ort
 
 from accel.artifact import Artifact
-from accel.config import SessionOptions
+from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
-from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
-from accel.specs import DeviceSpec, Probe, Reason
 
-from ..ort.exporter import OnnxExporter
-from ..ort.session import OrtSession, for_float8, is_float8, open_session
+from ..ortkit.export.exporter import OnnxExporter
+from ..ortkit.runtime.session import OrtSession, for_float8, is_float8, open_session
 from .flags import cpu_flags
 
 PROVIDER = "CPUExecutionProvider"
@@ -49,15 +50,21 @@ class CpuBackend:
 
     def optimizer(self) -> Optimizer:
         """The ONNX optimizer."""
-        from ..ort.optimizer import OrtOptimizer
+        from ..ortkit.optimization.optimizer import OrtOptimizer
 
         return OrtOptimizer("cpu")
 
     def quantizer(self) -> Quantizer:
         """The ONNX quantizer; its presets read this CPU's flags."""
-        from ..ort.quantizer import OrtQuantizer
+        from ..ortkit.quantization.quantizer import OrtQuantizer
 
         return OrtQuantizer("cpu", cpu_flags)
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """Reads no other folders."""
+        return None
 
     def open(
         self,
@@ -67,8 +74,9 @@ class CpuBackend:
         options: Mapping[str, object],
         session: SessionOptions,
         shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
     ) -> Mapping[str, OrtSession]:
-        """Open every component; see `accel.interfaces.Backend.open`."""
+        """Open every component; see `accel.backends.interfaces.Backend.open`."""
         if options:
             raise ConfigError(
                 f"{PROVIDER} has no options of its own, not {sorted(options)}.",

@@ -1,8 +1,9 @@
 """ONNX Runtime on NVIDIA GPUs."""
 
-from accel.specs import BackendSpec, Capability
+from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 _FLOATS = ("float32", "float16", "bfloat16")
+_PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 
 SPEC = BackendSpec(
     name="cuda",
@@ -13,6 +14,9 @@ SPEC = BackendSpec(
     auto=True,
     requires=("onnxruntime",),
     aliases=("CUDAExecutionProvider",),
+    distributions=("onnxruntime-gpu",),
+    conflicts=(("onnxruntime", "onnxruntime-gpu"),),
+    native_options="onnxruntime.SessionOptions",
     capabilities=(
         Capability(
             stage="optimize",
@@ -30,8 +34,17 @@ SPEC = BackendSpec(
             devices=("cuda",),
             dtypes=("float32", "float16"),
             schemes=("static-fp8", "static-int8"),
+            settings=(SchemeSettings("static-fp8", _PAIRS), SchemeSettings("static-int8", _PAIRS)),
         ),
-        Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        Capability(
+            stage="run",
+            consumes="onnx",
+            devices=("cuda",),
+            dtypes=(*_FLOATS, "int8"),
+            excludes=("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text"),
+            device_io=True,
+            thread_safe=True,
+        ),
         # ONNX Runtime's attention with a cache has no float32 kernel.
         Capability(
             stage="run",
@@ -40,13 +53,7 @@ SPEC = BackendSpec(
             dtypes=("float16", "bfloat16"),
             tasks=("text-generation",),
             device_io=True,
-        ),
-        Capability(
-            stage="run",
-            consumes="onnx",
-            devices=("cuda",),
-            dtypes=(),
-            tasks=("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text"),
+            thread_safe=True,
         ),
     ),
 )

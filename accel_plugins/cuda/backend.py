@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
 import onnxruntime as ort
 
 from accel.artifact import Artifact, Component
-from accel.config import SessionOptions
+from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
-from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
-from accel.specs import DeviceSpec, Probe, Reason
 
-from ..ort.gpu_optimizer import GpuOptimizer
-from ..ort.graphs import load_graph
-from ..ort.nvidia import judge, survey
-from ..ort.session import OPTIONS_OBJECT, for_float8
+from ..ortkit.graph.editing import load_graph
+from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
+from ..ortkit.runtime.nvidia import judge, survey
+from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8
 from .decoder import DecoderRuntime, DecoderSession
 from .options import CudaOptions, read_options
 from .runtime import Runtime
@@ -70,9 +71,15 @@ class CudaBackend:
 
     def quantizer(self) -> Quantizer:
         """Explicit Q/DQ pairs."""
-        from ..ort.gpu_quantizer import GpuQuantizer
+        from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("cuda")
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """Reads no other folders."""
+        return None
 
     def open(
         self,
@@ -82,8 +89,9 @@ class CudaBackend:
         options: Mapping[str, object],
         session: SessionOptions,
         shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
     ) -> Mapping[str, CudaSession]:
-        """Open every component; see `accel.interfaces.Backend.open`.
+        """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
         """

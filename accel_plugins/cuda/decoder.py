@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from accel.artifact import Component
+from accel.backends.checks import check_state, wanted_outputs
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import InputError, SessionError
-from accel.interfaces import Feeds, State
-from accel.specs import DeviceSpec
+from accel.errors import SessionError
 
-from ..ort.causal import causal_form
-from ..ort.masks import Form
+from .forms.causal import causal_form
+from .forms.masks import Form
 from .options import CudaOptions
 from .runtime import Runtime
 from .session import RUN_ERRORS, CudaSession
@@ -106,23 +107,22 @@ class DecoderSession(CudaSession):
         out: Mapping[str, torch.Tensor] | None = None,
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.Session.run`. The cache's tensors are the state's; the caller gives and gets the rest.
+        """See `accel.backends.interfaces.Session.run`. The cache's tensors are the state's; the caller gives and gets the rest.
 
         Raises:
             InputError: No state, another session's, or a mask that does not continue the state's.
         """
         runtime = self.runtime
-        if not isinstance(state, CudaState) or state.session is not self:
-            raise InputError("A decoder on the GPU runs with a state of its own.", fix="make one with new_state().")
-        if out:
-            raise InputError("A session with a state allocates its outputs.", fix="leave out=... out.")
-        wanted = self._output_names if outputs is None else self._wanted(outputs)
+        own = CudaState if getattr(state, "session", self) is self else type(None)
+        check_state(state, own, stateful=True, out=out)
+        assert isinstance(state, CudaState)
+        wanted = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         tensors = dict(zip(self._names, self._converted(feeds), strict=True))
         with runtime.lock, self.on_device():
             try:
                 logits = state.run(tensors)
             except RUN_ERRORS as error:
-                raise self._mapped(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
+                raise self._failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
         return {"logits": logits} if "logits" in wanted else {}
 
     def on_device(self) -> AbstractContextManager[object]:

@@ -8,8 +8,8 @@ import torch
 
 from accel.errors import SessionError
 
-from ..ort.masks import Held, Plan, counting_weights, flags_of, held_by_flags
-from ..ort.packing import Packing
+from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
+from .forms.packing import Packing
 from .runtime import Runtime, device_tensor
 
 

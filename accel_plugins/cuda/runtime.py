@@ -12,13 +12,13 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
-from accel.specs import DeviceSpec
 
-from ..ort.masks import Form, Held, Plan, in_form, mask_input, packs, plan_for
-from ..ort.nvidia import CUDA
-from ..ort.session import OPTIONS_OBJECT, open_runtime
+from ..ortkit.runtime.nvidia import CUDA
+from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
+from .forms.masks import Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .options import CudaOptions
 from .weights import SharedWeights
 

@@ -9,13 +9,25 @@ from typing import Any, NoReturn
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from accel.errors import InputError, SessionClosedError, SessionError, did_you_mean
-from accel.interfaces import Feeds, State
-from accel.specs import DeviceSpec, TensorSpec
+from accel.artifact import TensorSpec
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffer_shape,
+    check_buffers,
+    check_state,
+    no_state,
+    read_feeds,
+    session_closed,
+    tensor_dtypes,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+from accel.errors import SessionError
 
-from ..ort.masks import Form, Held, Plan, held_by
-from ..ort.packing import Packing
-from ..ort.values import ort_value_as_tensor
+from ..ortkit.runtime.values import ort_value_as_tensor
+from .forms.masks import Form, Held, Plan, held_by
+from .forms.packing import Packing
 from .graphs import CaptureError, ShapeGraphs
 from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
 
@@ -52,13 +64,14 @@ class CudaSession:
         self._device = device
         self._where = runtime.device
         self._compute_dtype = compute_dtype
-        self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
+        self._dtypes = tensor_dtypes(component.inputs)
+        self._check_shapes = ShapeCheck(component.inputs)
         self._names = list(self._dtypes)
         self._dtype_list = list(self._dtypes.values())
         self._index = device.index
         self._mask_position = self._names.index(runtime.mask) if runtime.mask is not None else -1
         self._output_names = [spec.name for spec in component.outputs]
-        self._output_dtypes: dict[str, torch.dtype] = {s.name: getattr(torch, s.dtype) for s in component.outputs}
+        self._output_dtypes = tensor_dtypes(component.outputs)
         unsupported = [d for d in (*self._dtypes.values(), *self._output_dtypes.values()) if d not in ELEMENT_TYPES]
         if unsupported:
             raise SessionError(f"Tensors of {unsupported[0]} cannot be bound on the GPU.")
@@ -113,7 +126,7 @@ class CudaSession:
         out: Mapping[str, torch.Tensor] | None = None,
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.Session.run`.
+        """See `accel.backends.interfaces.Session.run`.
 
         A shape that comes for the second time is captured as a CUDA graph, and from then on replayed; each input and
         output is then copied once on the device. A shape seen once runs kernel by kernel, without any copy.
@@ -122,10 +135,10 @@ class CudaSession:
         if runtime is None:
             self._closed()
         if state is not None:
-            raise InputError("This graph keeps no state.", fix="leave state=... out.")
-        names = self._output_names if outputs is None else self._wanted(outputs)
+            check_state(state, type(None), stateful=False, out=out)
+        names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if out:
-            self._check_buffers(out, names)
+            check_buffers(out, names, self._output_dtypes, self._where)
         # What comes before the first launch is what a small model waits for, so the common case does little here.
         try:
             values = [feeds[name] for name in self._names]
@@ -165,13 +178,13 @@ class CudaSession:
             return self._replay(runtime, graphs, values, names, out, current, resident)
         except RUN_ERRORS as error:
             shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
-            raise self._mapped(error, shapes) from error
+            raise self._failed(error, shapes) from error
 
     # Replaying
 
     def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
         """Buffers for a shape that comes for the second time, or `None`."""
-        self._check_shapes(tensors)
+        self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
         if runtime.graph_obstacle is not None:
             return None
         if not self._known_shapes:
@@ -238,7 +251,7 @@ class CudaSession:
         else:
             graphs.expected = plan
         graph.replay()
-        results = {name: self._copied(graphs.outputs[name], out.get(name)) for name in names}
+        results = {name: self._copied(name, graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
             held = check.held()
             if held.form not in _RIGHT_FOR[plan.form]:
@@ -264,8 +277,11 @@ class CudaSession:
         return graph
 
     @staticmethod
-    def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-        return value.clone() if buffer is None else buffer.copy_(value)
+    def _copied(name: str, value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+        if buffer is None:
+            return value.clone()
+        check_buffer_shape(name, buffer, value.shape)
+        return buffer.copy_(value)
 
     def _held(self, runtime: Runtime, tensors: Feeds) -> Held:
         """What the mask of these inputs holds, or what the options promise; waits for the GPU where the mask is there."""
@@ -292,6 +308,8 @@ class CudaSession:
             for name in names:
                 given = out.get(name)
                 dtype = self._output_dtypes[name]
+                if given is not None:
+                    check_buffer_shape(name, given, shapes[name])
                 results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
         try:
             binding = self._enqueued(runtime, plan, inputs, results, current)
@@ -304,7 +322,7 @@ class CudaSession:
         found = dict(zip(names, binding.get_outputs(), strict=True))
         made = {name: ort_value_as_tensor(value) for name, value in found.items()}
         # ONNX Runtime may use its memory again as soon as the tensor is gone: the caller gets a copy.
-        return {name: self._copied(tensor, out.get(name)) for name, tensor in made.items()}
+        return {name: self._copied(name, tensor, out.get(name)) for name, tensor in made.items()}
 
     def _enqueued(
         self,
@@ -336,67 +354,13 @@ class CudaSession:
 
     def _converted(self, feeds: Feeds) -> list[torch.Tensor]:
         """The inputs in the graph's order, of the declared type, on this GPU or on the host."""
-        tensors = []
-        for name, dtype in self._dtypes.items():
-            tensor = feeds.get(name)
-            if tensor is None:
-                raise self._wrong_names(feeds)
-            if tensor.dtype is not dtype:
-                if tensor.is_floating_point() and not dtype.is_floating_point:
-                    raise InputError(
-                        f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
-                    )
-                tensor = tensor.to(dtype)
-            if tensor.is_cuda and tensor.device != self._where:
-                tensor = tensor.to(self._where)
-            tensors.append(tensor.detach())
-        if len(feeds) != len(tensors):
-            raise self._wrong_names(feeds)
-        return tensors
-
-    def _check_shapes(self, tensors: Feeds) -> None:
-        """Ranks, fixed sizes, and one size for each axis."""
-        sizes: dict[str, int] = {}
-        for spec in self._inputs:
-            shape = tuple(tensors[spec.name].shape)
-            fits = len(shape) == len(spec.shape)
-            if fits:
-                for wanted, size in zip(spec.shape, shape, strict=True):
-                    fits = fits and (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted) == size
-            if not fits:
-                known = f" with {sizes}" if sizes else ""
-                raise InputError(f"Input {spec.name!r} has shape {shape}; the graph takes {spec.shape}{known}.")
-
-    def _wrong_names(self, feeds: Feeds) -> InputError:
-        missing = [name for name in self._names if feeds.get(name) is None]
-        extra = [name for name in feeds if name not in self._dtypes]
-        return InputError(
-            f"The graph takes {self._names} and was given {list(feeds)}"
-            f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
-            fix="pass exactly the inputs that the graph takes.",
-        )
-
-    def _wanted(self, outputs: Sequence[str]) -> list[str]:
-        unknown = [name for name in outputs if name not in self._output_names]
-        if unknown:
-            raise InputError(
-                f"The graph returns {self._output_names}, not {unknown}.{did_you_mean(unknown[0], self._output_names)}"
-            )
-        return list(outputs)
-
-    def _check_buffers(self, out: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-        unknown = [name for name in out if name not in names]
-        if unknown:
-            raise InputError(f"out holds {unknown}; the outputs are {list(names)}.")
-        for name, buffer in out.items():
-            wanted = self._output_dtypes[name]
-            if not buffer.is_contiguous() or buffer.device != self._where or buffer.dtype != wanted:
-                raise InputError(
-                    f"The buffer for {name!r} is {buffer.dtype} on {buffer.device}; it must be contiguous {wanted} on {self._where}."
-                )
+        return [
+            (tensor.to(self._where) if tensor.is_cuda and tensor.device != self._where else tensor).detach()
+            for tensor in read_feeds(feeds, self._dtypes).values()
+        ]
 
     @staticmethod
-    def _mapped(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
+    def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
         return SessionError(
             f"ONNX Runtime failed on the GPU on inputs {shapes}: {' '.join(str(error).split())[:600]}",
             fix="with too little memory: use smaller batches, or raise gpu_mem_limit.",
@@ -414,7 +378,7 @@ class CudaSession:
         Raises:
             SessionError: Always.
         """
-        raise SessionError("This graph keeps no state between calls.")
+        raise no_state()
 
     def close(self) -> None:
         """Give the graphs' buffers back, and ONNX Runtime's memory once no other session shares it."""
@@ -427,4 +391,4 @@ class CudaSession:
             self._graphs.clear()
 
     def _closed(self) -> NoReturn:
-        raise SessionClosedError("This session is closed.", fix="open the model again.")
+        raise session_closed()

@@ -9,7 +9,7 @@ import torch
 
 from accel.artifact import Component
 
-from ..ort.causal import LENGTHS, TOTAL
+from .forms.causal import LENGTHS, TOTAL
 from .graphs import CaptureError, captured
 from .runtime import Runtime, copy_in
 

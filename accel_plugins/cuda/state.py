@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel.backends.checks import check_rows, check_step
+from accel.backends.interfaces import Feeds
 from accel.errors import InputError
-from accel.interfaces import Feeds
-from accel.stepping import check_rows, check_step
 
-from ..ort.causal import LENGTHS, TOTAL
-from ..ort.rows import Added, Rows
+from .forms.causal import LENGTHS, TOTAL
+from .forms.rows import Added, Rows
 from .runtime import on_device
 from .slots import Slot, capacity_for
 

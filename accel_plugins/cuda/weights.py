@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ..ort.values import as_ort_value
+from ..ortkit.runtime.values import as_ort_value
 
 # What ONNX Runtime may want on the host (shapes, axes, scalars) is small and mostly integer.
 _LEAST_BYTES = 1 << 16

@@ -1,11 +1,17 @@
 """OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
 
-from accel.specs import BackendSpec, Capability
+from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "gpu", "npu", "auto")
 _SCHEMES = ("static-int8", "weight-int8", "weight-int4")
+_COMMON = ("preset", "operators", "exclude")
+_SETTINGS = (
+    SchemeSettings("static-int8", (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant", "max_drop")),
+    SchemeSettings("weight-int8", (*_COMMON, "symmetric")),
+    SchemeSettings("weight-int4", (*_COMMON, "symmetric", "block_size", "algorithm", "ratio", "scale_estimation")),
+)
 
 SPEC = BackendSpec(
     name="openvino",
@@ -17,14 +23,15 @@ SPEC = BackendSpec(
     auto=True,
     requires=("openvino",),
     aliases=("OpenVINOExecutionProvider", "ov"),
+    distributions=("openvino", "nncf"),
     layouts=("openvino_model*.xml",),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
-        Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS),
-        Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS),
+        Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
+        Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
         # ONNX that exists already is converted; both levels do the same, exactly.
         Capability(stage="optimize", consumes="onnx", produces=FORMAT, dtypes=_FLOATS, schemes=("O1", "O2")),
-        Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES),
-        Capability(stage="quantize", consumes="onnx", produces=FORMAT, schemes=_SCHEMES),
+        Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
+        Capability(stage="quantize", consumes="onnx", produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
     ),
 )

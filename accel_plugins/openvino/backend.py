@@ -11,10 +11,10 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
-from accel.config import SessionOptions
+from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, SessionError, TargetMismatchError
-from accel.interfaces import Exporter, Optimizer, Quantizer, Shapes
-from accel.specs import DeviceSpec, Probe, Reason
 
 from .cache import cached
 from .options import properties
@@ -54,7 +54,7 @@ class OpenVinoBackend:
 
         return NncfQuantizer()
 
-    def adopt(self, folder: Path, *, task: str) -> Artifact:
+    def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """An artifact for a folder with `openvino_model.xml`; see `layouts.adopt`."""
         from .layouts import adopt
 
@@ -68,8 +68,9 @@ class OpenVinoBackend:
         options: Mapping[str, object],
         session: SessionOptions,
         shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
     ) -> Mapping[str, OpenVinoSession]:
-        """Compile every component; see `accel.interfaces.Backend.open`. Takes 0.1 to 1 s for encoders."""
+        """Compile every component; see `accel.backends.interfaces.Backend.open`. Takes 0.1 to 1 s for encoders."""
         name = device_name(device)
         settings = properties(name, options, session, _compute_dtype(artifact, name, session))
         folder = settings.pop("CACHE_DIR", None)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import openvino as ov
 
-from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
+from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.capture import Source, capture_openvino, graph_name, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError
-from accel.specs import TensorSpec
 
 from . import FORMAT
 from .stateful import fold_cache
@@ -28,7 +27,7 @@ class OpenVinoExporter:
     """Writes `openvino_model.xml` and `.bin`, and transformers' own manifest beside ours."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, convert and write; see `accel.interfaces.Exporter`."""
+        """Trace, convert and write; see `accel.backends.interfaces.Exporter`."""
         if config.opset is not None:
             raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
         parts = split(source)

@@ -25,7 +25,7 @@ class OnnxConverter:
     """Reads ONNX, writes OpenVINO IR."""
 
     def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
-        """Convert the graph as it is; see `accel.interfaces.Optimizer`. Takes a second for encoders.
+        """Convert the graph as it is; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
 
         Raises:
             ConfigError: Named fusions were asked for or left out.

@@ -24,10 +24,10 @@ from accel.artifact import (
     record_files,
     tool_versions,
 )
+from accel.backends.interfaces import Evaluate, Feeds
 from accel.capture import quiet
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
-from accel.interfaces import Evaluate, Feeds
 
 from . import FORMAT
 from .exporter import GRAPH, VERSIONS, WEIGHTS
@@ -50,7 +50,7 @@ class NncfQuantizer:
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Quantize every component; see `accel.interfaces.Quantizer`. Seconds for encoders, minutes for GPTQ and AWQ."""
+        """Quantize every component; see `accel.backends.interfaces.Quantizer`. Seconds for encoders, minutes for GPTQ and AWQ."""
         nncf = _nncf()
         _check(config, evaluate)
         component = artifact.components[0]
@@ -97,16 +97,13 @@ def _check(config: QuantizeConfig, evaluate: Evaluate | None) -> None:
             f"NNCF has no preset {config.preset!r}.{did_you_mean(config.preset, _PRESETS)}",
             fix=f"use one of {', '.join(_PRESETS)}.",
         )
-    if config.format != "qdq":
-        raise ConfigError("OpenVINO IR has no integer operators.", fix="leave format out.")
     if config.scheme == "static-int8" and config.calibration == "entropy":
         raise ConfigError("NNCF has no entropy calibration.", fix="use minmax, moving_average or percentile.")
     if config.algorithm == "hqq":
         raise ConfigError("NNCF has no HQQ.", fix="use rtn, awq or gptq.")
-    if config.max_drop is not None and (config.scheme != "static-int8" or evaluate is None):
+    if config.max_drop is not None and evaluate is None:
         raise ConfigError(
-            "max_drop needs the scheme static-int8 and evaluate=..., which measures the artifact.",
-            fix="leave max_drop out, or pass both.",
+            "max_drop needs evaluate=..., which measures the artifact.", fix="pass it, or leave max_drop out."
         )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import Artifact, Component
+from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
-from accel.specs import DeviceSpec
 
 _PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
 

@@ -1,4 +1,4 @@
-"""A compiled OpenVINO model behind `accel.interfaces.Session`."""
+"""A compiled OpenVINO model behind `accel.backends.interfaces.Session`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ import numpy as np
 import openvino as ov
 import torch
 
-from accel.artifact import Component
-from accel.errors import InputError, SessionClosedError, SessionError, did_you_mean
-from accel.interfaces import Feeds, State
-from accel.specs import DeviceSpec, TensorSpec
+from accel.artifact import Component, TensorSpec
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffer_shape,
+    check_buffers,
+    check_state,
+    no_state,
+    read_feeds,
+    session_closed,
+    tensor_dtypes,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+from accel.errors import SessionError
 
 from .runtime import one_line, port_order
 from .stateful import OpenVinoState
@@ -56,6 +67,7 @@ _PRODUCTS = ("FullyConnected", "MatMul", "Convolution")
 _infer = ov.InferRequest.__mro__[2].infer
 _start = ov.InferRequest.__mro__[2].start_async
 _NOTHING: dict[int, Any] = {}
+_HOST = torch.device("cpu")
 
 
 class _Request:
@@ -101,18 +113,18 @@ class OpenVinoSession:
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component
         self._device = device
-        self._shapes = shapes
+        self._check_shapes = ShapeCheck(component.inputs, shapes)
         self._profile = profile
         self._inputs = component.inputs
         self._outputs = component.outputs
-        self._dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in component.inputs}
+        self._dtypes = tensor_dtypes(component.inputs)
         self._numpy_dtypes = [np.dtype(_NUMPY.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._types = [_TYPES[dtype] for dtype in self._dtypes.values()]
         self._output_names = [spec.name for spec in component.outputs]
-        self._output_dtypes = [getattr(torch, spec.dtype) for spec in component.outputs]
+        self._output_dtypes = tensor_dtypes(component.outputs)
         self._input_ports = port_order(compiled.inputs, list(self._dtypes), "input")
         self._output_ports = port_order(compiled.outputs, self._output_names, "output")
-        self._plain = all(dtype in _NUMPY for dtype in (*self._dtypes.values(), *self._output_dtypes))
+        self._plain = all(dtype in _NUMPY for dtype in (*self._dtypes.values(), *self._output_dtypes.values()))
         # As many as OpenVINO runs at once and one that is ready behind them: further callers wait here, where they cost no
         # memory and do not compete.
         self._pool: SimpleQueue[_Request] | _ClosedPool = SimpleQueue()
@@ -163,7 +175,7 @@ class OpenVinoSession:
         out: Mapping[str, torch.Tensor] | None = None,
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.Session.run`.
+        """See `accel.backends.interfaces.Session.run`.
 
         Large inputs of the declared type on the host are read in place and large outputs handed out as they were
         written; small ones are copied through buffers that stay bound, which is faster. Written for cold caches, like
@@ -177,6 +189,7 @@ class OpenVinoSession:
             arrays = []
         if len(feeds) != len(arrays) or [array.dtype for array in arrays] != self._numpy_dtypes:
             arrays = [tensor.numpy() for tensor in self._checked(feeds).values()]
+        self._check_shapes(tuple([array.shape for array in arrays]))
         pool = self._pool
         request = pool.get()
         alone = pool.qsize() == self._others
@@ -190,7 +203,7 @@ class OpenVinoSession:
                 results = self._run_new_shapes(request, arrays, alone=alone)
         except RuntimeError as error:
             request.shapes = None
-            raise self._mapped(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
+            raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
         finally:
             pool.put(request)
         return dict(zip(self._output_names, results, strict=True))
@@ -246,17 +259,14 @@ class OpenVinoSession:
         state: State | None,
     ) -> dict[str, torch.Tensor]:
         """A subset of the outputs, given buffers, or types that NumPy does not have."""
+        check_state(state, OpenVinoState, stateful=self._component.stateful, out=out)
         tensors = self._checked(feeds)
-        names = self._output_names if outputs is None else self._wanted(outputs)
-        if self._component.stateful:
-            return self._run_stateful(tensors, names, out, state)
-        if state is not None:
-            raise InputError("This graph keeps no state.", fix="leave state=... out.")
-        unknown = [name for name in out if name not in names]
-        if unknown:
-            raise InputError(f"out holds {unknown}; the outputs are {names}.")
-        for name, buffer in out.items():
-            self._check_buffer(name, buffer)
+        names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
+        if isinstance(state, OpenVinoState):
+            return self._run_stateful(tensors, names, state)
+        self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
+        if out:
+            check_buffers(out, names, self._output_dtypes, _HOST)
         pool = self._bound.setdefault(frozenset(out), [])
         try:
             request = pool.pop().request
@@ -270,88 +280,31 @@ class OpenVinoSession:
             request.infer(_NOTHING)
             found = {name: request.get_output_tensor(self._port(name)) for name in names}
         except RuntimeError as error:
-            raise self._mapped(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
+            raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
         for name, buffer in out.items():
-            if tuple(found[name].shape) != tuple(buffer.shape):
-                raise InputError(
-                    f"The buffer for {name!r} has shape {tuple(buffer.shape)}; the output has {tuple(found[name].shape)}."
-                )
+            check_buffer_shape(name, buffer, tuple(found[name].shape))
         results = {name: out[name] if name in out else _unwrapped(found[name]).clone() for name in names}
         pool.append(_Request(request))
         return results
 
-    def _run_stateful(
-        self, tensors: Feeds, names: Sequence[str], out: Mapping[str, torch.Tensor], state: State | None
-    ) -> dict[str, torch.Tensor]:
-        if not isinstance(state, OpenVinoState):
-            raise InputError("This graph reads a KV cache.", fix="pass state=session.new_state(batch).")
-        if out:
-            raise InputError("A graph with a KV cache takes no buffers for its outputs.", fix="leave out=... out.")
+    def _run_stateful(self, tensors: Feeds, names: Sequence[str], state: OpenVinoState) -> dict[str, torch.Tensor]:
         try:
             return state.run(tensors, names)
         except RuntimeError as error:
-            raise self._mapped(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
+            raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
 
     def _port(self, name: str) -> int:
         return self._output_ports[self._output_names.index(name)]
 
-    def _check_buffer(self, name: str, buffer: torch.Tensor) -> None:
-        dtype = self._output_dtypes[self._output_names.index(name)]
-        if not buffer.is_contiguous() or buffer.device.type != "cpu" or buffer.dtype is not dtype:
-            raise InputError(f"The buffer for {name!r} must be contiguous, on the CPU and of type {dtype}.")
-
     def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         """The inputs in the graph's order, on the host, contiguous and of the declared type."""
-        tensors = {}
-        for name, dtype in self._dtypes.items():
-            tensor = feeds.get(name)
-            if tensor is None:
-                raise self._wrong_names(feeds)
-            if tensor.dtype is not dtype:
-                if tensor.is_floating_point() and not dtype.is_floating_point:
-                    raise InputError(
-                        f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
-                    )
-                tensor = tensor.to(dtype)
-            tensors[name] = tensor.detach().cpu().contiguous()
-        if len(feeds) != len(tensors):
-            raise self._wrong_names(feeds)
-        return tensors
-
-    def _wrong_names(self, feeds: Feeds) -> InputError:
-        declared = list(self._dtypes)
-        missing = [name for name in declared if feeds.get(name) is None]
-        extra = [name for name in feeds if name not in declared]
-        return InputError(
-            f"The graph takes {declared} and was given {list(feeds)}"
-            f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
-            fix="pass exactly the inputs that the graph takes.",
-        )
-
-    def _wanted(self, outputs: Sequence[str]) -> list[str]:
-        unknown = [name for name in outputs if name not in self._output_names]
-        if unknown:
-            raise InputError(
-                f"The graph returns {self._output_names}, not {unknown}.{did_you_mean(unknown[0], self._output_names)}"
-            )
-        return list(outputs)
-
-    def _mapped(self, error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> InputError | SessionError:
-        """OpenVINO's error as ours: shapes that do not fit are the caller's, the rest is the runtime's."""
-        for spec in self._inputs:
-            wanted = tuple(n if isinstance(n, int) else self._shapes.get(n, n) for n in spec.shape)
-            shape = shapes[spec.name]
-            fits = len(shape) == len(wanted) and all(
-                isinstance(w, str) or w == n for n, w in zip(shape, wanted, strict=True)
-            )
-            if not fits:
-                return InputError(f"Input {spec.name!r} has shape {shape}; the graph takes {wanted}.")
-        return SessionError(f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}")
+        read = read_feeds(feeds, self._dtypes)
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in read.items()}
 
     def new_state(self, batch: int) -> State:
-        """An empty KV cache; see `accel.interfaces.Session.new_state`."""
+        """An empty KV cache; see `accel.backends.interfaces.Session.new_state`."""
         if not self._component.stateful:
-            raise SessionError("This graph keeps no state between calls.")
+            raise no_state()
         return OpenVinoState(self.runtime, self._component, batch)
 
     def close(self) -> None:
@@ -378,7 +331,7 @@ class OpenVinoSession:
         file.write_text(json.dumps(nodes, indent=1), encoding="utf-8")
 
     def _closed(self) -> NoReturn:
-        raise SessionClosedError("This session is closed.", fix="open the model again.")
+        raise session_closed()
 
 
 class _ClosedPool:
@@ -394,10 +347,14 @@ class _ClosedPool:
         Raises:
             SessionClosedError: Always.
         """
-        raise SessionClosedError("This session is closed.", fix="open the model again.")
+        raise session_closed()
 
     def put(self, request: _Request) -> None:
         """Let the request go."""
+
+
+def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
+    return SessionError(f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}")
 
 
 def _concurrency(compiled: ov.CompiledModel) -> int:

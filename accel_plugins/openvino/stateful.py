@@ -11,9 +11,9 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component
+from accel.backends.checks import check_rows, check_step
+from accel.backends.interfaces import Feeds
 from accel.errors import InputError
-from accel.interfaces import Feeds
-from accel.stepping import check_rows, check_step
 
 BEAM_INDEX = "beam_idx"
 _LENGTH_AXIS = 2  # of keys and values: (batch, heads, length, size)

@@ -1,9 +1,10 @@
 """TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
 
-from accel.specs import BackendSpec, Capability
+from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 FORMAT = "tensorrt"
 _FLOATS = ("float32", "float16", "bfloat16")
+_PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 
 SPEC = BackendSpec(
     name="tensorrt",
@@ -15,8 +16,9 @@ SPEC = BackendSpec(
     auto=False,
     requires=("onnxruntime",),
     aliases=("TensorrtExecutionProvider", "trt"),
+    distributions=("onnxruntime-gpu", "tensorrt"),
     capabilities=(
-        Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=_FLOATS),
+        Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=_FLOATS, options=("profile",)),
         Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
         Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
         Capability(
@@ -34,6 +36,7 @@ SPEC = BackendSpec(
             devices=("cuda",),
             dtypes=("float32", "float16"),
             schemes=("static-fp8", "static-int8"),
+            settings=(SchemeSettings("static-fp8", _PAIRS), SchemeSettings("static-int8", _PAIRS)),
         ),
     ),
 )

@@ -7,17 +7,18 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 from accel.artifact import Artifact, Component
-from accel.config import SessionOptions
+from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
+from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
-from accel.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
-from accel.specs import DeviceSpec, Probe, Reason
 
-from ..ort.device_session import DeviceSession
-from ..ort.graphs import load_graph
-from ..ort.nvidia import CUDA, TENSORRT, judge, survey
-from ..ort.session import for_float8, open_runtime
+from ..ortkit.graph.editing import load_graph
+from ..ortkit.runtime.device_session import DeviceSession
+from ..ortkit.runtime.nvidia import CUDA, TENSORRT, judge, survey
+from ..ortkit.runtime.session import for_float8, open_runtime
 from . import FORMAT
 from .building import EngineExporter
 from .caches import Machine, check_target, engine_cache, timing_cache
@@ -52,15 +53,21 @@ class TensorrtBackend:
 
     def optimizer(self) -> Optimizer:
         """Constants, masks and float16, without operators of ONNX Runtime's own."""
-        from ..ort.gpu_optimizer import GpuOptimizer
+        from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
 
         return GpuOptimizer("tensorrt", portable=True)
 
     def quantizer(self) -> Quantizer:
         """Q/DQ pairs of INT8 or FP8."""
-        from ..ort.gpu_quantizer import GpuQuantizer
+        from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("tensorrt")
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """Reads no other folders."""
+        return None
 
     def open(
         self,
@@ -70,8 +77,9 @@ class TensorrtBackend:
         options: Mapping[str, object],
         session: SessionOptions,
         shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
     ) -> Mapping[str, Session]:
-        """Open every component; see `accel.interfaces.Backend.open`.
+        """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         The first opening of an ONNX graph builds its engine, which takes minutes; later ones load it from the cache.
 

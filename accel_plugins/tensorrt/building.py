@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
+from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
-from accel.specs import DeviceSpec, Probe
 
-from ..ort.exporter import OnnxExporter
-from ..ort.graphs import MICROSOFT, load_graph
+from ..ortkit.export.exporter import OnnxExporter
+from ..ortkit.graph.editing import MICROSOFT, load_graph
 from . import FORMAT
 from .caches import Machine, timing_cache
 from .engines import Engine, build_plan, check_precisions
 from .options import precisions
 from .profiles import Profile, complete, read_profile, shapes_of
 
-PROFILE_VARIABLE = "ACCEL_TENSORRT_PROFILE"
 """Environment variable with the profile of engines that `accel export --format tensorrt` builds."""
 
 
@@ -98,20 +96,20 @@ class EngineExporter:
 
     Args:
         probe: The backend's.
-        environment: Where the profile is read from.
     """
 
-    def __init__(self, probe: Callable[[], Probe], environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, probe: Callable[[], Probe]) -> None:
         self._probe = probe
-        self._environment = environment
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """See `accel.interfaces.Exporter`. Takes minutes; needs the GPU that the engine is for.
+        """See `accel.backends.interfaces.Exporter`. Takes minutes; needs the GPU that the engine is for.
+
+        The option `profile` has the sizes of axes: `batch=1:8:32,sequence=16:128:384`.
 
         Raises:
             ExportError: There is no such GPU, with every reason.
         """
-        profile = read_profile(self._environment.get(PROFILE_VARIABLE, ""))
+        profile = read_profile(config.options.get("profile", ""))
         probe = self._probe()
         if not probe.available:
             why = "; ".join(str(reason) for reason in probe.reasons)

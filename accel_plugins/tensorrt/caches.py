@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.artifact import Artifact, accel_home
+from accel.backends.specs import DeviceSpec
 from accel.errors import TargetMismatchError
-from accel.specs import DeviceSpec
 
 from .profiles import Profile
 

@@ -15,9 +15,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from accel.errors import BackendUnavailableError, InputError, SessionClosedError, SessionError, did_you_mean
-from accel.interfaces import Feeds, State
-from accel.specs import DeviceSpec, TensorSpec
+from accel.artifact import TensorSpec
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffer_shape,
+    check_buffers,
+    check_state,
+    no_state,
+    read_feeds,
+    session_closed,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+from accel.errors import BackendUnavailableError, InputError, SessionError
 
 from .profiles import Shape
 
@@ -185,6 +196,7 @@ class Engine:
         made = [name for name in names if name not in taken]
         self._outputs = tuple(outputs) if outputs is not None else tuple(map(self._spec, made))
         self._types = {name: self._type(name) for name in names}
+        self._check_shapes = ShapeCheck(self._inputs)
         self._limits = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
 
     @classmethod
@@ -237,23 +249,24 @@ class Engine:
         out: Mapping[str, torch.Tensor] | None = None,
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
+        """See `accel.backends.interfaces.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
         if self._context is None:
             self._closed()
-        if state is not None:
-            raise InputError("An engine keeps no state.", fix="leave state=... out.")
-        names = [spec.name for spec in self._outputs]
-        unknown = [name for name in (*(outputs or ()), *(out or ())) if name not in names]
-        if unknown:
-            raise InputError(f"The engine returns {names}, not {unknown}.{did_you_mean(unknown[0], names)}")
-        tensors = self._checked(feeds)
+        check_state(state, type(None), stateful=False, out=out)
+        declared = [spec.name for spec in self._outputs]
+        names = declared if outputs is None else wanted_outputs(outputs, declared)
+        if out:
+            check_buffers(out, names, self._types, self._where)
+        read = read_feeds(feeds, {spec.name: self._types[spec.name] for spec in self._inputs})
+        self._check_shapes(tuple([tuple(tensor.shape) for tensor in read.values()]))
+        tensors = {name: tensor.detach().to(self._where).contiguous() for name, tensor in read.items()}
         results: dict[str, torch.Tensor] = {}
         with torch.cuda.device(self._where):
             for name, tensor in tensors.items():
                 if not self._context.set_input_shape(name, tuple(tensor.shape)):
                     raise self._outside(name, tensor)
                 self._context.set_tensor_address(name, tensor.data_ptr())
-            for name in names:
+            for name in declared:
                 shape = tuple(int(d) for d in self._context.get_tensor_shape(name))
                 results[name] = self._buffer(name, shape, (out or {}).get(name))
                 self._context.set_tensor_address(name, results[name].data_ptr())
@@ -261,31 +274,13 @@ class Engine:
             if not self._context.execute_async_v3(stream.cuda_stream):
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 raise SessionError(f"TensorRT failed on inputs {shapes}.", fix="use smaller batches.")
-        return {name: results[name] for name in (outputs or names)}
-
-    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
-        declared = [spec.name for spec in self._inputs]
-        if set(feeds) != set(declared):
-            raise InputError(f"The engine takes {declared} and was given {list(feeds)}.", fix="pass exactly these.")
-        tensors = {}
-        for name in declared:
-            tensor, dtype = feeds[name], self._types[name]
-            if tensor.is_floating_point() and not dtype.is_floating_point:
-                raise InputError(f"Input {name!r} is {tensor.dtype}; the engine takes {dtype}.", fix="convert it.")
-            tensors[name] = tensor.detach().to(self._where, dtype).contiguous()
-        return tensors
+        return {name: results[name] for name in names}
 
     def _buffer(self, name: str, shape: Shape, given: torch.Tensor | None) -> torch.Tensor:
         dtype = self._types[name]
         if given is None:
             return torch.empty(shape, dtype=dtype, device=self._where)
-        if (
-            tuple(given.shape) != shape
-            or given.dtype != dtype
-            or given.device != self._where
-            or not given.is_contiguous()
-        ):
-            raise InputError(f"The buffer for {name!r} must be contiguous {dtype} {shape} on {self._where}.")
+        check_buffer_shape(name, given, shape)
         return given
 
     def _outside(self, name: str, tensor: torch.Tensor) -> InputError:
@@ -301,7 +296,7 @@ class Engine:
         Raises:
             SessionError: Always.
         """
-        raise SessionError("An engine keeps no state between calls.")
+        raise no_state()
 
     def close(self) -> None:
         """Give TensorRT's memory back, after the GPU is done."""
@@ -310,4 +305,4 @@ class Engine:
         self._context = self._engine = self._runtime = None
 
     def _closed(self) -> NoReturn:
-        raise SessionClosedError("This session is closed.", fix="open the model again.")
+        raise session_closed()

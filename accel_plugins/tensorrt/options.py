@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from accel.backends.specs import DeviceSpec
 from accel.errors import ConfigError, did_you_mean
-from accel.specs import DeviceSpec
 
 from .profiles import Sizes, read_profile
 

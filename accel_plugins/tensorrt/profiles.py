@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from accel.artifact import Component
+from accel.artifact import Component, TensorSpec
+from accel.backends.interfaces import Feeds
 from accel.errors import ConfigError, InputError
-from accel.interfaces import Feeds
-from accel.specs import TensorSpec
 
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
 _LONGEST = 512

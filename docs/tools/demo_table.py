@@ -1,6 +1,6 @@
 """Puts the real output of `accel demo` into README.md and docs/index.md.
 
-    python docs/tools/demo_table.py                 # run the demo, keep its report in docs/benchmarks/demo.json, paste it
+    python docs/tools/demo_table.py                 # run the demo, keep its report in benchmarks/demo.json, paste it
     python docs/tools/demo_table.py --check         # exit 1 when a page does not hold what demo.json says
     python docs/tools/demo_table.py --check --run   # run it again, too, and compare what does not depend on the machine's speed
 
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.config import available_processors
-from accel.demo import DemoReport, DemoRow, DemoSearch, render
+from accel.demo.running import DemoReport, DemoRow, DemoSearch, render
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "docs" / "benchmarks" / "demo.json"
+RECORD = ROOT / "benchmarks" / "demo.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 _BLOCK = re.compile(r"(?<=<!-- demo:begin -->\n).*?(?=<!-- demo:end -->)", re.DOTALL)
 _LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino")

@@ -11,15 +11,16 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from accel import capture, export, optimize, registry
+from accel import capture, export, optimize
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
-from accel.specs import DeviceSpec
 from accel.testing.generators import GENERATORS, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
-from accel_plugins.ort.causal import LENGTHS, TOTAL, causal_form, take_lengths
-from accel_plugins.ort.graphs import load_graph, nodes
+from accel_plugins.cuda.forms.causal import LENGTHS, TOTAL, causal_form, take_lengths
+from accel_plugins.ortkit.graph.editing import load_graph, nodes
 
 Artifacts = Callable[[str], Artifact]
 LENGTHS_OF_ROWS = (5, 9, 2)

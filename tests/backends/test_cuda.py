@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from accel import capture, registry
+from accel import capture
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import Session
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
-from accel.exporting import export
-from accel.interfaces import Session
-from accel.specs import DeviceSpec
-from accel.steps import optimize
+from accel.stages.export import export
+from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
 from accel.testing.models import tiny_model
 

@@ -15,20 +15,21 @@ import pytest
 import torch
 import transformers
 
-from accel import capture, registry
+from accel import capture
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import Session
+from accel.backends.specs import DeviceSpec
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError
-from accel.exporting import export
-from accel.interfaces import Session
-from accel.specs import DeviceSpec
-from accel.steps import optimize
+from accel.stages.export import export
+from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model
-from accel_plugins.ort.gpu_attention import MASK_NAME
-from accel_plugins.ort.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
-from accel_plugins.ort.graphs import MICROSOFT, load_graphs
-from accel_plugins.ort.masks import Form, held_by, in_form, mask_input, packs
-from accel_plugins.ort.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
+from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, packs
+from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
+from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
+from accel_plugins.ortkit.optimization.gpu_attention import MASK_NAME
+from accel_plugins.ortkit.optimization.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
 
 Fused = Callable[..., Artifact]
 LAYERS = 2
@@ -347,7 +348,7 @@ def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: s
 
 
 def test_bfloat16_by_name(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    from accel_plugins.ort.gpu_optimizer import GpuOptimizer
+    from accel_plugins.ortkit.optimization.gpu_optimizer import GpuOptimizer
 
     config = OptimizeConfig(level="O2", enable=("bfloat16",))
     # Not through `optimize`: ONNX Runtime's CPU provider has no bfloat16 operators to compare with.

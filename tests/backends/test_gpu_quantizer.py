@@ -12,15 +12,17 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from accel import capture, registry
+from accel import capture
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import Session
+from accel.backends.specs import DeviceSpec
 from accel.config import QuantizeConfig, SessionOptions
 from accel.errors import ConfigError, QuantizeError
-from accel.interfaces import Session
-from accel.specs import DeviceSpec
-from accel.steps import optimize, quantize
-from accel_plugins.ort.gpu_quantizer import STEPS, GpuQuantizer
-from accel_plugins.ort.graphs import load_graphs
+from accel.stages.optimize import optimize
+from accel.stages.quantize_once import quantize
+from accel_plugins.ortkit.graph.editing import load_graphs
+from accel_plugins.ortkit.quantization.gpu_quantizer import STEPS
 
 Feeds = Mapping[str, torch.Tensor]
 # Relative errors of a tiny model of two layers with random weights: float8 has 3 bits of mantissa.
@@ -139,7 +141,6 @@ def test_rounding() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"scheme": "dynamic-int8"}, "static-int8"),
         ({"symmetric": False}, "symmetric=False"),
         ({"format": "qoperator"}, "format='qoperator'"),
         ({"smooth_quant": 0.5}, "smooth_quant=0.5"),
@@ -152,9 +153,7 @@ def test_settings_that_it_does_not_have(
 ) -> None:
     config = QuantizeConfig(**{"scheme": "static-int8", **settings})
     with pytest.raises(ConfigError) as raised:
-        GpuQuantizer("tensorrt").quantize(
-            portable, config=config, calibration=[feeds_of(portable, 0)], evaluate=None, out=tmp_path
-        )
+        quantize(portable, tmp_path / "q", backend="tensorrt", config=config, calibration=[feeds_of(portable, 0)])
     assert says in str(raised.value)
 
 
@@ -164,7 +163,7 @@ def test_data_is_required(portable: Artifact, tmp_path: Path) -> None:
 
 
 def test_old_opsets_are_refused(portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_plugins.ort import gpu_quantizer
+    from accel_plugins.ortkit.quantization import gpu_quantizer
 
     monkeypatch.setattr(gpu_quantizer, "_FIRST_OPSET", 99)
     with pytest.raises(QuantizeError, match="opset=99"):

@@ -24,9 +24,11 @@ from accel import (
     SessionOptions,
     export,
     optimize,
-    registry,
 )
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.specs import DeviceSpec
 from accel.errors import (
     AccelError,
     ArtifactNotFoundError,
@@ -35,8 +37,6 @@ from accel.errors import (
     IntegrityError,
     SessionError,
 )
-from accel.sessions import open_artifact
-from accel.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import tiny_generator
 from accel.testing.models import FAMILIES, tiny_model
@@ -190,11 +190,11 @@ def test_settings_that_openvino_lacks(options: dict[str, Any], tiny_ir: Callable
 
 
 def test_options_reach_the_runtime(tiny_ir: Callable[..., Artifact]) -> None:
-    opened = open_artifact(
-        tiny_ir(),
+    settings = RunSettings(
         provider_options={"performance_hint": "throughput", "streams": 2, "pinning": True},
         options=SessionOptions(threads=2, native={"ENABLE_HYPER_THREADING": False}),
     )
+    opened = open_artifact(tiny_ir(), settings)
     compiled = opened.sessions["model"].runtime  # type: ignore[attr-defined]
     assert compiled.get_property("PERFORMANCE_HINT") == "THROUGHPUT"
     assert compiled.get_property("NUM_STREAMS") == 2
@@ -220,7 +220,7 @@ def test_auto_device(tiny_ir: Callable[..., Artifact]) -> None:
 
 
 def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
-    opened = open_artifact(tiny_ir(), options=SessionOptions(profile=str(tmp_path)))
+    opened = open_artifact(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path))))
     opened.sessions["model"].run(text())
     opened.sessions["model"].close()
     nodes = json.loads((tmp_path / "openvino-model.json").read_text())

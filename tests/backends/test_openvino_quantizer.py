@@ -14,9 +14,9 @@ pytest.importorskip("nncf")
 
 from accel import ORTModelForSequenceClassification, export
 from accel.artifact import Artifact
+from accel.backends.opening import open_artifact
 from accel.errors import BackendUnavailableError, ConfigError, QuantizeError
-from accel.sessions import open_artifact
-from accel.steps import quantize
+from accel.stages.quantize_once import quantize
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +131,7 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
     ("settings", "message"),
     [
         ({"preset": "performence"}, "performance"),
-        ({"format": "qoperator"}, "integer operators"),
+        ({"format": "qoperator"}, "has no use for format='qoperator'"),
         ({"max_drop": 0.01}, "evaluate"),
         ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
         ({"scheme": "weight-int4", "max_drop": 0.01}, "static-int8"),

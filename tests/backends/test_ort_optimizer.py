@@ -13,18 +13,19 @@ import torch
 import transformers
 
 from accel.artifact import Artifact
+from accel.backends.opening import open_artifact
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError, ValidationError
-from accel.exporting import export
-from accel.sessions import open_artifact
-from accel.steps import optimize, quantize
+from accel.stages.export import export
+from accel.stages.optimize import optimize
+from accel.stages.quantize_once import quantize
 from accel.testing.generators import save_generator
 from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
-from accel_plugins.ort import activations, fusions
-from accel_plugins.ort.analysis import bounds, shape_value
-from accel_plugins.ort.graphs import add_initializer, load_graph, save_graph
-from accel_plugins.ort.precision import to_half
-from accel_plugins.ort.simplifications import infer_shapes
+from accel_plugins.ortkit.graph.analysis import bounds, shape_value
+from accel_plugins.ortkit.graph.editing import add_initializer, load_graph, save_graph
+from accel_plugins.ortkit.optimization import activations, fusions
+from accel_plugins.ortkit.optimization.precision import to_half
+from accel_plugins.ortkit.optimization.simplifications import infer_shapes
 
 TASKS = {"vit": "image-classification"}
 MODELS = ["bert", "roberta", "distilbert", "vit", "llama"]

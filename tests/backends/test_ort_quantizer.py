@@ -15,18 +15,19 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
+from accel.backends.opening import open_artifact
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
-from accel.sessions import open_artifact
-from accel.steps import optimize, quantize
+from accel.stages.optimize import optimize
+from accel.stages.quantize_once import quantize
 from accel.testing.models import VOCABULARY
-from accel_plugins.ort.calibrators import Calibrator, entropy_range, percentile_range
-from accel_plugins.ort.graphs import add_initializer, constant, load_graph, save_graph
-from accel_plugins.ort.integer import Rewriter, activation_scale
-from accel_plugins.ort.layers import find_layers
-from accel_plugins.ort.presets import PRESETS, choose_preset
-from accel_plugins.ort.weight_only import pack, quantize_blocks
-from accel_plugins.ort.weights import quantize_int8
+from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
+from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
+from accel_plugins.ortkit.quantization.integer import Rewriter, activation_scale
+from accel_plugins.ortkit.quantization.layers import find_layers
+from accel_plugins.ortkit.quantization.presets import PRESETS, choose_preset
+from accel_plugins.ortkit.quantization.weight_only import pack, quantize_blocks
+from accel_plugins.ortkit.quantization.weights import quantize_int8
 
 Get = Callable[..., Artifact]
 Batches = list[dict[str, torch.Tensor]]
@@ -194,11 +195,11 @@ def test_operators(tiny_artifact: Get, tmp_path: Path) -> None:
         ({"scheme": "static-int8", "preset": "tensorrt", "symmetric": False}, "symmetric weights only"),
         ({"smooth_quant": 0.5}, "smooth_quant"),
         ({"format": "qoperator"}, "qoperator"),
-        ({"scheme": "weight-int4", "per_channel": True}, "per_channel does not apply"),
+        ({"scheme": "weight-int4", "per_channel": True}, "has no use for per_channel=True"),
         ({"scheme": "weight-int4", "algorithm": "gptq"}, "needs another backend"),
         ({"scheme": "weight-int4", "algorithm": "hqq", "symmetric": True}, "zero points"),
-        ({"scheme": "weight-int8", "ratio": 0.5}, "no 4-bit layers"),
-        ({"algorithm": "hqq"}, "is for weight-int4"),
+        ({"scheme": "weight-int8", "ratio": 0.5}, "has no use for ratio=0.5"),
+        ({"algorithm": "hqq"}, "has no use for algorithm='hqq'"),
     ],
 )
 def test_invalid_settings(tiny_artifact: Get, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -274,7 +275,7 @@ def test_auto_preset(flags: tuple[str, ...], expected: str) -> None:
 
 
 def test_auto_says_why(tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "accel_plugins.ort.quantizer"):
+    with caplog.at_level(logging.INFO, "accel_plugins.ortkit.quantization.quantizer"):
         made = quantize(tiny_artifact("bert"), tmp_path / "out")
     report = made.manifest.steps[-1].report
     assert made.manifest.quantization is not None
@@ -417,8 +418,8 @@ def test_smoothing_tames_outlier_channels(tmp_path: Path) -> None:
     weight[3] /= 200
     x = generator.normal(size=(64, 16)).astype(np.float32)
     x[:, 3] *= 200
-    from accel_plugins.ort.calibrators import ChannelRange
-    from accel_plugins.ort.smoothing import smooth, smoothing_divisors
+    from accel_plugins.ortkit.quantization.calibrators import ChannelRange
+    from accel_plugins.ortkit.quantization.smoothing import smooth, smoothing_divisors
 
     def error(exponent: float | None) -> float:
         model = _one_product(weight)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accel import capture, registry
+from accel import capture
 from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
 
 
@@ -30,9 +31,9 @@ class TestTensorrt(BackendConformance):
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
 def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Artifact], task: str) -> None:
     """The session that TensorRT's provider is run with, over another provider of the same kind."""
-    from accel_plugins.ort.device_session import DeviceSession
-    from accel_plugins.ort.nvidia import CUDA
-    from accel_plugins.ort.session import open_runtime
+    from accel_plugins.ortkit.runtime.device_session import DeviceSession
+    from accel_plugins.ortkit.runtime.nvidia import CUDA
+    from accel_plugins.ortkit.runtime.session import open_runtime
 
     artifact = tiny_artifact("bert", task)
     component = artifact.components[0]

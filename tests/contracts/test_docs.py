@@ -28,7 +28,7 @@ import yaml
 
 import accel
 from accel import errors
-from accel.specs import BackendSpec
+from accel.backends.specs import BackendSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -222,7 +222,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     entries = project["entry-points"]["accel.backends"]
-    shared = {"ort"}  # the substrate of the ONNX Runtime backends, not a backend
+    shared = {"ortkit"}  # the substrate of the ONNX Runtime backends, not a backend
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - shared
     assert {name.replace("-", "_") for name in entries} == folders
     pages = {path.stem.replace("-", "_") for path in (DOCS / "backends").glob("*.md")}
@@ -275,7 +275,7 @@ def test_no_page_or_example_names_a_path_of_one_machine() -> None:
         *PAGES,
         ROOT / "CHANGELOG.md",
         *EXAMPLES,
-        *(DOCS / "benchmarks").glob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
         *(DOCS / "tools").glob("*.py"),
     ]
     found = [f"{name_of(path)}: {match}" for path in files for match in _MACHINE_PATH.findall(path.read_text("utf-8"))]
@@ -288,7 +288,7 @@ def test_nothing_tells_to_install_another_project() -> None:
 
 
 def test_scripts_that_pages_name_exist() -> None:
-    script = re.compile(r"(?<![\w/])((?:docs|examples|tests)/[\w/.-]+\.(?:py|json|toml|md))")
+    script = re.compile(r"(?<![\w/])((?:docs|examples|tests|benchmarks)/[\w/.-]+\.(?:py|json|toml|md))")
     missing = {
         f"{name_of(page)}: {name}"
         for page in PAGES

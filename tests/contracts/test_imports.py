@@ -12,8 +12,9 @@ HEAVY = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "onnx", "on
 
 SNIPPETS = {
     "import": "import accel",
-    "listing": "from accel import registry; assert registry.installed()",
-    "specs": "from accel import registry; assert registry.describe_all()[0]",
+    "listing": "from accel.backends import registry; assert registry.installed()",
+    "specs": "from accel.backends import registry; assert registry.describe_all()[0]",
+    "backends": "import accel; assert [b.capabilities for b in accel.list_backends()]",
     "help": "import sys; sys.argv = ['accel', '--help']\nfrom accel.cli import main\ntry: main()\nexcept SystemExit: pass",
     "config": "from accel import ExportConfig, SessionOptions, AccelError; ExportConfig()",
 }

@@ -18,7 +18,7 @@ def test_template_passes_the_conformance_suite(tmp_path: Path) -> None:
     subprocess.run([*install, str(source)], check=True, capture_output=True, text=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "ACCEL_HOME": str(tmp_path / "home")}
     listed = subprocess.run(
-        [sys.executable, "-c", "from accel import registry; print(registry.describe('toy').summary)"],
+        [sys.executable, "-c", "from accel.backends import registry; print(registry.describe('toy').summary)"],
         env=environment, capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert "template" in listed.stdout

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from accel import benchmark
 from accel.artifact import Artifact
-from accel.benchmarking import Variant, resolve
 from accel.errors import ConfigError
-from accel.hub import HubOptions
-from accel.reporting import html_page, write_png
+from accel.measuring.latency.benchmarking import Baselines
+from accel.measuring.latency.variants import Variant
+from accel.measuring.reporting import html_page, write_png
+from accel.stages.resolving import resolve
 from accel.testing.generators import save_generator
-from accel.workers import _Captured
 
 FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
@@ -33,13 +30,13 @@ def found(
     """PyTorch, an artifact that works, one that is another model, and one whose process dies."""
     wrong = tmp_path_factory.mktemp("wrong") / "artifact"
     shutil.copytree(tiny_artifact().path, wrong)
-    from accel.exporting import export
+    from accel.stages.export import export
     from accel.testing.models import save_tiny
 
     other = export(save_tiny(tmp_path_factory.mktemp("other") / "model", "bert", seed=5), wrong.parent / "other")
     artifact = tiny_artifact().path
     variants = [
-        Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", pytorch="float32"),
+        Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", backend="pytorch"),
         Variant(name="good", path=artifact, task="text-classification"),
         Variant(name="wrong", path=other.path, task="text-classification"),
         Variant(name="absent", path=artifact / "nothing", task="text-classification"),
@@ -138,7 +135,7 @@ def _die(model: object) -> None:
 
 def test_a_process_that_dies_is_reported(tiny_artifact) -> None:
     from accel.errors import SessionError
-    from accel.workers import Worker
+    from accel.measuring.latency.worker import Worker
 
     worker = Worker(Variant(name="doomed", path=tiny_artifact().path, task="text-classification"), 1)
     try:
@@ -177,54 +174,17 @@ def test_a_cuda_graph_without_a_gpu_is_reported(tiny_folder) -> None:
 
 
 def test_on_a_gpu_pytorch_is_measured_in_cuda_graphs_too(tiny_folder) -> None:
-    how = {"backends": None, "compiled": (), "task": None, "options": None, "hub": HubOptions()}
-    variants = resolve([tiny_folder()], pytorch=("float32", "float16"), cuda_graph=None, device="cuda:0", **how)
-    assert [v.name for v in variants if v.captured] == [
+    model = resolve(tiny_folder())
+
+    def captured(baselines: Baselines, device: str | None) -> list[str]:
+        found = baselines.variants(model, device)
+        return [variant.name for variant in found if (variant.provider_options or {}).get("cuda_graph")]
+
+    assert captured(Baselines(eager=("float32", "float16")), "cuda:0") == [
         "PyTorch eager float32 in a CUDA graph",
         "PyTorch eager float16 in a CUDA graph",
     ]
-    assert not any(v.captured for v in resolve([tiny_folder()], pytorch=(), cuda_graph=None, device=None, **how))
-
-
-def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for `torch.cuda`, whose graphs call again what was captured: the buffers and the order of things."""
-    calls: list[torch.Tensor] = []
-
-    class Graph:
-        def replay(self) -> None:
-            self.result.copy_(self.buffers["x"] * 2)
-
-    @contextlib.contextmanager
-    def graph(made: Graph) -> Iterator[None]:
-        captured.append(made)
-        yield
-
-    def model(*, x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        result = x * 2
-        if captured and not hasattr(captured[-1], "result"):
-            captured[-1].buffers, captured[-1].result = {"x": x}, result
-        return result
-
-    captured: list[Graph] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda s: contextlib.nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": graph,
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    call = _Captured(model)
-    given = torch.tensor([1.0, 2.0])
-    assert call(x=given).tolist() == [2.0, 4.0]
-    assert call(x=torch.tensor([5.0, 6.0])).tolist() == [10.0, 12.0]
-    assert given.tolist() == [1.0, 2.0], "a graph's buffers are its own"
-    assert len(calls) == 4, "three calls to warm up and the captured one"
-    assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
-    assert len(captured) == 2
+    assert not captured(Baselines(), None)
 
 
 def test_a_script_needs_no_main_guard(tiny_folder, tmp_path: Path) -> None:

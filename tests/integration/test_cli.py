@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from accel import __version__, demo
+from accel import __version__
 from accel.artifact import Artifact
 from accel.cli import app
+from accel.demo import running
 
 COMMANDS = ["export", "validate", "benchmark", "tune", "convert", "doctor", "demo", "cache list", "cache clear"]
 
@@ -137,8 +138,8 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Cal
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The demo itself is run by its own test."""
     asked: list[Path | None] = []
-    report = demo.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
-    monkeypatch.setattr(demo, "run", lambda out: asked.append(out) or report)
+    report = running.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
+    monkeypatch.setattr(running, "run", lambda out: asked.append(out) or report)
     result = run("demo", "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["queries"] == 3080

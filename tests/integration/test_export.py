@@ -30,8 +30,8 @@ from accel.errors import (
     UnknownBackendError,
     ValidationError,
 )
-from accel.exporting import export
-from accel.steps import optimize
+from accel.stages.export import export
+from accel.stages.optimize import optimize
 from accel.testing.models import rescale, save_tiny, tiny_model
 
 
@@ -330,7 +330,7 @@ def test_custom_sample_needs_axes(tmp_path: Path) -> None:
 
 _EXPORT = """
 import sys
-from accel.exporting import export
+from accel.stages.export import export
 from accel.testing.models import tiny_model
 print("start", flush=True)
 export(tiny_model("bert"), sys.argv[1])
@@ -388,7 +388,7 @@ def test_memory_peaks_below_three_times_the_weights(tmp_path: Path) -> None:
     """A model of 160 MB: peak memory of the export, less what an idle process with the libraries holds."""
     script = (
         "import resource, sys, torch, transformers\n"
-        "from accel.exporting import export\n"
+        "from accel.stages.export import export\n"
         "config = transformers.BertConfig(vocab_size=60000, hidden_size=512, num_hidden_layers=3, num_attention_heads=8,"
         " intermediate_size=2048, num_labels=2)\n"
         "model = transformers.BertForSequenceClassification(config)\n"

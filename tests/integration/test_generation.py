@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from accel import ORTModelForCausalLM, SessionOptions, export, optimize, quantiz
 from accel.artifact import Artifact
 from accel.cli import app
 from accel.errors import ConfigError, ExportError, InputError
-from accel.tasks import task_spec
+from accel.tasks.infer import task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
@@ -78,7 +79,7 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
 
 
 def opened(artifact: Artifact) -> Any:
-    return getattr(accel, task_spec(artifact.task).model)(artifact)
+    return getattr(accel, task_spec(artifact.task).model_name)(artifact)
 
 
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
@@ -336,7 +337,7 @@ def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path
     assert found.comparison is not None
     assert abs(found.comparison.difference) < 1e-3 * found.value
     assert found.comparison.agreement == 1.0
-    with pytest.raises(ConfigError, match="perplexity does not measure"):
+    with pytest.raises(ConfigError, match="cannot measure text2text-generation"):
         accel.evaluate(generator("t5"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     with pytest.raises(InputError, match="two tokens"):
@@ -405,3 +406,11 @@ def test_generate_on_the_command_line(generator: Artifacts) -> None:
     refused = CliRunner().invoke(app, [*command, "--temperature", "0.5"])
     assert refused.exit_code == 2
     assert "--sample" in refused.stderr
+
+
+def test_a_changed_generation_config_travels(generator: Artifacts, tmp_path: Path) -> None:
+    model = ORTModelForCausalLM.from_pretrained(generator("llama").path)
+    model.generation_config.max_new_tokens = 3
+    assert pickle.loads(pickle.dumps(model)).generation_config.max_new_tokens == 3
+    model.save_pretrained(tmp_path / "saved")
+    assert ORTModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config.max_new_tokens == 3

@@ -17,8 +17,8 @@ import transformers
 
 import accel
 from accel import ORTModelForSequenceClassification as Classifier
-from accel import registry
 from accel.artifact import Artifact, accel_home
+from accel.backends import registry
 from accel.config import SessionOptions
 from accel.errors import (
     ArtifactNotFoundError,
@@ -80,6 +80,24 @@ def test_plain_onnx_folders(name: str, artifact: Artifact, tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "saved")
     saved = Artifact.load(tmp_path / "saved")
     assert all(len(record.sha256) == 64 for record in saved.component().files)
+
+
+@pytest.mark.parametrize("file_name", [None, "model.onnx"])
+def test_a_subfolder_reads_the_config_in_the_root(file_name: str | None, artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path, "onnx/model.onnx")
+    model = Classifier.from_pretrained(folder, subfolder="onnx", file_name=file_name)
+    assert model.config.to_dict() == Classifier.from_pretrained(folder).config.to_dict()
+    assert model.artifact.component().max_sizes == artifact.component().max_sizes
+    assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
+
+
+def test_no_config_is_never_made_up(artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ArtifactNotFoundError, match=r"holds no config\.json"):
+        Classifier.from_pretrained(folder)
+    assert Classifier.from_pretrained(folder, config=config).config is config
 
 
 def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
@@ -206,7 +224,7 @@ def test_to(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     assert model.to(torch.device("cpu")) is model
     assert caplog.text == ""
     # Other tests run commands, which set the level of our loggers.
-    with caplog.at_level(logging.WARNING, logger="accel.modeling"):
+    with caplog.at_level(logging.WARNING, logger="accel.models.base"):
         assert model.to("cuda:0") is model
     assert "stays on cpu" in caplog.text
     assert str(model.device) == "cpu"
@@ -375,17 +393,17 @@ def test_two_exports_of_one_model_at_once(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The slower process finds the folder of the faster one in its place and takes it."""
-    from accel import exporting
+    from accel.stages import export as exporting
 
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    real = exporting.export_located
+    real = exporting.export_resolved
 
-    def raced(location: Any, out: Path, **kwargs: Any) -> Artifact:
-        monkeypatch.setattr(exporting, "export_located", real)
-        real(location, out, **kwargs)
-        return real(location, out, **kwargs)
+    def raced(resolved: Any, out: Path, **kwargs: Any) -> Artifact:
+        monkeypatch.setattr(exporting, "export_resolved", real)
+        real(resolved, out, **kwargs)
+        return real(resolved, out, **kwargs)
 
-    monkeypatch.setattr(exporting, "export_located", raced)
+    monkeypatch.setattr(exporting, "export_resolved", raced)
     model = Classifier.from_pretrained(tiny_folder("distilbert"))
     assert model.artifact.path.parent == tmp_path / "exports"
 
@@ -410,7 +428,7 @@ def test_bad_config_of_an_artifact(copy: Path) -> None:
 
 def test_shapes_that_do_not_agree(artifact: Artifact) -> None:
     model = Classifier(artifact)
-    with pytest.raises(InputError, match="sequence.*4, 5"):
+    with pytest.raises(InputError, match="sequence.* 5 and 4"):
         model(input_ids=IDS, attention_mask=torch.ones(2, 4, dtype=torch.int64), token_type_ids=torch.zeros_like(IDS))
     with pytest.raises(InputError, match="has shape"):
         model(input_ids=IDS[:0])

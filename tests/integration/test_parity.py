@@ -12,7 +12,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact
-from accel.exporting import export
+from accel.stages.export import export
 from accel.testing.models import FAMILIES, tiny_model
 
 # Float32 sums in another order: about 1e-6 on logits of order 1.

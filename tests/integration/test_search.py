@@ -14,14 +14,16 @@ import torch
 from typer.testing import CliRunner
 
 import accel
-from accel import registry, search
 from accel.artifact import Artifact
+from accel.backends import registry
 from accel.cli import app
 from accel.config import QuantizeConfig
 from accel.errors import BudgetError, ConfigError, InputError, QuantizeError
-from accel.exporting import export
-from accel.search import Trial
+from accel.measuring.accuracy.evaluation import EvaluationSet
+from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
+from accel.tuning import attempts
+from accel.tuning.attempts import Attempt
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
 SENSITIVE = "bert.encoder.layer.1.attention.output.dense"
@@ -74,7 +76,7 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
         asked.append(list(paths))
         return [3.0, *(2.0 - i % 2 for i in range(len(paths) - 1))]
 
-    monkeypatch.setattr(search, "_latencies", latencies)
+    monkeypatch.setattr(attempts, "_latencies", latencies)
     return asked
 
 
@@ -100,7 +102,7 @@ class TestBudget:
         return accel.quantize(sensitive, out, scheme="dynamic-int8", max_drop=4, data=rows, measure_speed=False)
 
     def test_only_the_sensitive_layer_stays_in_float(self, found: Artifact, rows: list[dict[str, Any]]) -> None:
-        table = [Trial(**trial) for trial in found.manifest.steps[-1].report["search"]["table"]]
+        table = [Attempt(**trial) for trial in found.manifest.steps[-1].report["search"]["table"]]
         assert table[0].float_layers == ()
         assert table[0].drop is not None
         assert table[0].drop > 4, "the planted layer does no harm: the test shows nothing"
@@ -126,13 +128,13 @@ class TestBudget:
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
         # Every quantized graph is worse than any budget allows.
-        real = search.EvaluationSet.measure
+        real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, what: str = "") -> Any:
             found = real(self, model, what)
             return found if "float" in what else replace(found, value=found.value - 0.5)
 
-        monkeypatch.setattr(search.EvaluationSet, "measure", measure)
+        monkeypatch.setattr(EvaluationSet, "measure", measure)
         with pytest.raises(BudgetError, match="The best found is dynamic-int8") as error:
             accel.quantize(sensitive, tmp_path / "out", max_drop=0.3, data=rows)
         text = str(error.value)
@@ -151,7 +153,7 @@ class TestBudget:
     ) -> None:
         only(monkeypatch, "dynamic-int8", "weight-int8")
         made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows, columns={"text": "text"})
-        table = [Trial(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
+        table = [Attempt(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
         assert [(trial.scheme, trial.median_ms, trial.chosen) for trial in table] == [
             ("dynamic-int8", 2.0, False),
             ("weight-int8", 1.0, True),
@@ -290,7 +292,7 @@ class TestCommands:
     def test_evaluate_refuses_columns_that_do_not_map(self, sensitive: Artifact, data: Path) -> None:
         found = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")
         assert found.exit_code == 2
-        assert "is not USE=COLUMN" in found.stderr
+        assert "is not NAME=VALUE" in found.stderr
         found = self.run("evaluate", sensitive.path, "--data", data, "--metric", "accurracy", "--json")
         assert found.exit_code == 2
         assert "Did you mean 'accuracy'" in json.loads(found.stdout)["error"]

@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from accel import ORTModelForSequenceClassification, registry, tune
+from accel import ORTModelForSequenceClassification, tune
+from accel.backends import registry
 from accel.errors import BudgetError, ConfigError, InputError
-from accel.reporting import html_page
+from accel.measuring.reporting import html_page
 from accel.testing.models import save_tiny
-from accel.tuning import Tuning
-from accel.tuning.jobs import Store
+from accel.tuning.report import Tuning
+from accel.tuning.store import Store
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
 
 # A backend that takes the whole process down when it opens a graph.
 CRASH = """
 import os
-from accel.specs import BackendSpec, Capability, DeviceSpec, Probe
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
 
 SPEC = BackendSpec(
     name="crash", summary="dies", extra="crash", impl="accel_crash:Crash",
@@ -37,7 +38,7 @@ class Crash:
     def exporter(self): return None
     def optimizer(self): return None
     def quantizer(self): return None
-    def open(self, artifact, *, device, options, session, shapes=None): os._exit(3)
+    def open(self, artifact, *, device, options, session, shapes=None, trust_remote_code=False): os._exit(3)
 """
 
 

@@ -16,13 +16,12 @@ from accel.artifact import (
     Quantization,
     RunRecord,
     Step,
-    check_output,
+    TensorSpec,
     copy_companions,
     record_files,
-    staging,
 )
+from accel.artifact.writing import check_output, staging
 from accel.errors import ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
-from accel.specs import TensorSpec
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_damage_names_the_file(artifact: Artifact, damage: str) -> None:
 
 def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     Artifact.load(artifact.path)
-    monkeypatch.setattr("accel.artifact.sha256", lambda path: pytest.fail(f"read {path} again"))
+    monkeypatch.setattr("accel.artifact.checksums.sha256", lambda path: pytest.fail(f"read {path} again"))
     Artifact.load(artifact.path)
 
 
@@ -141,7 +140,7 @@ def test_staging_leaves_nothing_on_error(tmp_path: Path) -> None:
 
 
 def test_stale_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
-    from accel.artifact import _host
+    from accel.artifact.writing import _host
 
     dead = tmp_path / f".accel-staging-{_host()}-{2**22 + 1}-ab"
     alive = tmp_path / f".accel-staging-{_host()}-{os.getpid()}-cd"

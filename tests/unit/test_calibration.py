@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
-from accel.calibration import Batches, Encoded, calibration_batches, longest
 from accel.config import QuantizeConfig
-from accel.data import label_ids, load_rows, map_columns, take
+from accel.data.batches import Batches, Encoded, calibration_batches, longest
+from accel.data.columns import map_columns
+from accel.data.labels import label_ids
+from accel.data.rows import load_rows, take
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, QuantizeError
 
 ROWS = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from accel import registry
-from accel.candidates import Candidate, Recipe, Space, buckets_for, combined
+from accel.backends import registry
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from accel.config import SessionOptions
-from accel.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 
 VENDOR = BackendSpec(
     name="vendor",
@@ -76,7 +76,7 @@ def test_what_is_exported_is_not_converted_too(space: Space, monkeypatch: pytest
 
 
 def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.candidates.available_processors", lambda: 4)
+    monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 4)
     (candidate,) = space.candidates(space.exports()[0], "float32")
     varied = space.variations(candidate, dtype="float32", lengths=[32], masked=True)
     assert [c.options for c in varied] == [

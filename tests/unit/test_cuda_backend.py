@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from accel import registry
+from accel.backends import registry
+from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.errors import ConfigError
-from accel.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda import backend as backend_module
 from accel_plugins.cuda.backend import CudaBackend
+from accel_plugins.cuda.forms.masks import Held, Plan, held_by, plan_for
+from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
 from accel_plugins.cuda.options import read_options
-from accel_plugins.ort.masks import Held, Plan, held_by, plan_for
-from accel_plugins.ort.nvidia import Facts, judge, visible
-from accel_plugins.ort.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
+from accel_plugins.ortkit.runtime.nvidia import Facts, judge, visible
 
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
 HEALTHY: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import pytest
 
 from accel.errors import TaskError
-from accel.tasks import infer_task
+from accel.tasks.infer import infer_task
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.errors import InputError
-from accel_plugins.ort.rows import Rows
+from accel_plugins.cuda.forms.rows import Rows
 
 
 def mask_of(*rows: str) -> torch.Tensor:

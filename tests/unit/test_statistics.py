@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.statistics import _t_quantile, geometric_mean, ratio, summarize
+from accel.measuring.statistics import _t_quantile, geometric_mean, ratio, summarize
 
 
 def test_summary_of_known_numbers() -> None:

@@ -18,9 +18,10 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from accel import registry
-from accel.artifact import Artifact, Component, Manifest
-from accel.config import SessionOptions
+from accel.artifact import Artifact, Component, Manifest, TensorSpec
+from accel.backends import registry
+from accel.backends.specs import DeviceSpec, Probe
+from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -29,16 +30,15 @@ from accel.errors import (
     SessionError,
     TargetMismatchError,
 )
-from accel.exporting import export
-from accel.specs import DeviceSpec, Probe, TensorSpec
-from accel.steps import optimize
+from accel.stages.export import export
+from accel.stages.optimize import optimize
 from accel.testing.models import tiny_model
-from accel_plugins.ort.graphs import MICROSOFT, load_graphs
-from accel_plugins.ort.nvidia import TENSORRT, Facts, judge
+from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
+from accel_plugins.ortkit.runtime.nvidia import TENSORRT, Facts, judge
 from accel_plugins.tensorrt import FORMAT, SPEC, building, engines
 from accel_plugins.tensorrt import backend as backend_module
 from accel_plugins.tensorrt.backend import TensorrtBackend
-from accel_plugins.tensorrt.building import PROFILE_VARIABLE, EngineExporter, build
+from accel_plugins.tensorrt.building import EngineExporter, build
 from accel_plugins.tensorrt.caches import Machine, check_target, engine_cache, timing_cache
 from accel_plugins.tensorrt.engines import build_plan, check_precisions, computed_types
 from accel_plugins.tensorrt.options import precision_flags, precisions, read_options
@@ -557,7 +557,7 @@ def test_the_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "OnnxExporter", lambda backend: SimpleNamespace(export=lambda *a, **k: "onnx"))
     monkeypatch.setattr(building, "build", lambda artifact, out, **settings: seen.update(settings) or artifact)
     probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
-    exporter = EngineExporter(lambda: probe, {PROFILE_VARIABLE: "batch=1:4:16"})
-    exporter.export(None, task="x", config=None, out=Path("out"))  # type: ignore[arg-type]
+    config = ExportConfig(options={"profile": "batch=1:4:16"})
+    EngineExporter(lambda: probe).export(None, task="x", config=config, out=Path("out"))  # type: ignore[arg-type]
     assert seen["profile"] == {"batch": Sizes(1, 4, 16)}
     assert seen["machine"].target() == HERE.target()

@@ -1,6 +1,6 @@
 """A toy backend: runs `torch.export` programs with PyTorch. Imports nothing but the interface modules."""
 
-from accel.specs import BackendSpec, Capability
+from accel.backends.specs import BackendSpec, Capability
 
 SPEC = BackendSpec(
     name="toy",
@@ -10,6 +10,6 @@ SPEC = BackendSpec(
     requires=("torch",),
     capabilities=(
         Capability(stage="export", produces="torch_program"),
-        Capability(stage="run", consumes="torch_program"),
+        Capability(stage="run", consumes="torch_program", thread_safe=True),
     ),
 )

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import torch
 
-from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
+from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffer_shape,
+    check_buffers,
+    read_feeds,
+    session_closed,
+    tensor_dtypes,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Exporter, Feeds, Optimizer, Quantizer, Shapes
+from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, capture_program, reference
 from accel.config import ExportConfig, SessionOptions
-from accel.errors import ConfigError, InputError, SessionClosedError, SessionError
-from accel.interfaces import Exporter, Feeds, Optimizer, Quantizer, Shapes
-from accel.specs import DeviceSpec, Probe, TensorSpec
+from accel.errors import ConfigError, InputError, SessionError
 
 GRAPH = "model.pt2"
 
@@ -36,6 +45,12 @@ class ToyBackend:
         """No quantizer."""
         return None
 
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """Reads no other folders."""
+        return None
+
     def open(
         self,
         artifact: Artifact,
@@ -44,6 +59,7 @@ class ToyBackend:
         options: Mapping[str, object],
         session: SessionOptions,
         shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
     ) -> Mapping[str, ToySession]:
         """Open every component. PyTorch gains nothing from fixed shapes: they are only checked."""
         if options:
@@ -117,18 +133,17 @@ class History:
         copy.seen = dict(self.seen)
         return copy
 
-    def extend(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Append new tokens; return all of them."""
+    def extended(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All tokens with these behind them. The state itself stays as it is until the step has run."""
         if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
             raise InputError(f"The state is for {self.batch} rows.")
-        self.seen = {
+        return {
             # The mask covers the whole sequence already.
             name: torch.cat([self.seen[name], tensor], dim=1)
             if name in self.seen and name != "attention_mask"
             else tensor
             for name, tensor in feeds.items()
         }
-        return self.seen
 
 
 class ToySession:
@@ -144,7 +159,7 @@ class ToySession:
         self._component = component
         self._dtype = dtype
         self._device = device
-        self._shapes = shapes
+        self._check_shapes = ShapeCheck(component.inputs, shapes)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -175,36 +190,25 @@ class ToySession:
         out: Mapping[str, torch.Tensor] | None = None,
         state: History | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Check, run, return; the contract is in `accel.interfaces.Session`."""
+        """Check, run, return; the contract is in `accel.backends.interfaces.Session`."""
         if self._module is None:
-            raise SessionClosedError("This session is closed.", fix="open the model again.")
-        tensors = self._checked(feeds)
-        names = [spec.name for spec in self.outputs]
-        unknown = [name for name in (*(outputs or ()), *(out or ())) if name not in names]
-        if unknown:
-            raise InputError(f"The graph returns {names}, not {unknown}.")
+            raise session_closed()
+        tensors = read_feeds(feeds, tensor_dtypes(self.inputs))
         if state is not None:
-            tensors = state.extend(tensors)
+            tensors = state.extended(tensors)
+        self._check_shapes(tuple(tuple(tensor.shape) for tensor in tensors.values()))
+        dtypes = tensor_dtypes(self.outputs)
+        names = wanted_outputs(outputs, list(dtypes)) if outputs is not None else list(dtypes)
+        if out:
+            check_buffers(out, names, dtypes, torch.device("cpu"))
         found = self._module(**tensors)
-        result = {name: found[name] for name in outputs or names}
+        result = {name: found[name] for name in names}
         for name, buffer in (out or {}).items():
+            check_buffer_shape(name, buffer, result[name].shape)
             result[name] = buffer.copy_(result[name])
+        if state is not None:
+            state.seen = tensors
         return result
-
-    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
-        declared = {spec.name: spec for spec in self.inputs}
-        if set(feeds) != set(declared):
-            raise InputError(f"The graph takes {sorted(declared)} and was given {sorted(feeds)}.")
-        tensors = {}
-        for name, spec in declared.items():
-            tensor, dtype = feeds[name], getattr(torch, spec.dtype)
-            wanted = [self._shapes.get(size, None) if isinstance(size, str) else size for size in spec.shape]
-            if tensor.ndim != len(wanted) or any(w not in (None, n) for w, n in zip(wanted, tensor.shape, strict=True)):
-                raise InputError(f"Input {name!r} has shape {tuple(tensor.shape)}; the graph takes {spec.shape}.")
-            if tensor.is_floating_point() and not dtype.is_floating_point:
-                raise InputError(f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.")
-            tensors[name] = tensor.to(dtype)
-        return tensors
 
     def new_state(self, batch: int) -> History:
         """An empty history."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from accel.artifact import Artifact
-from accel.exporting import export
+from accel.stages.export import export
 from accel.testing.conformance import BackendConformance
 from accel.testing.models import tiny_model
 

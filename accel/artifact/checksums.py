@@ -1,0 +1,99 @@
+"""Files by size and checksum, and how a changed one is found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import IntegrityError
+from .home import accel_home
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a component: its name relative to the folder, its size in bytes and its checksum."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def sha256(path: Path) -> str:
+    """The file's checksum in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
+    """Sizes and checksums of files in `folder`."""
+    return tuple(FileRecord(name=n, bytes=(folder / n).stat().st_size, sha256=sha256(folder / n)) for n in names)
+
+
+def verify(folder: Path, record: FileRecord) -> None:
+    """Compare a file with its record; the result is remembered by inode, size and modification time.
+
+    Raises:
+        IntegrityError: The file is missing, truncated or changed, or lies outside the folder.
+    """
+    path = folder / record.name
+    remedy = "make the artifact again, or copy the file again from where it came."
+    if Path(record.name).is_absolute() or ".." in Path(record.name).parts:
+        raise IntegrityError(f"The manifest of {folder} names a file outside the folder: {record.name!r}.", fix=remedy)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise IntegrityError(f"{path} is missing.", fix=remedy) from error
+    if stat.st_size != record.bytes:
+        raise IntegrityError(
+            f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=remedy
+        )
+    key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    verified = _verified()
+    if verified.get(key) == record.sha256:
+        return
+    found = sha256(path)
+    if found != record.sha256:
+        raise IntegrityError(
+            f"{path} has checksum {found[:12]}… instead of {record.sha256[:12]}…: changed.", fix=remedy
+        )
+    _remember_verified({**verified, key: found})
+
+
+def _verified() -> dict[str, str]:
+    try:
+        values = json.loads((accel_home() / "verified.json").read_text(encoding="utf-8"))
+        return values if isinstance(values, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _remember_verified(entries: Mapping[str, str]) -> None:
+    """Best effort: a read-only home only costs the next load another checksum."""
+    path = accel_home() / "verified.json"
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(dict(list(entries.items())[-2000:])), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        logger.debug("cannot remember verified checksums in %s: %s", path, error)
+
+
+def folder_digest(folder: Path) -> str:
+    """Identifies the model files of a folder by name, size and modification time, and its configs by content."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            stat = path.stat()
+            digest.update(f"{path.relative_to(folder)}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+            if path.suffix == ".json" and stat.st_size < 1 << 20:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()

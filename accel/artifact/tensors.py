@@ -1,0 +1,30 @@
+"""Name, element type and shape of what goes in and out of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+Role = Literal["data", "mask", "cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, element type and shape of one input or output of a graph.
+
+    Attributes:
+        name: Its name in the graph.
+        dtype: A `torch` dtype name: `float32`, `int64`, ...
+        shape: Sizes; an axis that varies is its name (`batch`, `sequence`, ...).
+        role: What it is for: `data`, a padding `mask`, or a `cache` tensor.
+        pad_value: What fills the padding when an axis is rounded up to a bucket.
+        pair: For a cache tensor, the name of its past (of an output) or present (of an input) counterpart.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    _: KW_ONLY
+    role: Role = "data"
+    pad_value: float = 0
+    pair: str | None = None

@@ -1,0 +1,149 @@
+"""Shape buckets: pad the `sequence` axis up to one of a few lengths, so that a runtime may compile static shapes.
+
+One wrapper for every backend: it pads with the values that the specs name, runs the session opened for that length, and
+cuts the result. Padding is masked, so results are those of the unpadded call; models for which the export found
+otherwise are refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
+from ..artifact.tensors import TensorSpec
+from ..errors import ConfigError, InputError
+from .checks import ShapeCheck, no_state, wrong_names
+from .interfaces import Feeds, Session, State
+from .specs import DeviceSpec
+
+if TYPE_CHECKING:
+    import torch
+
+OpenShapes = Callable[[Mapping[str, int] | None], Mapping[str, Session]]
+_AXIS = "sequence"
+
+
+class BucketedSession:
+    """A session that rounds the sequence up to the next bucket. Longer calls run with dynamic shapes."""
+
+    def __init__(
+        self, component: Component, buckets: Sequence[int], open_bucket: Callable[[int | None], Session]
+    ) -> None:
+        if not any(spec.role == "mask" for spec in component.inputs):
+            raise ConfigError(
+                f"Buckets pad the sequence, and {component.name!r} takes no mask to hide the padding.",
+                fix="leave buckets out.",
+            )
+        self._buckets = tuple(buckets)
+        self._open = open_bucket
+        self._first = open_bucket(self._buckets[0])
+        self._sessions: dict[int | None, Session] = {self._buckets[0]: self._first}
+        self._inputs = {spec.name: spec for spec in component.inputs}
+        self._outputs = {spec.name: spec for spec in component.outputs}
+        self._check_shapes = ShapeCheck(component.inputs)
+
+    @classmethod
+    def open_all(cls, artifact: Artifact, open_shapes: OpenShapes, buckets: Sequence[int]) -> dict[str, Session]:
+        """Every component of an artifact as a bucketed session; a bucket is opened when it is first needed."""
+        changed = max(
+            (float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0
+        )
+        if changed > 0:
+            raise ConfigError(
+                f"Buckets pad the sequence, and padding changes what this model answers (by {changed:.2g} of the largest value).",
+                fix="leave buckets out.",
+            )
+        opened: dict[int | None, Mapping[str, Session]] = {}
+
+        def open_bucket(name: str, bucket: int | None) -> Session:
+            if bucket not in opened:
+                opened[bucket] = open_shapes(None if bucket is None else {_AXIS: bucket})
+            return opened[bucket][name]
+
+        return {
+            c.name: cls(c, buckets, lambda bucket, name=c.name: open_bucket(name, bucket))  # type: ignore[misc]
+            for c in artifact.components
+        }
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As the artifact declares them: the sequence may vary."""
+        return tuple(self._inputs.values())
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As the artifact declares them."""
+        return tuple(self._outputs.values())
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Where the sessions run."""
+        return self._first.device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the sessions compute in."""
+        return self._first.compute_dtype
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Pad, run, cut; see `Session.run`. Buffers in `out` are not supported: their size is the bucket's."""
+        from torch.nn.functional import pad
+
+        if out is not None:
+            raise InputError(
+                "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
+            )
+        if feeds.keys() != self._inputs.keys():
+            raise wrong_names(feeds, self._inputs)
+        # Before padding, which would hide a mask that is too short.
+        self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._inputs]))
+        length = self._length(feeds)
+        position = bisect.bisect_left(self._buckets, length)
+        bucket = self._buckets[position] if position < len(self._buckets) else None
+        if bucket is not None and bucket != length:
+            feeds = {name: self._padded(pad, name, tensor, bucket) for name, tensor in feeds.items()}
+        result = self._session(bucket).run(feeds, outputs=outputs, state=state)
+        if bucket is None or bucket == length:
+            return result
+        return {name: self._cut(name, tensor, length) for name, tensor in result.items()}
+
+    def _session(self, bucket: int | None) -> Session:
+        if bucket not in self._sessions:
+            self._sessions[bucket] = self._open(bucket)
+        return self._sessions[bucket]
+
+    def _length(self, feeds: Feeds) -> int:
+        for name, spec in self._inputs.items():
+            if _AXIS in spec.shape and name in feeds:
+                return int(feeds[name].shape[spec.shape.index(_AXIS)])
+        raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
+
+    def _padded(self, pad: Callable[..., torch.Tensor], name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
+        spec = self._inputs.get(name)
+        if spec is None or _AXIS not in spec.shape:
+            return tensor
+        axis = spec.shape.index(_AXIS)
+        amount = [0, 0] * (tensor.ndim - axis - 1) + [0, bucket - int(tensor.shape[axis])]
+        return pad(tensor, amount, value=spec.pad_value)
+
+    def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        spec = self._outputs[name]
+        return tensor.narrow(spec.shape.index(_AXIS), 0, length) if _AXIS in spec.shape else tensor
+
+    def new_state(self, batch: int) -> State:
+        """Bucketed sessions keep no state."""
+        raise no_state()
+
+    def close(self) -> None:
+        """Close the sessions of all buckets."""
+        for session in self._sessions.values():
+            session.close()

@@ -1,0 +1,255 @@
+"""The contract of a session as functions: what every backend's `run` and states check, with the same errors everywhere.
+
+A session calls them on the way of its slow path, and keeps a fast path for calls that are plainly right: declared names,
+declared types, shapes that passed before (`ShapeCheck`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, SessionClosedError, SessionError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..artifact.manifest import Component
+    from ..artifact.tensors import TensorSpec
+    from .interfaces import Feeds
+
+_REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
+Sizes = tuple[int, ...]
+
+
+def tensor_dtypes(specs: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
+    """The declared types by name, in the graph's order."""
+    import torch
+
+    return {spec.name: getattr(torch, spec.dtype) for spec in specs}
+
+
+def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """The inputs in the graph's order, each of its declared type; integers of any width are converted.
+
+    Args:
+        feeds: What the caller gave.
+        dtypes: What the graph takes.
+
+    Raises:
+        InputError: Missing or extra names, or floating-point values where integers are declared.
+    """
+    tensors = {}
+    for name, dtype in dtypes.items():
+        tensor = feeds.get(name)
+        if tensor is None:
+            raise wrong_names(feeds, dtypes)
+        if tensor.dtype is not dtype:
+            if tensor.is_floating_point() and not dtype.is_floating_point:
+                raise InputError(
+                    f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
+                )
+            tensor = tensor.to(dtype)
+        tensors[name] = tensor
+    if len(feeds) != len(tensors):
+        raise wrong_names(feeds, dtypes)
+    return tensors
+
+
+def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputError:
+    """The error for inputs that are not exactly the declared ones; it lists both."""
+    missing = [name for name in declared if feeds.get(name) is None]
+    extra = [name for name in feeds if name not in declared]
+    return InputError(
+        f"The graph takes {list(declared)} and was given {list(feeds)}"
+        f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
+        fix="pass exactly the inputs that the graph takes.",
+    )
+
+
+class ShapeCheck:
+    """Checks the shapes of a call's inputs; shapes that passed are remembered, which costs about a microsecond a call.
+
+    Args:
+        inputs: What the graph takes, in the order in which shapes are given.
+        fixed: Sizes that the session was opened with for named axes.
+    """
+
+    __slots__ = ("_inputs", "_passed", "fixed")
+
+    def __init__(self, inputs: Sequence[TensorSpec], fixed: Mapping[str, int] | None = None) -> None:
+        self.fixed = dict(fixed or {})
+        self._inputs = tuple(inputs)
+        self._passed: set[tuple[Sizes, ...]] = set()
+
+    def __call__(self, shapes: tuple[Sizes, ...]) -> None:
+        """Check the shapes of all inputs.
+
+        Raises:
+            InputError: A wrong rank, a fixed axis with another size, an empty axis, or one axis with several sizes.
+        """
+        if shapes in self._passed:
+            return
+        sizes: dict[str, int] = dict(self.fixed)
+        for spec, shape in zip(self._inputs, shapes, strict=True):
+            wanted = tuple(self.fixed.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
+            fits = len(shape) == len(wanted) and all(
+                isinstance(w, str) or w == n for n, w in zip(shape, wanted, strict=True)
+            )
+            # A cache among the inputs is empty at first.
+            empty = 0 in shape and spec.pair is None
+            if not fits or empty:
+                raise InputError(
+                    f"Input {spec.name!r} has shape {tuple(shape)}; the graph takes {wanted}"
+                    f"{', no axis empty' if fits else ''}.",
+                    fix="check the shapes of the inputs.",
+                )
+            for size, axis in zip(shape, wanted, strict=True):
+                if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
+                    given = {s.name: tuple(found) for s, found in zip(self._inputs, shapes, strict=True)}
+                    raise InputError(
+                        f"The axis {axis!r} has sizes {sizes[axis]} and {size} among the inputs {given}.",
+                        fix="give each axis one size.",
+                    )
+        if len(self._passed) < _REMEMBERED:
+            self._passed.add(shapes)
+
+
+def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]:
+    """The outputs asked for.
+
+    Raises:
+        InputError: One that the graph does not return.
+    """
+    unknown = [name for name in outputs if name not in declared]
+    if unknown:
+        raise InputError(
+            f"The graph returns {list(declared)}, not {unknown}.{did_you_mean(unknown[0], declared)}",
+            fix="ask for these.",
+        )
+    return list(outputs)
+
+
+def check_buffers(
+    out: Mapping[str, torch.Tensor], wanted: Collection[str], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> None:
+    """Check buffers that receive outputs.
+
+    Args:
+        out: The buffers by name.
+        wanted: Outputs of the call.
+        dtypes: Declared types of the graph's outputs.
+        device: Where the session writes.
+
+    Raises:
+        InputError: A buffer for no output, not contiguous, of another type or elsewhere.
+    """
+    unknown = [name for name in out if name not in wanted]
+    if unknown:
+        raise InputError(f"out holds {unknown}; the outputs are {list(wanted)}.", fix="give buffers for these.")
+    for name, buffer in out.items():
+        if not buffer.is_contiguous() or buffer.device != device or buffer.dtype is not dtypes[name]:
+            raise InputError(
+                f"The buffer for {name!r} is {buffer.dtype} on {buffer.device}"
+                f"{'' if buffer.is_contiguous() else ', not contiguous'}; it must be contiguous {dtypes[name]} on {device}.",
+                fix="make it with torch.empty(..., dtype=..., device=...).",
+            )
+
+
+def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
+    """Check a buffer against the size of its output, where that is known.
+
+    Raises:
+        InputError: They differ.
+    """
+    if tuple(buffer.shape) != tuple(shape):
+        raise InputError(
+            f"The buffer for {name!r} has shape {tuple(buffer.shape)}; the output has {tuple(shape)}.",
+            fix="make it of the output's shape.",
+        )
+
+
+def check_state(state: object, kind: type, *, stateful: bool, out: Mapping[str, Any] | None) -> None:
+    """Check the state of a call.
+
+    Args:
+        state: What the caller gave, or `None`.
+        kind: What this session makes.
+        stateful: Whether the graph keeps a state.
+        out: Buffers of the call.
+
+    Raises:
+        InputError: A state for a graph without one, none for a graph with one, one made by another session, or buffers
+            beside a state.
+    """
+    if not stateful:
+        if state is not None:
+            raise InputError("This graph keeps no state between calls.", fix="leave state=... out.")
+        return
+    if state is None:
+        raise InputError("This graph reads a KV cache.", fix="pass state=session.new_state(batch).")
+    if not isinstance(state, kind):
+        raise InputError("The state was not made by this session.", fix="make it with new_state().")
+    if out:
+        raise InputError("A session with a state allocates its outputs.", fix="leave out=... out.")
+
+
+def no_state() -> SessionError:
+    """The error of `new_state` where a graph keeps none."""
+    return SessionError("This graph keeps no state between calls.", fix="leave state=... out.")
+
+
+def session_closed() -> SessionClosedError:
+    """The error of everything after `close`."""
+    return SessionClosedError("This session is closed.", fix="open the model again.")
+
+
+def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> int:
+    """How many tokens a call brings.
+
+    Args:
+        component: The decoder's graph.
+        feeds: Its inputs for this call, without the cache.
+        batch: Rows that the state holds.
+        length: Tokens that it holds.
+
+    Raises:
+        InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
+    """
+    tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
+    mask = next(spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total")
+    declared = {spec.name: spec.shape for spec in component.inputs}
+    for name in (tokens, mask):
+        if feeds[name].ndim != len(declared[name]):
+            raise InputError(
+                f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared[name]}.",
+                fix="check the shapes of the inputs.",
+            )
+    rows, new = feeds[tokens].shape[:2]
+    if new == 0:
+        raise InputError("No new tokens were given.", fix="pass at least one.")
+    if rows != batch:
+        raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
+    total = feeds[mask].shape[1]
+    if total != length + new:
+        raise InputError(
+            f"{mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
+            fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
+        )
+    return int(new)
+
+
+def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:
+    """The rows that `index` chooses from a state of `batch` rows; all of them when `None`.
+
+    Raises:
+        InputError: No rows, or a row that is not there.
+    """
+    if batch < 1:
+        raise InputError(f"A state for {batch} rows cannot be made.", fix="use at least 1.")
+    if index is None:
+        return list(range(batch))
+    chosen = [int(row) for row in index.reshape(-1).tolist()]
+    if index.ndim != 1 or not chosen or min(chosen) < 0 or max(chosen) >= batch:
+        raise InputError(f"Rows {chosen} cannot be taken from a state of {batch} rows.", fix=f"use 0 to {batch - 1}.")
+    return chosen

@@ -1,0 +1,223 @@
+"""What a plugin implements. Protocols: a plugin need not inherit from them.
+
+A `Backend` opens an `Artifact` as named `Session`s and may offer an `Exporter`, an `Optimizer` and a `Quantizer`. The
+conformance suite (`accel.testing.conformance`) checks the contract that the docstrings here state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ..artifact.manifest import Artifact
+from ..artifact.tensors import TensorSpec
+from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
+from .specs import DeviceSpec, Probe
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..capture import Source
+
+Feeds = Mapping[str, "torch.Tensor"]
+Evaluate = Callable[[Artifact], float]
+Shapes = Mapping[str, int]
+
+
+@runtime_checkable
+class State(Protocol):
+    """What a session keeps between calls: a KV cache. Used by one thread at a time."""
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes what row `index[i]` was (`index: (batch,) int64`); beam search."""
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+
+    def clone(self) -> State:
+        """An independent copy."""
+
+
+@runtime_checkable
+class Session(Protocol):
+    """A graph opened on a device."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What `run` takes, in the graph's order."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What `run` returns, in the graph's order."""
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Where it runs, read from the opened runtime and not from what was asked for."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels really compute in: `float32`, `bfloat16`, `int8`, ..."""
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Compute the outputs.
+
+        Args:
+            feeds: Exactly the declared inputs. Any device, stride or integer width; converted once where needed.
+            outputs: Names of the outputs wanted; all when `None`.
+            out: Buffers that receive outputs of these names.
+            state: From `new_state`; read and advanced.
+
+        Returns:
+            Output by name, in the declared dtype, on the session's device. It does not alias the next call's
+            (except what was written into `out`).
+
+        Raises:
+            InputError: Missing or extra names, a wrong rank or a fixed axis with another size.
+            SessionClosedError: After `close`.
+            SessionError: The runtime failed.
+        """
+
+    def new_state(self, batch: int) -> State:
+        """An empty state for `batch` rows.
+
+        Raises:
+            SessionError: The graph keeps no state.
+        """
+
+    def close(self) -> None:
+        """Give the runtime's memory back. A second call does nothing."""
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """Turns a PyTorch model into an artifact of the backend's format."""
+
+    def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
+        """Write the graph and its manifest into the existing, empty folder `out`.
+
+        The core calls this with a temporary folder, compares the result with the PyTorch model, and moves the folder
+        into place only then.
+
+        Raises:
+            ExportError: The model could not be captured.
+        """
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Rewrites a graph into a faster one that computes the same."""
+
+    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
+        """Write the optimized graph into the existing, empty folder `out`.
+
+        Raises:
+            OptimizeError: The graph could not be optimized.
+        """
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Rewrites a graph into one with fewer bits."""
+
+    def quantize(
+        self,
+        artifact: Artifact,
+        *,
+        config: QuantizeConfig,
+        calibration: Iterable[Feeds] | None,
+        evaluate: Evaluate | None,
+        out: Path,
+    ) -> Artifact:
+        """Write the quantized graph into the existing, empty folder `out`.
+
+        The report of its step lists what was quantized as `layers`, by names that `QuantizeConfig.exclude` takes: the
+        search inside an accuracy budget puts some of them back to float.
+
+        Args:
+            artifact: What to quantize.
+            config: How.
+            calibration: Batches of inputs, which can be iterated more than once; needed by static schemes.
+            evaluate: A measure of an artifact, higher is better, for backends that search with it.
+            out: Where to write.
+
+        Raises:
+            QuantizeError: The graph could not be quantized.
+        """
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A plugin's one class; made without arguments."""
+
+    def probe(self) -> Probe:
+        """Devices that can be used here, and reasons for those that cannot. Imports the vendor library, touches no
+        device, never raises.
+        """
+
+    def exporter(self) -> Exporter | None:
+        """The exporter, or `None`."""
+
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, or `None`."""
+
+    def quantizer(self) -> Quantizer | None:
+        """The quantizer, or `None`."""
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """An artifact for a folder without our manifest that fits one of the spec's `layouts`, or for a transformers folder
+        by who exports its format; nothing is written. `None` from a backend that reads no other folders.
+
+        Args:
+            folder: The folder.
+            task: Its task.
+            config: For transformers folders: in which dtype, with which pooling.
+            trust_remote_code: Run code that comes with the model.
+
+        Raises:
+            ArtifactNotFoundError: There is no such graph.
+            IntegrityError: It cannot be read.
+        """
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
+    ) -> Mapping[str, Session]:
+        """Open every component of the artifact; components that share weights share them in memory.
+
+        Args:
+            artifact: A format that the spec says it runs.
+            device: One of the probed devices.
+            options: The vendor's own device or provider options.
+            session: How to run.
+            shapes: Fixed sizes for named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with
+                static shapes; the core pads up to them.
+            trust_remote_code: Run code that comes with a PyTorch model.
+
+        Raises:
+            ConfigError: An option that does not exist.
+            SessionError: The runtime refused the graph.
+        """

@@ -1,0 +1,114 @@
+"""Opens an artifact: chooses the backend, applies the artifact's own run settings, adds shape buckets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..artifact.manifest import Artifact, RunRecord
+from ..config import SessionOptions
+from ..errors import ConfigError
+from . import registry
+from .buckets import BucketedSession
+from .interfaces import Session
+from .specs import BackendSpec, DeviceSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How the caller wants a model run; `None` leaves the choice to the artifact and to what is here.
+
+    Attributes:
+        backend: Name of a backend.
+        device: Where, in `torch.device` words.
+        provider_options: The vendor's own options for the device.
+        options: The same words for every backend.
+    """
+
+    backend: str | None = None
+    device: str | None = None
+    provider_options: Mapping[str, object] | None = None
+    options: SessionOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An artifact's sessions, and what runs them."""
+
+    sessions: Mapping[str, Session]
+    backend: BackendSpec
+    device: DeviceSpec
+    options: SessionOptions
+
+    def close(self) -> None:
+        """Give the runtime's memory back."""
+        for session in self.sessions.values():
+            session.close()
+
+
+def open_artifact(
+    artifact: Artifact, settings: RunSettings | None = None, *, trust_remote_code: bool = False
+) -> Opened:
+    """Open every component of an artifact.
+
+    What the caller gives wins, then what the artifact was measured with (`run` in its manifest, unless another backend
+    is named), then the artifact's dtype and the defaults.
+
+    Args:
+        artifact: What to open.
+        settings: What the caller gives.
+        trust_remote_code: Run code that comes with a PyTorch model.
+
+    Raises:
+        BackendUnavailableError: Nothing here runs it; the message is the table of everything considered.
+        ConfigError: An option that the backend does not have.
+        SessionError: The runtime refused the graph.
+    """
+    given = settings or RunSettings()
+    run = artifact.manifest.run
+    if run is not None and given.backend is not None and registry.describe(given.backend).name != run.backend:
+        run = None
+    spec, where = registry.choose(
+        format=artifact.format,
+        task=artifact.task,
+        dtype=artifact.dtype,
+        device=DeviceSpec.parse(given.device) if given.device is not None else _measured_device(run),
+        backend=given.backend or (run.backend if run else None),
+    )
+    options = given.options
+    if options is None:
+        options = SessionOptions.from_dict(run.session) if run else SessionOptions()
+    provider_options = given.provider_options
+    if provider_options is None:
+        provider_options = run.provider_options if run else {}
+    if run is not None and options.compute_dtype not in (None, artifact.dtype):
+        logger.warning(
+            "%s computes in %s, as it was measured (%s). Pass session_options=SessionOptions(compute_dtype=%r) to change it.",
+            artifact.path.name, options.compute_dtype, dict(run.measured) or "no accuracy recorded", artifact.dtype,
+        )  # fmt: skip
+    implementation = registry.load(spec)
+    plain = replace(options, buckets=())
+
+    def open_shapes(shapes: Mapping[str, int] | None) -> Mapping[str, Session]:
+        return implementation.open(
+            artifact, device=where, options=provider_options, session=plain, shapes=shapes,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+
+    if not options.buckets:
+        return Opened(open_shapes(None), spec, where, options)
+    for component in artifact.components:
+        limit = component.max_sizes.get("sequence")
+        if limit is not None and options.buckets[-1] > limit:
+            raise ConfigError(
+                f"The bucket {options.buckets[-1]} is longer than the model's {limit} positions.",
+                fix=f"use buckets up to {limit}.",
+            )
+    return Opened(BucketedSession.open_all(artifact, open_shapes, options.buckets), spec, where, options)
+
+
+def _measured_device(run: RunRecord | None) -> DeviceSpec | None:
+    return DeviceSpec.parse(run.device) if run else None

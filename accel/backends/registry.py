@@ -1,0 +1,247 @@
+"""Finds backends and chooses among them.
+
+Three steps, each costlier than the one before: *list* reads entry-point metadata, *describe* imports a plugin's spec,
+*probe* imports the vendor's library. A plugin that fails in a step is reported and never breaks the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable
+from importlib import metadata
+
+from ..errors import BackendUnavailableError, PluginError, UnknownBackendError, did_you_mean
+from .interfaces import Backend
+from .selecting import select
+from .specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "accel.backends"
+ALLOW_LIST_VARIABLE = "ACCEL_PLUGINS"
+BASELINE = "pytorch"
+"""The backend that everything is compared with: what it needs is what the core needs, and no allow-list leaves it out."""
+
+
+def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:
+    """Plugins by name, read from entry-point metadata; nothing is imported. More than one entry is a conflict."""
+    allowed = os.environ.get(ALLOW_LIST_VARIABLE)
+    names = None if allowed is None else {BASELINE, *(name.strip() for name in allowed.split(","))}
+    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if names is None or entry.name in names:
+            found.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(entries.values()) for name, entries in sorted(found.items())}
+
+
+@functools.cache
+def _describe(name: str, value: str) -> BackendSpec:
+    module_name, _, attribute = value.partition(":")
+    try:
+        spec = getattr(importlib.import_module(module_name), attribute)
+    # A plugin is foreign code: whatever its import raises becomes a report about this one plugin.
+    except Exception as error:
+        raise PluginError(
+            f"The plugin {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}",
+            fix=f"reinstall or remove it, or leave it out of {ALLOW_LIST_VARIABLE}.",
+        ) from error
+    if not isinstance(spec, BackendSpec):
+        raise PluginError(f"The entry point {name!r} = {value!r} is a {type(spec).__name__}, not a BackendSpec.")
+    if spec.name != name:
+        raise PluginError(f"The entry point {name!r} holds a spec named {spec.name!r}; both names must agree.")
+    if spec.api[0] != API_VERSION[0] or spec.api[1] > API_VERSION[1]:
+        raise PluginError(
+            f"The plugin {name!r} is written for plugin API {spec.api[0]}.{spec.api[1]}; this accel has "
+            f"{API_VERSION[0]}.{API_VERSION[1]}.",
+            fix="install versions of accel-transformers and of the plugin that agree.",
+        )
+    return spec
+
+
+def describe(name: str) -> BackendSpec:
+    """The spec of one backend, by name or by an alias such as `CUDAExecutionProvider`.
+
+    Raises:
+        UnknownBackendError: No plugin has that name.
+        PluginError: It exists but cannot be loaded, or two distributions claim the name.
+    """
+    entries = installed()
+    if name in entries:
+        if len(entries[name]) > 1:
+            claims = ", ".join(f"{e.value} ({e.dist.name if e.dist else 'unknown'})" for e in entries[name])
+            raise PluginError(
+                f"More than one plugin is called {name!r}: {claims}.",
+                fix=f"uninstall one of them, or list the plugins you want in {ALLOW_LIST_VARIABLE}.",
+            )
+        return _describe(name, entries[name][0].value)
+    specs, broken = describe_all()
+    for spec in specs:
+        if name in spec.aliases:
+            return spec
+    known = [*(s.name for s in specs), *broken, *(alias for s in specs for alias in s.aliases)]
+    raise UnknownBackendError(
+        f"There is no backend {name!r}.{did_you_mean(name, known)} Installed: {', '.join(s.name for s in specs)}.",
+        fix="use one of the names above; `accel doctor` shows what each of them needs.",
+    )
+
+
+def describe_all() -> tuple[tuple[BackendSpec, ...], dict[str, Reason]]:
+    """Every loadable spec, and for each plugin that is not, why."""
+    specs, broken = [], {}
+    for name in installed():
+        try:
+            specs.append(describe(name))
+        except PluginError as error:
+            broken[name] = Reason("broken", error.message, error.fix or "")
+    return tuple(specs), broken
+
+
+@functools.cache
+def _backend(impl: str) -> Backend:
+    module_name, _, attribute = impl.partition(":")
+    backend: Backend = getattr(importlib.import_module(module_name), attribute)()
+    return backend
+
+
+def load(spec: BackendSpec) -> Backend:
+    """The backend's implementation; imports the vendor's library.
+
+    Raises:
+        BackendUnavailableError: What it needs is not installed.
+    """
+    missing = _missing(spec)
+    if missing:
+        raise BackendUnavailableError(missing.message, fix=missing.remedy)
+    try:
+        return _backend(spec.impl)
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}", fix=_install(spec)
+        ) from error
+
+
+def _install(spec: BackendSpec) -> str:
+    target = f"accel-transformers[{spec.extra}]" if spec.impl.startswith("accel_plugins.") else spec.extra
+    return f'pip install "{target}"'
+
+
+def _missing(spec: BackendSpec) -> Reason | None:
+    absent = [name for name in spec.requires if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    return Reason("not-installed", f"{', '.join(absent)} is not installed", _install(spec))
+
+
+@functools.cache
+def probe(spec: BackendSpec) -> Probe:
+    """What the backend found on this machine; asked once a process, never raises."""
+    missing = _missing(spec)
+    if missing:
+        return Probe(reasons=(missing,))
+    try:
+        return load(spec).probe()
+    # Same as in `_describe`: foreign code.
+    except Exception as error:  # noqa: BLE001
+        message = f"its probe failed: {type(error).__name__}: {error}"
+        return Probe(reasons=(Reason("probe-failed", message, "report it to the plugin's author"),))
+
+
+def choose(
+    *, format: str, task: str, dtype: str, device: DeviceSpec | None = None, backend: str | None = None
+) -> tuple[BackendSpec, DeviceSpec]:
+    """`select` over what is installed here.
+
+    Raises:
+        UnknownBackendError: `backend` names no plugin.
+        BackendUnavailableError: Nothing fits; the message is the table of everything considered.
+    """
+    if backend is not None:
+        wanted = describe(backend)
+        backend = wanted.name
+    specs, broken = describe_all()
+    # Probing imports vendor libraries: only those that could run this, or the one that was named, are asked.
+    probes = {
+        spec.name: probe(spec)
+        if (spec.name == backend if backend is not None else spec.auto and spec.capability("run", format))
+        else _unprobed(spec)
+        for spec in specs
+    }
+    selection = select(
+        format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend
+    )
+    if selection.backend is None or selection.device is None:
+        what = f"Backend {backend!r} cannot run" if backend is not None else "No backend can run"
+        table = str(selection) + "".join(f"\n  {name}  broken: {reason}" for name, reason in broken.items())
+        remedies = [
+            r.remedy for row in selection.table if row.backend == backend or backend is None for r in row.reasons
+        ]
+        fix = next((remedy for remedy in remedies if remedy), "run `accel doctor` to see what this machine has.")
+        raise BackendUnavailableError(
+            f"{what} {format} ({dtype}, {task}){f' on {device}' if device else ''}. Considered:\n{table}", fix=fix
+        )
+    logger.info("backend %s on %s for %s (%s)", selection.backend, selection.device, format, dtype)
+    return next(spec for spec in specs if spec.name == selection.backend), selection.device
+
+
+def _unprobed(spec: BackendSpec) -> Probe:
+    """A stand-in for backends that selection does not need to ask: their devices as declared."""
+    missing = _missing(spec)
+    if missing:
+        return Probe(reasons=(missing,))
+    types = {device: None for c in spec.capabilities if c.stage == "run" for device in c.devices}
+    return Probe(devices=tuple(DeviceSpec(device) for device in types))
+
+
+def owner(stage: Stage, format: str, backend: str | None = None, *, scheme: str | None = None) -> BackendSpec:
+    """The backend that does `stage` for artifacts of `format`: the one named, or the owner of the format.
+
+    For `export`, `format` is what it produces.
+
+    Raises:
+        UnknownBackendError: `backend` names no plugin.
+        BackendUnavailableError: Nobody does this here.
+    """
+    consumes, produces = (None, format) if stage == "export" else (format, None)
+
+    def does(spec: BackendSpec) -> bool:
+        capability = spec.capability(stage, consumes, produces=produces)
+        return capability is not None and (scheme is None or scheme in capability.schemes)
+
+    specs = describe_all()[0] if backend is None else (describe(backend),)
+    able = [spec for spec in specs if does(spec)]
+    ready = [spec for spec in able if _missing(spec) is None]
+    if ready:
+        # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
+        return max(
+            ready,
+            key=lambda spec: (
+                spec.capability("export", produces=format) is not None,
+                spec.auto,
+                spec.priority,
+            ),
+        )
+    subject = f"Backend {backend!r} cannot" if backend is not None else "No backend can"
+    if able:
+        why = "; ".join(f"{spec.name}: {_missing(spec)}" for spec in able)
+        raise BackendUnavailableError(f"{subject} {stage} {format} here. {why}.", fix=_install(able[0]))
+    offered = sorted({s for spec in specs for c in spec.capabilities if c.stage == stage for s in c.schemes})
+    raise BackendUnavailableError(
+        f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."
+        + (did_you_mean(scheme, offered) if scheme else ""),
+        fix=f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does.",
+    )
+
+
+def backend_for_layout(names: Iterable[str]) -> BackendSpec | None:
+    """The backend whose declared layouts match one of the file names of a foreign folder."""
+    from fnmatch import fnmatch
+
+    files = list(names)
+    for spec in describe_all()[0]:
+        if any(fnmatch(file, pattern) for pattern in spec.layouts for file in files):
+            return spec
+    return None

@@ -1,0 +1,116 @@
+"""Chooses the backend that runs an artifact: a pure function, with the table of everything that it considered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .specs import BackendSpec, DeviceSpec, Probe, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the selection table.
+
+    Attributes:
+        backend: Its name.
+        verdict: `chosen`, `possible` (it would work when named) or `rejected`.
+        device: The device it would use.
+        reasons: Why it was not chosen.
+    """
+
+    backend: str
+    verdict: Literal["chosen", "possible", "rejected"]
+    device: DeviceSpec | None
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The backend and device chosen (`None` when nothing fits) and the table of everything considered."""
+
+    backend: str | None
+    device: DeviceSpec | None
+    table: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        width = max((len(row.backend) for row in self.table), default=0)
+        lines = []
+        for row in self.table:
+            why = "; ".join(str(reason) for reason in row.reasons)
+            where = f" on {row.device}" if row.device is not None else ""
+            lines.append(f"  {row.backend:<{width}}  {row.verdict}{where}{': ' + why if why else ''}")
+        return "\n".join(lines) or "  (no backend is installed)"
+
+
+def select(
+    *,
+    format: str,
+    task: str,
+    dtype: str,
+    device: DeviceSpec | None,
+    specs: Iterable[BackendSpec],
+    probes: Mapping[str, Probe],
+    backend: str | None = None,
+) -> Selection:
+    """Choose the backend that runs an artifact. A function of its arguments alone.
+
+    A backend that is named is the only candidate. Otherwise the one with the highest priority wins among those whose
+    spec allows automatic choice, which are the ones that do not change numerics.
+    """
+    rows: list[tuple[BackendSpec, DeviceSpec | None, list[Reason]]] = []
+    for spec in specs:
+        reasons, found = _obstacles(spec, probes[spec.name], format=format, task=task, dtype=dtype, device=device)
+        rows.append((spec, found, reasons))
+    fitting = [
+        (spec, found)
+        for spec, found, reasons in rows
+        if not reasons and (spec.name == backend if backend is not None else spec.auto)
+    ]
+    chosen = max(fitting, key=lambda item: item[0].priority, default=None)
+    table = []
+    for spec, found, reasons in rows:
+        if chosen is not None and spec is chosen[0]:
+            table.append(Row(spec.name, "chosen", found, ()))
+        elif reasons:
+            table.append(Row(spec.name, "rejected", None, tuple(reasons)))
+        else:
+            named = backend is not None and spec.name != backend
+            why = (
+                Reason("not-named", f"{backend!r} was asked for")
+                if named
+                else Reason("lower-priority", "another one has priority")
+                if spec.auto
+                else Reason("by-name-only", "only used when named", f"backend={spec.name!r}")
+            )
+            table.append(Row(spec.name, "possible", found, (why,)))
+    return Selection(chosen[0].name if chosen else None, chosen[1] if chosen else None, tuple(table))
+
+
+def _obstacles(
+    spec: BackendSpec, probe: Probe, *, format: str, task: str, dtype: str, device: DeviceSpec | None
+) -> tuple[list[Reason], DeviceSpec | None]:
+    """Everything that keeps a backend from running this, and the device it would use."""
+    reasons: list[Reason] = []
+    capability = spec.capability("run", format, task=task)
+    if capability is None:
+        formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
+        reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {format}"))
+    else:
+        if dtype not in capability.dtypes:
+            what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
+            reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
+        if task in capability.excludes or ("*" not in capability.tasks and task not in capability.tasks):
+            reasons.append(Reason("task", f"it does not run {task}"))
+    found = None
+    if not probe.available:
+        reasons.extend(probe.reasons or (Reason("no-device", "it found no device"),))
+    elif device is None:
+        found = probe.devices[0]
+    else:
+        found = next((d for d in probe.devices if (d.type, d.index) == (device.type, device.index)), None)
+        if found is None:
+            have = ", ".join(str(d) for d in probe.devices)
+            reasons.append(Reason("device", f"it has no device {device}, only {have}"))
+    return reasons, found

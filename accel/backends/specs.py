@@ -1,0 +1,188 @@
+"""Plain data that crosses the border between the core and its plugins. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
+
+from ..artifact.tensors import TensorSpec as TensorSpec
+
+API_VERSION = (2, 0)
+"""Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
+
+WEIGHTS = "torch"
+"""The format of artifacts that are PyTorch models: weights, config, tokenizer."""
+
+Stage = Literal["export", "optimize", "quantize", "run"]
+
+_DEVICE = re.compile(r"(?P<type>[a-z][a-z_]*)(?::(?P<index>\d+))?\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A device, in `torch.device` words.
+
+    Attributes:
+        type: `cpu`, `cuda`, ...
+        index: Ordinal among the devices of that type.
+        name: What the vendor calls it.
+        arch: What a kernel can use: `sm_90`, or `avx512_vnni+amx_int8`.
+        memory_bytes: Its memory, where known.
+    """
+
+    type: str
+    index: int = 0
+    _: KW_ONLY
+    name: str = ""
+    arch: str = ""
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSpec:
+        """`"cuda:1"` as a spec.
+
+        Raises:
+            ConfigError: `text` is not a device string.
+        """
+        from ..errors import ConfigError
+
+        match = _DEVICE.match(text.strip().lower())
+        if match is None:
+            raise ConfigError(f"{text!r} is not a device.", fix="use a torch device string such as 'cpu' or 'cuda:0'.")
+        return cls(match["type"], int(match["index"] or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeSettings:
+    """Which settings a scheme has a use for.
+
+    Attributes:
+        scheme: Of `Capability.schemes`.
+        names: Fields of `QuantizeConfig`.
+    """
+
+    scheme: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One thing a backend can do: turn `consumes` into `produces` at a `stage`, or run `consumes`.
+
+    Attributes:
+        stage: `export`, `optimize`, `quantize` or `run`.
+        consumes: Artifact format read (`None` for `export`, which reads a PyTorch model).
+        produces: Artifact format written (`None` for `run`).
+        devices: Device types.
+        dtypes: Artifact dtypes it accepts or makes.
+        schemes: Optimization levels, or quantization schemes in the order of expected speed, fastest first.
+        settings: What each scheme can be told; the core refuses everything else by name.
+        options: Options of an exporter that only this backend has (`ExportConfig.options`).
+        tasks: Tasks it is limited to; `("*",)` for any.
+        excludes: Tasks that it does not do.
+        dynamic_shapes: Whether named axes may vary from call to call.
+        device_io: Whether inputs and outputs may live on the device.
+        thread_safe: Whether one session may be called from several threads at once.
+    """
+
+    stage: Stage
+    consumes: str | None = None
+    produces: str | None = None
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = ("float32",)
+    schemes: tuple[str, ...] = ()
+    settings: tuple[SchemeSettings, ...] = ()
+    options: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ("*",)
+    excludes: tuple[str, ...] = ()
+    dynamic_shapes: bool = True
+    device_io: bool = False
+    thread_safe: bool = False
+
+    def takes(self, scheme: str) -> tuple[str, ...]:
+        """The settings that a scheme has a use for."""
+        return next((one.names for one in self.settings if one.scheme == scheme), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something cannot be used, and what to do about it."""
+
+    code: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a backend found on this machine. Probing never raises."""
+
+    devices: tuple[DeviceSpec, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def available(self) -> bool:
+        """Whether at least one device can be used."""
+        return bool(self.devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """What a plugin says about itself before anything of it is imported.
+
+    Attributes:
+        name: The word users pass as `backend=`.
+        summary: One line for `accel doctor`.
+        extra: The extra of `accel-transformers` (or the distribution) that installs what it needs.
+        impl: `package.module:Class` of the `Backend`; imported at the first probe.
+        api: Version of the plugin interface it was written for.
+        priority: Among backends that could be chosen automatically, the highest wins.
+        auto: Whether it may be chosen automatically; a backend that changes numerics must not be.
+        requires: Import names that must be installed.
+        capabilities: What it can do.
+        aliases: Other words for it, such as ONNX Runtime's provider names.
+        layouts: File patterns of foreign folders whose graphs it can adopt, such as `openvino_model.xml`.
+        distributions: Those whose versions decide what it makes, for manifests and `accel doctor`.
+        conflicts: Pairs of distributions that cannot be installed together.
+        native_options: The runtime's own class of session options, which users may pass instead of ours: `library.Class`.
+    """
+
+    name: str
+    summary: str
+    extra: str
+    impl: str
+    api: tuple[int, int] = API_VERSION
+    priority: int = 0
+    auto: bool = False
+    requires: tuple[str, ...] = ()
+    capabilities: tuple[Capability, ...] = ()
+    aliases: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ()
+    conflicts: tuple[tuple[str, str], ...] = ()
+    native_options: str = ""
+
+    def capability(
+        self, stage: Stage, format: str | None = None, *, produces: str | None = None, task: str | None = None
+    ) -> Capability | None:
+        """The first capability for `stage` that reads `format` (any, when `None`) and writes `produces` (likewise).
+
+        With a `task`, one that is limited to tasks with this one among them comes before the others.
+        """
+        fitting = [
+            capability
+            for capability in self.capabilities
+            if capability.stage == stage
+            and (format is None or capability.consumes == format)
+            and (produces is None or capability.produces == produces)
+        ]
+        return next((one for one in fitting if task in one.tasks), next(iter(fitting), None))

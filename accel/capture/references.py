@@ -1,0 +1,153 @@
+"""The PyTorch model's answers on other shapes, and how far a graph is from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..chatter import quiet
+from ..errors import ExportError
+from .samples import pad_id, safe_sizes
+from .source import Source
+from .tracing import first_lines
+from .wrappers import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Inputs and what the PyTorch model answers to them.
+
+    Attributes:
+        sizes: The axes' sizes, for the record.
+        feeds: Inputs by name.
+        expected: Outputs by name.
+        stateful: Whether the graph keeps a state, new at the first case.
+        skip: Leading positions of the outputs that are padding and not compared.
+        then: What follows in the same state.
+    """
+
+    sizes: Mapping[str, int]
+    feeds: Tensors
+    expected: Tensors
+    stateful: bool = False
+    skip: int = 0
+    then: Case | None = None
+
+
+def reference_cases(source: Source) -> list[Case]:
+    """One and three rows, a sequence shorter and one longer than the sample's, a single token, padding."""
+    long = min(40, source.max_sizes.get("sequence", 40))
+    plans = [(1, 3), (3, long), (1, long), (3, 3), (2, 1)]
+    axes = {axis for named in source.axes.values() for axis in named.values()}
+    base = safe_sizes(source.example, source.axes)
+    cases = []
+    for seed, (batch, sequence) in enumerate(plans, start=1):
+        sizes = dict(base)
+        if "batch" in axes:
+            sizes["batch"] = batch
+        if "sequence" in axes:
+            sizes["sequence"] = sequence
+        feeds = source.sample(sizes, seed=seed)
+        try:
+            cases.append(Case(sizes, feeds, reference(source.model, feeds)))
+        # Foreign model code, which may raise anything.
+        except Exception as error:
+            raise ExportError(
+                f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",
+                fix="check the model in PyTorch with such inputs (pad_token_id, sizes in its config), or pass sample=... and "
+                "axes=... that it answers: equal axes by one name, axes that cannot vary left out.",
+            ) from error
+    return cases
+
+
+def padding_difference(source: Source) -> float | None:
+    """How much longer padding, all of it masked, changes the model's answers: the largest difference over the largest
+    value, 1 at least; 0 within the tolerance of its type. `None` where there is no mask, or the model fails on such inputs.
+
+    It changes nothing in most models. XLNet reads the last token, and Nystromformer's landmarks move.
+    """
+    axis = "sequence"
+    if axis not in source.axes.get("attention_mask", {}).values():
+        return None
+    sizes = safe_sizes(source.example, source.axes)
+    short = 6
+    longer = min(11, source.max_sizes.get(axis, 11))
+    feeds = source.sample({**sizes, axis: short})
+    padded = {}
+    for name, tensor in feeds.items():
+        place = next((i for i, named in source.axes.get(name, {}).items() if named == axis), None)
+        if place is None:
+            padded[name] = tensor
+            continue
+        filled = torch.zeros_like(tensor.narrow(place, 0, 1)) + (pad_id(source.config) if name == "input_ids" else 0)
+        padded[name] = torch.cat((tensor, *[filled] * (longer - short)), dim=place)
+    try:
+        expected, found = reference(source.model, feeds), reference(source.model, padded)
+    # Foreign model code, which may raise anything.
+    except Exception:  # noqa: BLE001
+        return None
+    cut = {}
+    for name, value in expected.items():
+        cut[name] = found[name]
+        for i in range(value.ndim):
+            if value.shape[i] == short and cut[name].shape[i] == longer:
+                cut[name] = cut[name].narrow(i, 0, short)
+    worst, scale = max_difference(cut, expected)
+    # Manifests are JSON, which has no infinity.
+    return min(worst / max(1.0, scale), sys.float_info.max) if worst > tolerance(None, source.dtype, scale) else 0.0
+
+
+@torch.inference_mode()
+def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
+    """The PyTorch model's outputs by name; only tensors."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
+    with quiet():
+        result = model(**inputs)
+    return named_tensors(result)
+
+
+def named_tensors(result: Any) -> Tensors:
+    """What a model returned, by name; only tensors."""
+    if isinstance(result, torch.Tensor):
+        return {"output": result}
+    if isinstance(result, Mapping):
+        return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    return {f"output.{index}": value for index, value in enumerate(result) if isinstance(value, torch.Tensor)}
+
+
+def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest absolute difference over all outputs, and the largest absolute expected value.
+
+    Outputs are matched by name where the names agree, else by order. A missing output or another shape counts as
+    infinitely different, and so does a value that is not finite on one side only.
+    """
+    pairs: list[tuple[torch.Tensor | None, torch.Tensor]]
+    if set(expected) <= set(found):
+        pairs = [(found[name], value) for name, value in expected.items()]
+    else:
+        values = list(found.values())
+        pairs = [(values[i] if i < len(values) else None, value) for i, value in enumerate(expected.values())]
+    worst, scale = 0.0, 0.0
+    for have, want in pairs:
+        if have is None or have.shape != want.shape:
+            return float("inf"), scale
+        a, b = have.double().cpu(), want.double().cpu()
+        if b.numel() == 0:
+            continue
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = torch.where(same, torch.zeros_like(b), (a - b).abs())
+        worst = max(worst, float(difference.nan_to_num(nan=float("inf")).max()))
+        scale = max(scale, float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0)
+    return worst, scale
+
+
+def tolerance(config_atol: float | None, dtype: str, scale: float) -> float:
+    """The accepted absolute difference: as configured, or by dtype and scaled with the largest reference value."""
+    if config_atol is not None:
+        return config_atol
+    return {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}[dtype] * max(1.0, scale)

@@ -1,0 +1,136 @@
+"""The application that commands join, and what all of them do alike: progress, output, errors as exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .._version import __version__
+from ..errors import AccelError, ConfigError, UnknownBackendError
+
+app = typer.Typer(
+    name="accel",
+    help="Run Hugging Face transformers fast: export, check, optimize, quantize, evaluate and run them on the hardware at hand.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the `accel` command."""
+    app()
+
+
+def print_line(text: str = "") -> None:
+    """A line on stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, paths and tuples as JSON values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def emit(result: Any, as_json: bool, text: str) -> None:
+    """The result of a command, for a program or for a person."""
+    print_line(json.dumps(_plain(result), indent=2) if as_json else text)
+
+
+@contextlib.contextmanager
+def command(as_json: bool, verbose: bool) -> Iterator[None]:
+    """Progress on stderr, log level, and errors as exit codes: 2 for a wrong option, 1 for the rest."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("accel").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    try:
+        with _progress_bar():
+            yield
+    except AccelError as error:
+        if as_json:
+            print_line(json.dumps({"error": error.message, "type": type(error).__name__, "fix": error.fix}, indent=2))
+        else:
+            sys.stderr.write(f"Error: {error}\n")
+        if verbose:
+            raise
+        code = 2 if isinstance(error, ConfigError | UnknownBackendError) else 1
+        raise typer.Exit(code) from error
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted; nothing was left half-written.\n")
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[None]:
+    """Show what `accel.progress` reports, on stderr and only on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from .. import progress
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # What is printed meanwhile goes where it was sent: rich would take stdout, redirected or not, for its own.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def listener(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        with progress.listening(listener):
+            yield
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print_line(__version__)
+        raise typer.Exit
+
+
+def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
+    """What `--column` says."""
+    return pairs_of(pairs, "--column", "text=query")
+
+
+def pairs_of(pairs: list[str] | None, option: str, example: str) -> dict[str, str] | None:
+    """Options of the form `NAME=VALUE` as a mapping.
+
+    Raises:
+        ConfigError: One without an equals sign.
+    """
+    found = {}
+    for pair in pairs or ():
+        name, separator, value = pair.partition("=")
+        if not separator or not name or not value:
+            raise ConfigError(f"{option} {pair!r} is not NAME=VALUE.", fix=f"write, for example, {option} {example}.")
+        found[name] = value
+    return found or None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Commands that make and check artifacts: export, validate, optimize, quantize, convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigError
+from .application import app, columns_of, command, emit, pairs_of
+from .options import (
+    Artifact,
+    Atol,
+    Backend,
+    Backends,
+    BatchSize,
+    Calibration,
+    CalibrationSplit,
+    Column,
+    Device,
+    Json,
+    MaxLength,
+    Metric,
+    Out,
+    Revision,
+    Split,
+    Task,
+    Threads,
+    Trust,
+    Verbose,
+)
+
+
+@app.command(epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or PEFT adapter.")],
+    out: Out,
+    task: Task = None,
+    backend: Backend = None,
+    format: Annotated[str, typer.Option(help="Artifact format.")] = "onnx",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    opset: Annotated[int | None, typer.Option(help="ONNX opset.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="Embeddings: mean, cls, max or last, inside the graph.")] = None,
+    normalize: Annotated[
+        bool | None, typer.Option("--normalize/--no-normalize", help="Embeddings: normalise inside the graph.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the backend's exporter; repeat it for more."),
+    ] = None,
+    atol: Atol = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Export a model, compare it with PyTorch on five shapes, and write an artifact."""
+    with command(as_json, verbose):
+        from ..stages.export import export as run
+
+        artifact = run(
+            model,
+            out,
+            task=task,
+            backend=backend,
+            format=format,
+            dtype=dtype,
+            opset=opset,
+            pooling=pooling,
+            normalize=normalize,
+            options=pairs_of(option, "--option", "profile=batch=1:8:32") or {},
+            atol=atol,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        step = artifact.manifest.steps[-1]
+        difference, limit = step.validation["max_abs_difference"], step.validation["tolerance"]
+        emit(
+            _described(artifact),
+            as_json,
+            f"{artifact.path}: {artifact.format}, {artifact.task}, {artifact.dtype}, {artifact.bytes / 1e6:.1f} MB\n"
+            f"differs from PyTorch by {difference:.2g} at most (accepted: {limit:.2g}, {len(step.validation['shapes'])} shapes)",
+        )
+
+
+@app.command(epilog="Example: accel validate out/ --against distilbert/distilbert-base-uncased-finetuned-sst-2-english")
+def validate(
+    artifact: Artifact,
+    against: Annotated[str | None, typer.Option(help="PyTorch model; the recorded source when left out.")] = None,
+    backend: Backend = None,
+    device: Device = None,
+    atol: Atol = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check an artifact's files and compare it with the PyTorch model it was made from."""
+    with command(as_json, verbose):
+        from ..artifact.hub import HubOptions
+        from ..stages.validate import validate as run
+
+        hub = HubOptions(trust_remote_code=trust_remote_code)
+        result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
+        word = "passed" if result.passed else "FAILED"
+        emit(
+            result,
+            as_json,
+            f"{word}: differs by {result.max_abs_difference:.3g} at most, accepted {result.tolerance:.3g}, "
+            f"{len(result.shapes)} shapes, run by {result.backend}",
+        )
+        if not result.passed:
+            raise typer.Exit(1)
+
+
+@app.command(epilog="Example: accel optimize out/ out-o2/ --level O2")
+def optimize(
+    artifact: Artifact,
+    out: Out,
+    level: Annotated[str, typer.Option(help="O1, O2 (fusions), O3 (approximations) or O4 (float16).")] = "O2",
+    disable: Annotated[list[str] | None, typer.Option(help="A fusion to leave out; repeat it for more.")] = None,
+    enable: Annotated[list[str] | None, typer.Option(help="A fusion to add; repeat it for more.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from ARTIFACT.")] = None,
+    backend: Backend = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Rewrite a graph into a faster one and compare it with its parent."""
+    with command(as_json, verbose):
+        from ..stages.optimize import optimize as run
+
+        made = run(
+            artifact,
+            out,
+            backend=backend,
+            level=level,
+            disable=tuple(disable or ()),
+            enable=tuple(enable or ()),
+            atol=atol,
+        )
+        step = made.manifest.steps[-1]
+        fused = {name: count for name, count in step.report.get("fused", {}).items() if count}
+        emit(
+            _described(made),
+            as_json,
+            f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
+            f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
+            f"differs from its parent by {step.validation['max_abs_difference']:.2g} at most "
+            f"(accepted: {step.validation['tolerance']:.2g})",
+        )
+
+
+@app.command(epilog="Example: accel quantize out/ out-int8/ --max-drop 0.3 --metric accuracy --data test.csv")
+def quantize(
+    artifact: Artifact,
+    out: Out,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="dynamic-int8 (default), static-int8, weight-int8, weight-int4, ...; with a budget: only this."
+        ),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Processor to quantize for; auto reads this one's flags.")] = "auto",
+    calibration: Calibration = None,
+    calibration_split: CalibrationSplit = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration rows at most (256).")] = None,
+    method: Annotated[str | None, typer.Option(help="minmax, moving_average, entropy or percentile.")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="A layer to leave in float, or re:EXPRESSION; repeat it for more.")
+    ] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option(help="Quantize these operator types only; repeat it for more.")
+    ] = None,
+    per_channel: Annotated[
+        bool | None, typer.Option("--per-channel/--per-tensor", help="Scales of weights; the preset's choice.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--asymmetric", help="Weights around zero; the preset's choice.")
+    ] = None,
+    graph: Annotated[str | None, typer.Option("--format", help="Of static-int8: qdq (default) or qoperator.")] = None,
+    smooth_quant: Annotated[
+        float | None, typer.Option(help="Of static-int8: move outliers into the weights, from 0 to 1.")
+    ] = None,
+    percentile: Annotated[float | None, typer.Option(help="Of --method percentile (99.99).")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Of weights in blocks: values that share a scale (32).")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Of weight-int4: rtn (default), hqq, awq or gptq.")] = None,
+    ratio: Annotated[
+        float | None, typer.Option(help="Of weight-int4: share of layers, the rest in 8 bits (1).")
+    ] = None,
+    scale_estimation: Annotated[
+        bool | None,
+        typer.Option(
+            "--scale-estimation", help="Of weight-int4, where the backend has it: fit scales to --calibration."
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Budget: points of the metric that may be lost on --data.")
+    ] = None,
+    metric: Metric = None,
+    data: Annotated[str | None, typer.Option(help="Labelled rows to measure on: a file or Hub data set.")] = None,
+    split: Split = None,
+    column: Column = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of --data at most.")] = None,
+    max_length: MaxLength = None,
+    batch_size: BatchSize = 32,
+    backend: Backend = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Rewrite a graph into one with fewer bits; with a budget, search for the fastest that stays inside it."""
+    with command(as_json, verbose):
+        from ..tuning.budget import quantize as run
+
+        given: dict[str, Any] = {
+            "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
+            "per_channel": per_channel, "symmetric": symmetric, "smooth_quant": smooth_quant, "percentile": percentile,
+            "block_size": block_size, "algorithm": algorithm, "ratio": ratio, "scale_estimation": scale_estimation,
+        }  # fmt: skip
+        settings = {name: value for name, value in given.items() if value is not None}
+        made = run(
+            artifact,
+            out,
+            calibration=calibration,
+            calibration_split=calibration_split,
+            method=method,
+            max_drop=max_drop,
+            metric=metric,
+            data=data,
+            columns=columns_of(column),
+            split=split,
+            rows=rows,
+            batch_size=batch_size,
+            max_length=max_length,
+            backend=backend,
+            preset=preset,
+            exclude=tuple(exclude or ()),
+            **settings,
+        )
+        emit(_described(made), as_json, _quantized(made))
+
+
+def _described(artifact: Any) -> dict[str, Any]:
+    return {"path": artifact.path, "digest": artifact.digest, "bytes": artifact.bytes, **artifact.manifest.to_dict()}
+
+
+def _quantized(artifact: Any) -> str:
+    """What quantization did, what it cost, and what else was tried."""
+    manifest = artifact.manifest
+    step, quantization = manifest.steps[-1], manifest.quantization
+    lines = [f"{artifact.path}: {quantization.scheme} ({quantization.preset}), {artifact.bytes / 1e6:.1f} MB"]
+    accuracy = step.validation.get("accuracy")
+    if accuracy is None:
+        return f"{lines[0]}\naccuracy was not measured: pass --data FILE, or run `accel evaluate`"
+    low, high = accuracy["drop_interval"]
+    lines.append(
+        f"{accuracy['metric']} {accuracy['value']:.4f}, {accuracy['float']:.4f} in float: loses {accuracy['drop']:.2f} points "
+        f"(95 % interval {low:.2f} to {high:.2f}) on {accuracy['data']['n']} rows"
+    )
+    search = step.report.get("search")
+    if search is not None:
+        from ..tuning.attempts import Attempt
+
+        lines += ["tried:", *(f"  {Attempt(**trial)}" for trial in search["table"])]
+        if search["float_ms"] is not None:
+            lines.append(f"float: {search['float_ms']:.2f} ms; one row of median length")
+    return "\n".join(lines)
+
+
+@app.command(epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
+def convert(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to make.")] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="Instead of the argument MODEL.")] = None,
+    out_option: Annotated[Path | None, typer.Option("--output", "-o", help="Instead of the argument OUT.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch-size", "-b", help="Rows a call; repeat for a grid. [1]")
+    ] = None,
+    sequence: Annotated[
+        list[int] | None, typer.Option("--seq-len", "-s", help="Tokens a row; repeat for a grid. [16, 128]")
+    ] = None,
+    backend: Backends = None,
+    task: Task = None,
+    optimize: Annotated[str, typer.Option(help="Optimization level, or none.")] = "O2",
+    quantize: Annotated[str | None, typer.Option(help="Quantization scheme; none when left out.")] = None,
+    calibration: Calibration = None,
+    atol: Atol = None,
+    nb_measures: Annotated[int, typer.Option(help="Timed calls of each variant and shape.")] = 240,
+    warmup: Annotated[int, typer.Option(help="Calls before them.")] = 10,
+    threads: Threads = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
+    with command(as_json, verbose):
+        from ..measuring.reporting import text_table
+        from ..tuning.converting import convert as run
+
+        if model is not None and out is None and model_option is not None:
+            model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
+        for name, given, other in (("MODEL", model, model_option), ("OUT", out, out_option)):
+            if (given is None) == (other is None):
+                many = "twice" if given is not None else "nowhere"
+                raise ConfigError(f"{name} is given {many}.", fix="accel convert MODEL OUT")
+        found = run(
+            str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
+            level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,
+            batch=batch or (1,), sequence=sequence or (16, 128), atol=atol, nb_measures=nb_measures, warmup=warmup,
+            threads=threads, revision=revision, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        values = found.benchmark.to_dict()
+        failures = "".join(f"\n{name} could not be made: {why}" for name, why in found.failed.items())
+        emit(
+            {"path": found.path, "artifacts": {n: a.path for n, a in found.artifacts.items()}, "failed": found.failed,
+             "benchmark": values},
+            as_json,
+            "" if as_json else f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: "
+            f"{', '.join(found.artifacts)}, benchmark.json, report.html",
+        )  # fmt: skip
+        if found.failed or any(variant.error for variant in found.benchmark.variants):
+            raise typer.Exit(1)

@@ -1,0 +1,81 @@
+"""The command that answers a prompt: generate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError
+from .application import app, command, emit, print_line
+from .options import Backend, Device, Json, Revision, Task, Trust, Verbose
+
+
+@app.command(epilog='Example: accel generate Qwen/Qwen3-0.6B --prompt "Why is the sky blue?" --max-new-tokens 200')
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or artifact.")],
+    prompt: Annotated[str | None, typer.Option(help="What to answer; standard input when left out.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template; when it has one.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Picture, for models that describe one.")] = None,
+    audio: Annotated[Path | None, typer.Option(help="Recording, for speech models.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens at most.")] = 256,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    temperature: Annotated[float | None, typer.Option(min=1e-6, help="With --sample: above 1 is wilder.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="With --sample: among so many; 0 for all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="With --sample: among this much probability.")
+    ] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="With --sample: the same answer again.")] = None,
+    task: Task = None,
+    backend: Backend = None,
+    device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a prompt, printing the text while it is generated; speed goes to standard error."""
+    with command(as_json, verbose):
+        text = sys.stdin.read() if prompt is None and image is None and audio is None else prompt or ""
+        if not sample and (temperature is not None or top_k is not None or top_p is not None or seed is not None):
+            raise ConfigError("temperature, top-k, top-p and seed need sampling.", fix="add --sample.")
+        import transformers
+
+        from ..models.prompting import answer, open_generator, prompt_inputs
+
+        opened = open_generator(
+            model, task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(opened.artifact.path, local_files_only=True)
+        inputs = prompt_inputs(opened, tokenizer, text, system=system, chat=chat, image=image, audio=audio)
+        if seed is not None:
+            transformers.set_seed(seed)
+        choices = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
+
+        def show(piece: str) -> None:
+            if not as_json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+
+        found = answer(
+            opened,
+            tokenizer,
+            inputs,
+            on_text=show,
+            max_new_tokens=max_new_tokens,
+            do_sample=sample,
+            num_beams=num_beams,
+            **{name: value for name, value in choices.items() if value is not None},
+        )
+        if as_json:
+            emit(found, as_json, "")
+            return
+        print_line()
+        first = f"{found.prompt_tokens} prompt tokens in {found.first_token_s * 1e3:.0f} ms, " if num_beams == 1 else ""
+        sys.stderr.write(f"{first}{found.new_tokens} new tokens, {found.tokens_per_s:.1f} a second\n")

@@ -1,0 +1,276 @@
+"""Rows to measure and to calibrate with: read from memory, a file or the Hub, and a sample of them that can be drawn again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactNotFoundError, ConfigError, InputError, did_you_mean
+
+_READERS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+_HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Which rows were used, as manifests record it.
+
+    Attributes:
+        source: Hub id, file name, or the builder of a data set in memory.
+        split: Its split, where it has one.
+        config: Its configuration on the Hub, where it has one.
+        revision: Its commit on the Hub, when known.
+        fingerprint: What `datasets` calls this content and its processing.
+        sha256: Of a file.
+        total: Rows before sampling.
+        n: Rows used.
+        seed: Of the choice of rows; `None` when all were used.
+        columns: Column by what it was used as.
+    """
+
+    source: str
+    split: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    sha256: str | None = None
+    total: int
+    n: int
+    seed: int | None = None
+    columns: Mapping[str, str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, without what is not known."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A `datasets.Dataset` and where it came from."""
+
+    dataset: Any
+    sample: Sample
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def column(self, name: str) -> list[Any]:
+        """The values of the column that is used as `name`."""
+        assert self.sample.columns is not None, "columns are mapped first"
+        values: list[Any] = self.dataset[self.sample.columns[name]][:]
+        return values
+
+    def has(self, name: str) -> bool:
+        """Whether a column is used as `name`."""
+        return name in (self.sample.columns or {})
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without `datasets`' own progress bars; the command line shows one of ours."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def is_rows(data: object) -> bool:
+    """Whether `load_rows` reads this, as opposed to batches of tensors."""
+    if isinstance(data, str | os.PathLike):
+        return True
+    if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
+        import torch
+
+        return not any(isinstance(value, torch.Tensor) for value in data[0].values())
+    return type(data).__module__.partition(".")[0] == "datasets"
+
+
+def load_rows(
+    data: Any,
+    *,
+    split: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Rows:
+    """Read rows.
+
+    Args:
+        data: A `datasets.Dataset` or `DatasetDict`, a list of dictionaries, a `.csv`, `.tsv`, `.json`, `.jsonl` or
+            `.parquet` file, a folder written by `Dataset.save_to_disk` or with one folder of images a label, or the
+            name of a data set on the Hub.
+        split: Its split; the only one when `None`.
+        config: Configuration of a Hub data set.
+        revision: Branch, tag or commit of a Hub data set.
+        token: For a private one.
+
+    Raises:
+        ArtifactNotFoundError: No such file, and no data set of that name that can be reached.
+        ConfigError: An unknown split, or a kind of file that is not read.
+        InputError: It holds no rows.
+    """
+    import datasets
+
+    sha256: str | None = None
+    if isinstance(data, str | os.PathLike):
+        path = Path(data).expanduser()
+        with _no_bars():
+            if path.is_file():
+                loaded, source, sha256 = _read_file(path, split), path.name, _sha256(path)
+                split = None
+            elif path.is_dir():
+                loaded, source = _read_folder(path), path.name
+            else:
+                loaded, source = _download(os.fspath(data), split, config, revision, token), os.fspath(data)
+                split = None if isinstance(loaded, datasets.Dataset) else split
+        loaded = _one_split(loaded, split, source)
+    elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        if not data:
+            raise InputError("The data holds no rows.", fix="pass at least one row.")
+        if not all(isinstance(row, Mapping) for row in data):
+            raise InputError(
+                f"The rows are {type(data[0]).__name__}, not dictionaries.",
+                fix="pass dictionaries such as {'text': ..., 'label': ...}.",
+            )
+        loaded, source = datasets.Dataset.from_list([dict(row) for row in data]), "rows"
+    elif isinstance(data, datasets.Dataset | datasets.DatasetDict):
+        loaded = _one_split(data, split, "The data set")
+        source = loaded.info.dataset_name or loaded.info.builder_name or "dataset"
+    else:
+        raise InputError(
+            f"A {type(data).__name__} is not data that accel reads.",
+            fix="pass a datasets.Dataset (of an iterable one, Dataset.from_list(list(data.take(n)))), "
+            "a CSV, JSON or Parquet file, or the name of a data set on the Hub.",
+        )
+    if len(loaded) == 0:
+        raise InputError(f"{source} holds no rows.", fix="pass data with at least one row.")
+    info = loaded.info
+    return Rows(
+        loaded,
+        Sample(
+            source=source,
+            split=str(loaded.split) if loaded.split is not None and sha256 is None else None,
+            config=None if sha256 or info.config_name in (None, "default") else info.config_name,
+            revision=_commit(info) or revision,
+            fingerprint=loaded._fingerprint,  # noqa: SLF001  # the field's own name for a data set's content
+            sha256=sha256,
+            total=len(loaded),
+            n=len(loaded),
+        ),
+    )
+
+
+def _read_file(path: Path, split: str | None) -> Any:
+    import datasets
+
+    if split is not None:
+        raise ConfigError(f"{path.name} is one file and has no split {split!r}.", fix="leave split out.")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(
+            f"{path.name} is not a kind of file that accel reads.", fix=f"use one of {', '.join(sorted(_READERS))}."
+        )
+    if path.stat().st_size == 0:
+        raise InputError(f"{path.name} is empty.", fix="pass a file with at least one row.")
+    options: dict[str, Any] = {}
+    if reader == "csv":
+        # Only an empty cell is missing: pandas' default also drops texts such as "null", "NA" and "None".
+        options = {"keep_default_na": False, "na_values": [""]}
+        if path.suffix.lower() == ".tsv":
+            options["sep"] = "\t"
+    try:
+        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        cause = error.__cause__ or error
+        raise InputError(f"{path.name} cannot be read as {reader}: {cause}", fix="check the file.") from error
+
+
+def _read_folder(path: Path) -> Any:
+    import datasets
+
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path))
+    try:
+        return datasets.load_dataset("imagefolder", data_dir=str(path))
+    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        raise InputError(
+            f"{path} is a folder that holds no data set: {error}",
+            fix="pass a file, a folder written by Dataset.save_to_disk, or one with a folder of images for each label.",
+        ) from error
+
+
+def _download(name: str, split: str | None, config: str | None, revision: str | None, token: str | bool | None) -> Any:
+    import datasets
+
+    if name.startswith((".", "/", "~")) or Path(name).suffix.lower() in _READERS or name.count("/") > 1 or not name:
+        raise ArtifactNotFoundError(f"There is no file {name!r}.", fix="check the path.")
+    try:
+        return datasets.load_dataset(name, config, split=split, revision=revision, token=token)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise ArtifactNotFoundError(
+            f"{name!r} is neither a file here nor a data set that can be fetched from the Hub: {error}",
+            fix="check the name, the configuration and split, and the network; or pass a local file.",
+        ) from error
+
+
+def _one_split(data: Any, split: str | None, what: str) -> Any:
+    import datasets
+
+    if isinstance(data, datasets.Dataset):
+        if split is not None and str(data.split) != split:
+            raise ConfigError(f"{what} is one split already, {data.split}.", fix="leave split out.")
+        return data
+    if split is None and len(data) == 1:
+        return next(iter(data.values()))
+    if split not in data:
+        asked = f"no split {split!r}.{did_you_mean(split, data)} It has" if split is not None else "several splits:"
+        raise ConfigError(f"{what} has {asked} {', '.join(data)}.", fix="name one of them with split=... (--split).")
+    return data[split]
+
+
+def _commit(info: Any) -> str | None:
+    """The commit that a Hub data set's files were downloaded from, which their addresses name."""
+    for url in info.download_checksums or {}:
+        if found := _HUB_REVISION.search(str(url)):
+            return found[1]
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def take(rows: Rows, n: int | None, seed: int = 0) -> Rows:
+    """`n` rows drawn without replacement, in their order in the data; all when `n` is `None` or as many.
+
+    Raises:
+        ConfigError: `n` below 1.
+    """
+    if n is not None and n < 1:
+        raise ConfigError(f"{n} rows were asked for.", fix="ask for at least one.")
+    if n is None or n >= len(rows):
+        return rows
+    import numpy as np
+
+    chosen = np.sort(np.random.default_rng(seed).choice(len(rows), size=n, replace=False))
+    return Rows(rows.dataset.select(chosen), replace(rows.sample, n=n, seed=seed))

@@ -1,0 +1,1 @@
+"""Accuracy: metrics, predictions on labelled rows, and how sure a difference is."""

@@ -1,0 +1,251 @@
+"""In the process of a variant: it is loaded, given calls, and timed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...config import SessionOptions
+from .variants import Block, Loaded, Traffic, Variant, Workload
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+from ..processes import peak_memory, quiet_child
+
+logger = logging.getLogger(__name__)
+
+_PROMPT = ("input_ids", "attention_mask", "pixel_values", "input_features")
+
+
+def serve(pipe: Connection, variant: Variant, threads: int) -> None:
+    """A worker: answer requests until the pipe closes."""
+    quiet_child()
+    try:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.logging.disable_progress_bar()
+        served = _Served(variant, threads)
+        pipe.send((True, None))
+        while True:
+            try:
+                verb, args = pipe.recv()
+            except EOFError:
+                return
+            pipe.send((True, getattr(served, verb)(*args)))
+    # The parent raises it as an error of this variant.
+    except Exception as error:
+        logger.debug("worker of %s", variant.name, exc_info=True)
+        with contextlib.suppress(OSError):
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+class _Served:
+    """The variant in its process; a method for each request."""
+
+    def __init__(self, variant: Variant, threads: int) -> None:
+        self._variant = variant
+        self._threads = threads
+        self._model: Any = None
+        self._names: frozenset[str] = frozenset()
+        self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
+
+    def load(self) -> Loaded:
+        from ...artifact.hub import HubOptions
+        from ...backends.opening import RunSettings
+        from ...models.opening import open_model
+        from ...stages.export import artifact_for
+        from ...stages.resolving import resolve
+
+        variant = self._variant
+        started = time.perf_counter()
+        hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
+        resolved = resolve(variant.path, task=variant.task, hub=hub)
+        settings = RunSettings(
+            backend=variant.backend,
+            device=variant.device,
+            provider_options=variant.provider_options,
+            options=variant.options,
+        )
+        artifact = artifact_for(resolved, settings)
+        options = settings.options
+        if options is None:
+            run = artifact.manifest.run
+            measured = run is not None and variant.backend in (None, run.backend)
+            options = SessionOptions.from_dict(run.session) if run is not None and measured else SessionOptions()
+        options = replace(options, threads=options.threads or self._threads)
+        opened = replace(resolved, kind="artifact", artifact=artifact)
+        self._model = model = open_model(opened, replace(settings, options=options))
+        component = artifact.components[0]
+        session = model.sessions[component.name]
+        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in session.inputs))
+        given = variant.provider_options or {}
+        return Loaded(
+            load_s=time.perf_counter() - started,
+            backend=model.backend,
+            device=str(session.device),
+            compute_dtype=session.compute_dtype,
+            threads=options.threads or self._threads,
+            options=options.to_dict(),
+            axes=tuple(sorted({a for spec in session.inputs for a in spec.shape if isinstance(a, str)})),
+            limits=dict(component.max_sizes),
+            notes=tuple(f"{name}={value}" for name, value in given.items()),
+            quantized=artifact.manifest.quantization is not None,
+        )
+
+    def sample(self, sizes: Mapping[str, int], seed: int) -> dict[str, Any]:
+        from ... import capture
+
+        artifact = self._model.artifact
+        specs = artifact.components[0].inputs
+        if self._model.can_generate():
+            # A prompt: what a caller of `generate` passes, and nothing of what it makes of it.
+            specs = tuple(spec for spec in specs if spec.name in _PROMPT)
+            sizes = {"total": sizes.get("sequence", 2), **sizes}
+        feeds = capture.feeds_for(specs, {"choices": 2, **sizes}, seed=seed, folder=artifact.path)
+        # Padding would let a variant that skips it look faster than it is on the stated shape.
+        return {name: (t.fill_(1) if name == "attention_mask" else t).numpy() for name, t in feeds.items()}
+
+    def prepare(self, workload: Workload) -> None:
+        import torch
+
+        where = self._model.device
+        model = partial(_generate, self._model, workload.new_tokens) if workload.new_tokens else self._model
+        call = _synchronized(model) if where.type == "cuda" else model
+        if workload.tokenizer is None:
+            cases = [
+                {
+                    name: torch.from_numpy(np.ascontiguousarray(array)).to(where)
+                    for name, array in case.items()
+                    if name in self._names
+                }
+                for case in workload.cases
+            ]
+        else:
+            call = self._tokenizing(workload, call)
+            cases = [dict(case) for case in workload.cases]
+        self._workloads[workload.name] = (call, cases)
+
+    def _tokenizing(self, workload: Workload, model: Callable[..., Any]) -> Callable[..., Any]:
+        import transformers
+
+        assert workload.tokenizer is not None
+        tokenizer = transformers.AutoTokenizer.from_pretrained(workload.tokenizer, local_files_only=True)
+        names, where, limit = self._names, self._model.device, workload.max_length
+
+        def call(texts: Sequence[str]) -> Any:
+            feeds = tokenizer(
+                list(texts), padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt"
+            )
+            return model(**{name: tensor.to(where) for name, tensor in feeds.items() if name in names})
+
+        return call
+
+    def outputs(self, workload: str, case: int) -> dict[str, Any]:
+        import torch
+
+        call, cases = self._workloads[workload]
+        with torch.inference_mode():
+            result = call(**cases[case])
+        if not isinstance(result, torch.Tensor) and "sequences" in result:
+            # Of what was generated, the logits of the first token: the choice of every later one depends on it.
+            result = {"logits": result["logits"][0]}
+        if isinstance(result, torch.Tensor):
+            result = {"output": result}
+        return {name: value.float().cpu().numpy() for name, value in result.items() if isinstance(value, torch.Tensor)}
+
+    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> Block:
+        call, cases = self._workloads[workload]
+        ordered = [cases[(first + i) % len(cases)] for i in range(calls)]
+        processor, started = time.process_time(), time.perf_counter()
+        alone = traffic.callers == 1 and traffic.rate is None
+        times = timed(call, ordered) if alone else _traffic(call, ordered, traffic)
+        return Block(tuple(times), time.perf_counter() - started, time.process_time() - processor)
+
+    def memory(self) -> int:
+        return peak_memory()
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return function(self._model, *args)
+
+
+def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
+    """Greedy generation of exactly so many tokens."""
+    return model.generate(
+        **feeds, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=1,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+
+
+def timed(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Milliseconds of `call(**case)` for each case; the timed region holds the call and nothing else."""
+    import torch
+
+    clock = time.perf_counter_ns
+    times = []
+    with torch.inference_mode():
+        for case in cases:
+            started = clock()
+            call(**case)
+            times.append(clock() - started)
+    return [t / 1e6 for t in times]
+
+
+def _traffic(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]], traffic: Traffic) -> list[float]:
+    """Latency of each call when several callers share the model, or when calls arrive on their own."""
+    import torch
+
+    gaps = None
+    if traffic.rate is not None:
+        gaps = np.random.default_rng(traffic.seed).exponential(1e9 / traffic.rate, len(cases)).cumsum()
+    counter = itertools.count()
+    times = [0.0] * len(cases)
+    failures: list[BaseException] = []
+    begin = time.perf_counter_ns() + 1_000_000
+
+    def caller() -> None:
+        try:
+            with torch.inference_mode():
+                # `next` on a counter is atomic: every call is made once.
+                while not failures and (i := next(counter)) < len(cases):
+                    arrival = begin + int(gaps[i]) if gaps is not None else time.perf_counter_ns()
+                    wait = arrival - time.perf_counter_ns()
+                    if wait > 0:
+                        time.sleep(wait / 1e9)
+                    call(**cases[i])
+                    times[i] = (time.perf_counter_ns() - arrival) / 1e6
+        # Raised below, in the thread that answers the parent.
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=caller, daemon=True) for _ in range(traffic.callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return times
+
+
+def _synchronized(model: Any) -> Callable[..., Any]:
+    """A call on a GPU ends when its results are there."""
+    import torch
+
+    def call(**feeds: Any) -> Any:
+        result = model(**feeds)
+        torch.cuda.synchronize()
+        return result
+
+    return call

@@ -1,0 +1,133 @@
+"""What is timed, and what comes back: variants, calls, traffic, times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...config import SessionOptions
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+Arrays = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One thing to measure: a model and the way to run it.
+
+    Attributes:
+        name: Shown in tables.
+        path: Artifact or transformers folder.
+        task: The task.
+        backend: Who runs it; its own choice when `None`.
+        device: Where; the backend's choice when `None`.
+        provider_options: The vendor's own options.
+        options: How it is run; as its manifest says when `None`.
+        trust_remote_code: Run code that comes with the model.
+        lasting: Whether it is loaded once, because that takes minutes (compilers), and not anew for each share of the rounds.
+    """
+
+    name: str
+    path: Path
+    task: str
+    backend: str | None = None
+    device: str | None = None
+    provider_options: Mapping[str, object] | None = None
+    options: SessionOptions | None = None
+    trust_remote_code: bool = False
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a process says about the variant that it loaded.
+
+    Attributes:
+        load_s: Seconds to load it, imports excluded.
+        backend: What runs it.
+        device: The device that ran it.
+        compute_dtype: What its kernels compute in.
+        threads: That work on one call.
+        options: The session's options.
+        axes: Names of the axes that may vary.
+        limits: Largest sizes of named axes.
+        notes: Settings that change what a number means.
+        quantized: Whether its weights or activations have fewer bits.
+    """
+
+    load_s: float
+    backend: str
+    device: str
+    compute_dtype: str
+    threads: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    axes: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    quantized: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Calls to time.
+
+    Attributes:
+        name: Shown in tables: `1x128`, or the file of texts.
+        batch: Rows a call.
+        sequence: Tokens a row; `None` where they vary.
+        cases: Inputs of one call each (arrays by name), repeated in turn; or `{"texts": [...]}` each when tokenized in
+            the timed call.
+        tokenizer: Folder of the tokenizer that turns `texts` into inputs, inside the timed call.
+        max_length: Tokens that longer texts are cut to.
+        new_tokens: Tokens that a call generates from its inputs; 0: a call is one of the model's `forward`.
+    """
+
+    name: str
+    batch: int
+    sequence: int | None
+    cases: tuple[Arrays, ...]
+    tokenizer: Path | None = None
+    max_length: int | None = None
+    new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """How calls arrive.
+
+    Attributes:
+        callers: Threads that call. Each waits for its answer before it calls again (a closed loop).
+        rate: Calls a second that arrive on their own, at random (Poisson) times, whether or not earlier ones are
+            answered (an open loop); latency then counts from the arrival. `None`: a closed loop.
+        seed: Of the arrivals.
+    """
+
+    callers: int = 1
+    rate: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.callers < 1:
+            raise ConfigError(f"callers is {self.callers}.", fix="use at least 1.")
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate is {self.rate}.", fix="give calls a second, above 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Calls timed without a break.
+
+    Attributes:
+        milliseconds: Latency of each call.
+        seconds: From the first call to the last answer.
+        processor_seconds: Processor time of the whole process meanwhile.
+    """
+
+    milliseconds: tuple[float, ...]
+    seconds: float
+    processor_seconds: float

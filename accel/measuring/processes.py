@@ -1,0 +1,226 @@
+"""Processes of one's own for what may be slow, crash, or disturb its neighbours; and what a process says about itself.
+
+One process a variant: two spinning thread pools in one process slow each other by up to 190 microseconds a call, and a
+runtime that crashes takes nobody with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AccelError, SessionError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 600.0
+"""How long a process may take for one request; compiling a large model is the slowest."""
+
+
+class WorkerLostError(SessionError):
+    """A process that died or did not answer in time; another try may go better.
+
+    Attributes:
+        late: It did not answer in time.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, late: bool = False) -> None:
+        super().__init__(message, fix=fix)
+        self.late = late
+
+
+class Helper:
+    """A process that runs functions of modules, so that a library that crashes takes nobody with it.
+
+    It is started at the first call, and again after it died.
+    """
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Any = None
+        self._ended = False
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
+        """`function(*args)` in the process.
+
+        Args:
+            function: Of a module.
+            args: Its arguments.
+            timeout_s: How long it may take; `None`: as long as it needs.
+
+        Raises:
+            AccelError: What the function raised; anything that is no `AccelError` comes as a `SessionError`.
+            SessionError: The process died, or took too long and was ended.
+        """
+        if self._process is None or not self._process.is_alive():
+            self.close()
+            self._process, self._pipe = start_process(_help)
+            if self._ended:
+                self.kill()
+        try:
+            self._pipe.send((function, args))
+            if not self._pipe.poll(timeout_s):
+                self.kill()
+                self._process.join(timeout=5)
+                raise SessionError(f"It was stopped after {timeout_s:.0f} s.", fix="allow more time.")
+            good, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(timeout=5)
+            why = exit_reason(self._process.exitcode)
+            raise SessionError(f"The process died ({why}).", fix="run this step alone to see why.") from error
+        if not good:
+            raise value
+        return value
+
+    def end(self) -> None:
+        """Kill it, from another thread, also when it is only just starting."""
+        self._ended = True
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process in the middle of a call, which then raises `SessionError`."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.join(timeout=5)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(timeout=5)
+            self._process = None
+
+
+_not_mapped = 0  # bytes of imported libraries that a process of its own would hold in memory
+_starting = threading.Lock()
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+# What every process needs before it does anything of its own, and no runtime.
+_IMPORTED = ("torch", "transformers.modeling_utils", "transformers.generation", "accel.capture", "accel.models.base")
+
+
+def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """A process that runs `target(pipe, *args)`, and the other end of its pipe.
+
+    On Linux it is forked from a server that has imported torch and transformers and done nothing else, so that a process
+    costs a tenth of a second and not five. Where that is not safe, each imports for itself: on other systems, and beside a GPU
+    driver, which a library may start while it is imported, and which no forked process can use.
+    """
+    forked = sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_DRIVERS)
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        context.set_forkserver_preload(list(_IMPORTED))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
+    with _without_main():
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def _run(
+    target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
+) -> None:
+    """In the process: the server's environment is that of its start, not of now."""
+    global _not_mapped
+    # A forked process has the imported libraries, but not their pages until it touches them.
+    _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
+    os.environ.clear()
+    os.environ.update(environment)
+    target(pipe, *args)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script from a process that starts: it would run the script again, up to the line that got here.
+
+    Everything that is sent to a process is found by the name of its module, so nothing there needs the script.
+    """
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def exit_reason(code: int | None) -> str:
+    """A process's exit code in words."""
+    if code is None:
+        return "it is still running"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+# In the process
+
+
+def quiet_child() -> None:
+    """Set a child up: Ctrl-C is the parent's to handle, and stdout belongs to the parent's result."""
+    import tqdm  # type: ignore[import-untyped]
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
+    # tqdm's own lock is a semaphore, which a process that is ended from outside leaves behind.
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
+def _help(pipe: Connection) -> None:
+    """A helper: run functions until the pipe closes."""
+    quiet_child()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args))
+        except AccelError as error:
+            answer = (False, error)
+        # Foreign code: whatever it raises is a report about this one step.
+        except Exception as error:  # noqa: BLE001
+            answer = (False, SessionError(f"{type(error).__name__}: {error}"))
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process in bytes.
+
+    From `/proc`, because `getrusage` hands the parent's peak down to a process that it starts; with the pages of libraries
+    that a process started alone would have mapped.
+    """
+    if peak := _status("VmHWM"):
+        return peak + _not_mapped
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(name: str, pid: int | str = "self") -> int:
+    """A number of bytes that Linux tells about a process; 0 where it does not."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,0 +1,297 @@
+"""One page about measurements: self-contained HTML that needs no network, and a PNG.
+
+Both read the JSON form of a benchmark (`Benchmark.to_dict()`) or of a search (`Tuning.to_dict()`), so that a page can be
+made again from a file.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d5d9e0;--bar:#2f6fb3;--mark:#c2571a;--page:#fff}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e8ec;--soft:#9aa3b0;--line:#3a404a;--bar:#6aa5e0;--mark:#f09a5c;--page:#15181d}}
+body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:70rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:.86rem}
+th,td{padding:.3rem .5rem;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
+th:first-child,td:first-child,td.text{text-align:left}.scroll{overflow-x:auto}
+svg{width:100%;height:auto}svg text{fill:var(--ink);font:12px system-ui,sans-serif}svg .soft{fill:var(--soft)}
+svg .axis{stroke:var(--line)}svg .bar{fill:var(--bar)}svg .mark{fill:var(--mark);stroke:none}
+svg .whisker{stroke:var(--mark);stroke-width:1.5}
+.note{color:var(--soft)}
+"""
+
+
+def html_page(values: Mapping[str, Any], *, title: str = "accel benchmark") -> str:
+    """The page.
+
+    Args:
+        values: JSON form of a benchmark. Where its variants have an `accuracy`, latency is drawn against it.
+        title: Heading.
+    """
+    variants = [v for v in values["variants"] if not v.get("error")]
+    failed = [v for v in values["variants"] if v.get("error")]
+    names = [cell["workload"] for cell in variants[0]["cells"]] if variants else []
+    parts = [f"<h1>{_text(title)}</h1>", _facts(values)]
+    for name in names:
+        rows = [(v, cell) for v in variants for cell in v["cells"] if cell["workload"] == name]
+        parts += [f"<h2>{_text(name)}</h2>", _bars(rows), _table(rows), _distributions(rows)]
+    if any(v.get("accuracy") is not None for v in variants):
+        parts += ["<h2>Latency against accuracy</h2>", _scatter(variants)]
+    if failed:
+        items = "".join(f"<li>{_text(v['name'])}: {_text(v['error'])}</li>" for v in failed)
+        parts.append(f"<h2>Not measured</h2><ul>{items}</ul>")
+    rejected = values.get("rejected") or []
+    if rejected:
+        items = "".join(
+            f"<tr><td>{_text(r['name'])}</td><td class=text>{_text(r['reason'])}</td></tr>" for r in rejected
+        )
+        parts.append(f"<h2>Rejected candidates</h2><div class=scroll><table>{items}</table></div>")
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def write_html(values: Mapping[str, Any], path: str | os.PathLike[str], *, title: str = "accel benchmark") -> None:
+    """Write the page."""
+    Path(path).write_text(html_page(values, title=title), encoding="utf-8")
+
+
+def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title: str = "accel benchmark") -> None:
+    """Draw median and 95th percentile of every variant and workload.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure_class = _figure()
+    variants = [v for v in values["variants"] if v["cells"]]
+    names = [cell["workload"] for cell in variants[0]["cells"]] if variants else []
+    figure = figure_class(figsize=(9, 1.2 + max(1, len(names)) * (0.6 + 0.35 * len(variants))), layout="constrained")
+    axes = figure.subplots(max(1, len(names)), 1, squeeze=False)[:, 0]
+    for axis, name in zip(axes, names, strict=False):
+        rows = [(v["name"], cell["latency"]) for v in variants for cell in v["cells"] if cell["workload"] == name]
+        rows.reverse()
+        axis.barh([label for label, _ in rows], [latency["median"] for _, latency in rows])
+        axis.plot([latency["p95"] for _, latency in rows], range(len(rows)), "|", markersize=12)
+        axis.set_title(name)
+        axis.set_xlabel("ms; bar: median, mark: 95th percentile")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def check_pages(report: Path | None, png: Path | None) -> None:
+    """Refuse a page that could not be written, before minutes are spent on what it would show.
+
+    Raises:
+        ConfigError: Its folder does not exist, or a PNG needs matplotlib, which is not installed.
+    """
+    for path in (report, png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"There is no folder {path.parent} for {path.name}.", fix=f"mkdir -p {path.parent}")
+    if png is not None:
+        _figure()
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "A PNG needs matplotlib, which is not installed.", fix='pip install "accel-transformers[report]"'
+        ) from error
+    return Figure
+
+
+def text_table(values: Mapping[str, Any]) -> str:
+    """A benchmark for the terminal.
+
+    Args:
+        values: Its JSON form.
+    """
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = values["settings"]
+    table = Table(title=f"{values['task']}, {_traffic(settings)}, baseline: {values['baseline']}")
+    heads = ("variant", "call", "median ms", "p95", "rows/s", "ratio (95 % interval)", "computes in", "memory", "files")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("variant", "call") else "right")
+    notes = []
+    for variant in values["variants"]:
+        for cell in variant["cells"]:
+            latency, ratio = cell["latency"], cell["ratio"]
+            memory, size = variant["peak_memory_bytes"], variant["bytes"]
+            table.add_row(
+                variant["name"], cell["workload"], f"{latency['median']:.2f}", f"{latency['p95']:.2f}",
+                f"{cell['throughput']:.1f}",
+                f"{ratio['value']:.2f} ({ratio['low']:.2f}-{_number(ratio['high'])})" if ratio else "",
+                variant["compute_dtype"], f"{memory / 1e6:.0f} MB" if memory else "", f"{size / 1e6:.1f} MB" if size else "",
+            )  # fmt: skip
+            if saturated(cell, settings):
+                notes.append(
+                    f"{variant['name']} answered {cell['throughput'] / cell['batch']:.0f} of {settings['rate']:g} calls a "
+                    f"second ({cell['workload']}): it falls behind, and its latency grows with the length of the measurement."
+                )
+    stream = StringIO()
+    Console(file=stream, width=140).print(table)
+    return "\n".join([stream.getvalue().rstrip(), *notes])
+
+
+def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether calls arrived faster than they were answered. Arrivals are random: a quarter less is no sign yet."""
+    rate = settings.get("rate")
+    return rate is not None and float(cell["throughput"]) / float(cell["batch"]) < 0.75 * float(rate)
+
+
+def _traffic(settings: Mapping[str, Any]) -> str:
+    """Threads and callers in words."""
+    callers, rate = settings.get("callers", 1), settings.get("rate")
+    parts = [f"{settings['threads']} threads"]
+    if rate is not None:
+        parts.append(f"{rate:g} calls a second at random times, {callers} at once at most")
+    elif callers > 1:
+        parts.append(f"{callers} callers at once")
+    return ", ".join(parts)
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    machine, settings = values.get("machine", {}), values.get("settings", {})
+    libraries = ", ".join(f"{k} {v}" for k, v in machine.get("libraries", {}).items())
+    told = "; ".join(f"{k} {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in settings.items())
+    return (
+        f"<p class=note>{_text(machine.get('platform', ''))}; {_text(machine.get('processors', '?'))} processors; "
+        f"{_text(libraries)}<br>Task {_text(values.get('task', ''))}. Baseline: {_text(values.get('baseline', ''))}.<br>"
+        f"{_text(told)}</p>"
+    )
+
+
+_ROW = 44  # pixels of a name and what is drawn below it
+_Rows = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+
+
+def _bars(rows: _Rows) -> str:
+    """Median with the 95th percentile as a mark."""
+    limit = max(cell["latency"]["p95"] for _, cell in rows)
+    height = _ROW * len(rows) + 8
+    made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Median latency of each variant'>"]
+    for i, (variant, cell) in enumerate(rows):
+        # A candidate's name is as long as its recipe, so it stands above its bar.
+        y, latency = _ROW * i + 20, cell["latency"]
+        width, mark = 800 * latency["median"] / limit, 800 * latency["p95"] / limit
+        made.append(
+            f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>"
+            f"<rect class=bar x=0 y={y + 2} width={width:.1f} height=16 rx=2></rect>"
+            f"<line class=whisker x1={mark:.1f} x2={mark:.1f} y1={y} y2={y + 20}></line>"
+            f"<text x={mark + 6:.1f} y={y + 14}>{latency['median']:.2f} ms</text>"
+        )
+    return "".join([*made, "</svg><p class=note>Bar: median. Mark: 95th percentile.</p>"])
+
+
+def _table(rows: _Rows) -> str:
+    head = ("variant", "mean", "sd", "min", "median", "p95", "p99", "max", "rows/s", "ratio to baseline", "computes in",
+            "threads", "peak memory", "load", "files", "difference", "accuracy")  # fmt: skip
+    lines = []
+    for variant, cell in rows:
+        latency, found = cell["latency"], cell.get("ratio")
+        told = f"{found['value']:.2f} ({found['low']:.2f} to {_number(found['high'])})" if found else ""
+        accuracy = variant.get("accuracy")
+        lines.append(
+            [
+                variant["name"] + (f" ({'; '.join(variant['notes'])})" if variant.get("notes") else ""),
+                *(f"{latency[k]:.2f}" for k in ("mean", "sd", "min", "median", "p95", "p99", "max")),
+                f"{cell['throughput']:.1f}",
+                told,
+                variant["compute_dtype"],
+                variant["threads"],
+                _megabytes(variant.get("peak_memory_bytes")),
+                f"{variant['load_s']:.2f} s" if variant.get("load_s") is not None else "",
+                _megabytes(variant.get("bytes")),
+                f"{variant['max_abs_difference']:.2g}" if variant.get("max_abs_difference") is not None else "",
+                f"{accuracy:.4f}" if accuracy is not None else "",
+            ]
+        )
+    body = "".join("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in line) + "</tr>" for line in lines)
+    return (
+        f"<div class=scroll><table><tr>{''.join(f'<th>{h}</th>' for h in head)}</tr>{body}</table></div>"
+        "<p class=note>Latencies in milliseconds; the ratio's interval is a 95 % bootstrap over rounds.</p>"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "∞"
+
+
+def _megabytes(value: int | None) -> str:
+    return f"{value / 1e6:.0f} MB" if value is not None else ""
+
+
+def _distributions(rows: _Rows) -> str:
+    """A line of ticks for each variant: every call, on a logarithmic axis."""
+    samples = [[t for block in cell["milliseconds"] for t in block] for _, cell in rows]
+    if not all(samples):
+        return ""
+    low, high = min(map(min, samples)), max(map(max, samples))
+    span = math.log(high / low) or 1.0
+    height = _ROW * len(rows) + 24
+    made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Every call of each variant'>"]
+    for i, ((variant, _), times) in enumerate(zip(rows, samples, strict=True)):
+        y = _ROW * i + 20
+        made.append(f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>")
+        bins = [0] * 150
+        for t in times:
+            bins[min(149, int(150 * math.log(t / low) / span))] += 1
+        top = max(bins)
+        made += [
+            f"<rect class=bar x={6 * j} y={y + 20 - 18 * n / top:.1f} width=5 height={18 * n / top:.1f}></rect>"
+            for j, n in enumerate(bins)
+            if n
+        ]
+    made.append(
+        f"<text class=soft x=0 y={height - 4}>{low:.2f} ms</text>"
+        f"<text class=soft x=900 y={height - 4} text-anchor=end>{high:.2f} ms (logarithmic)</text></svg>"
+    )
+    return "".join(made)
+
+
+def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
+    """Geometric mean of the medians against accuracy."""
+    points = [
+        (math.exp(sum(math.log(c["latency"]["median"]) for c in v["cells"]) / len(v["cells"])), v["accuracy"], v)
+        for v in variants
+        if v.get("accuracy") is not None and v["cells"]
+    ]
+    right = max(x for x, _, _ in points) * 1.05
+    low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
+    pad = (high - low) * 0.15 or 0.01
+    low, high = low - pad, high + pad
+    made = ["<svg viewBox='0 0 900 380' role=img aria-label='Latency against accuracy'>"]
+    made.append("<line class=axis x1=60 x2=880 y1=340 y2=340></line><line class=axis x1=60 x2=60 y1=10 y2=340></line>")
+    for part in range(5):
+        made.append(f"<text class=soft x={60 + 205 * part} y=358 text-anchor=middle>{right * part / 4:.1f}</text>")
+        height = 344 - 82 * part
+        made.append(f"<text class=soft x=54 y={height} text-anchor=end>{low + (high - low) * part / 4:.4f}</text>")
+    for number, (x, y, variant) in enumerate(points, start=1):
+        px, py = 60 + 820 * x / right, 340 - 330 * (y - low) / (high - low)
+        made.append(
+            f"<circle class=mark cx={px:.1f} cy={py:.1f} r=5><title>{_text(variant['name'])}</title></circle>"
+            f"<text x={px + 7:.1f} y={py - 5:.1f}>{number}</text>"
+        )
+    made.append("<text class=soft x=470 y=376 text-anchor=middle>milliseconds (median)</text></svg>")
+    # The best ones lie close together: names beside them would cover each other.
+    names = "".join(f"<li>{_text(v['name'])}: {x:.2f} ms, {y:.4f}</li>" for x, y, v in points)
+    return "".join([*made, f"<ol>{names}</ol>"])

@@ -1,0 +1,97 @@
+"""The arguments of `from_pretrained` in transformers', Optimum's and ONNX Runtime's words, as ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..backends import registry
+from ..config import ExportConfig, SessionOptions
+from ..errors import (
+    ConfigError,
+    did_you_mean,
+)
+
+
+def backend_name(backend: str | None, provider: str | None) -> str | None:
+    """One name from `backend=` and `provider=`; unknown ones fail here, before any work.
+
+    Raises:
+        ConfigError: Both are given and disagree.
+        UnknownBackendError: No plugin has that name.
+    """
+    names = {registry.describe(name).name for name in (backend, provider) if name is not None}
+    if len(names) > 1:
+        raise ConfigError(f"backend={backend!r} and provider={provider!r} name two backends.", fix="pass one of them.")
+    return names.pop() if names else None
+
+
+def provider_options_of(
+    options: Mapping[str, object] | Sequence[Mapping[str, object]] | None,
+) -> Mapping[str, object] | None:
+    """The options of the one provider; a list of one, as ONNX Runtime has it, works as well.
+
+    Raises:
+        ConfigError: A list of another length, or not a mapping.
+    """
+    if options is None or isinstance(options, Mapping):
+        return options
+    entries = list(options) if isinstance(options, Sequence) and not isinstance(options, str) else []
+    if len(entries) != 1 or not isinstance(entries[0], Mapping):
+        raise ConfigError(
+            f"provider_options holds {len(entries)} entries for one provider.", fix="pass one dictionary of options."
+        )
+    return entries[0]
+
+
+def session_options_of(options: Any) -> SessionOptions | None:
+    """Ours as they are; a runtime's own object, of a class that its backend names, is carried along untouched.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    if options is None or isinstance(options, SessionOptions):
+        return options
+    if isinstance(options, Mapping):
+        return SessionOptions.from_dict(options)
+    word = f"{type(options).__module__.partition('.')[0]}.{type(options).__name__}"
+    known = sorted({spec.native_options for spec in registry.describe_all()[0] if spec.native_options})
+    if word not in known:
+        raise ConfigError(
+            f"session_options is a {type(options).__name__}.",
+            fix=f"pass {' or '.join(['accel.SessionOptions', *known])}.",
+        )
+    return SessionOptions(native={word: options})
+
+
+def export_config_of(settings: Mapping[str, Any], method: Any) -> ExportConfig:
+    """The export settings among the arguments of `from_pretrained`, with transformers' ways of naming a dtype.
+
+    Raises:
+        ConfigError: An argument that is neither.
+    """
+    values = dict(settings)
+    if "torch_dtype" in values:
+        values.setdefault("dtype", values.pop("torch_dtype"))
+    if isinstance(values.get("dtype"), torch.dtype):
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+    arguments = [name for name in inspect.signature(method).parameters if name != "settings"]
+    known = [field.name for field in fields(ExportConfig)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"from_pretrained has no argument {name!r}.{did_you_mean(name, [*arguments, *known])}",
+                fix=f"use one of {', '.join(arguments)}, or an export setting: {', '.join(known)}.",
+            )
+    return ExportConfig.from_dict(values)
+
+
+def device_name(device: str | int | torch.device | None) -> str | None:
+    """A device in our words; a number as transformers' pipelines have it, -1 for the CPU."""
+    if isinstance(device, int):
+        return "cpu" if device < 0 else f"cuda:{device}"
+    return None if device is None else str(device)

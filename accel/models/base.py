@@ -1,0 +1,437 @@
+"""`ORTModelFor…`: an artifact behind the interface of a transformers model, on any backend.
+
+A model holds sessions; it inherits from no runtime and from no `torch.nn.Module`. What it offers is what transformers'
+pipelines and its users read from a model: `config`, `device`, `dtype`, `forward`, `to`, `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from transformers import modeling_outputs
+from transformers.utils import ModelOutput
+
+from ..artifact.hub import HubOptions
+from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.writing import check_output, staging
+from ..backends import registry
+from ..backends.interfaces import Session
+from ..backends.opening import Opened, RunSettings, open_artifact
+from ..backends.specs import DeviceSpec
+from ..config import SessionOptions
+from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
+from ..stages.export import artifact_for
+from ..stages.resolving import resolve
+from ..tasks.infer import task_spec
+from ..tasks.spec import load
+from .arguments import backend_name, device_name, export_config_of, provider_options_of, session_options_of
+from .inputs import Inputs
+from .log_filter import FILTER
+from .outputs import fast_output, grouped, indexed
+from .saving import model_card, upload_model, write_model
+
+logger = logging.getLogger(__name__)
+
+# Sessions inherited through a fork: their threads are gone, so they can neither run nor be torn down.
+_abandoned: list[Opened] = []
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+_TENSOR = {torch.Tensor}
+
+
+class ORTModel:
+    """Base of the task classes; made by `from_pretrained`.
+
+    The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it
+    stores the artifact's folder and how it was opened, and opens it again. After a fork, the child opens its own session at
+    the first call.
+    """
+
+    task: ClassVar[str] = "custom"
+    base_model_prefix = "model"
+    generation_config: Any = None
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        backend: str | None = None,
+        device: str | None = None,
+        provider_options: Mapping[str, object] | None = None,
+        session_options: SessionOptions | None = None,
+        trust_remote_code: bool = False,
+        config: Any = None,
+    ) -> None:
+        if not isinstance(artifact, Artifact):
+            raise ConfigError(
+                f"{type(self).__name__}(...) takes an Artifact, not {artifact!r}.",
+                fix=f"use {type(self).__name__}.from_pretrained({artifact!r}).",
+            )
+        self._check_task(artifact)
+        self.artifact = artifact
+        self._settings = RunSettings(
+            backend=backend, device=device, provider_options=provider_options, options=session_options
+        )
+        self._trust_remote_code = trust_remote_code
+        self.config = config if config is not None else self._load_config()
+        logging.getLogger("transformers.pipelines.base").addFilter(FILTER)
+        self._open()
+
+    # Loading
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str] | Artifact,
+        *,
+        export: bool | None = None,
+        backend: str | None = None,
+        device: str | int | torch.device | None = None,
+        provider: str | None = None,
+        provider_options: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
+        session_options: SessionOptions | Any | None = None,
+        task: str | None = None,
+        config: Any = None,
+        subfolder: str = "",
+        file_name: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+        **export_settings: Any,
+    ) -> Self:
+        """Load a model from a Hub id, a transformers folder, an artifact, or a plain ONNX folder.
+
+        A transformers folder is exported once (4 to 20 s for encoders) and kept under `ACCEL_HOME`. Backend and
+        provider are checked before anything is exported.
+
+        Args:
+            model_id: Hub id, folder, or an artifact at hand.
+            export: `None` exports when there is no graph; `True` always; `False` never.
+            backend: Name of a backend; chosen automatically when `None`.
+            device: `"cpu"`, `"cuda:0"`, ...; the backend's first when `None`.
+            provider: ONNX Runtime's word for the backend (`"CPUExecutionProvider"`).
+            provider_options: The vendor's own options for the device.
+            session_options: `SessionOptions`, or ONNX Runtime's own object.
+            task: For classes that serve several tasks.
+            config: A transformers config that replaces the folder's.
+            subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
+            file_name: The graph to take from a plain ONNX folder.
+            **export_settings: Fields of `ExportConfig`, for a folder that is exported.
+
+        Raises:
+            ArtifactNotFoundError: No model, or no graph and `export=False`.
+            TaskError: The model does another task.
+            UnknownBackendError, BackendUnavailableError: With what exists, or every reason.
+            ConfigError: An option that does not exist.
+        """
+        settings = RunSettings(
+            backend=backend_name(backend, provider),
+            device=device_name(device),
+            provider_options=provider_options_of(provider_options),
+            options=session_options_of(session_options),
+        )
+        hub = HubOptions(
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            subfolder=subfolder,
+            trust_remote_code=trust_remote_code,
+        )
+        export_config = export_config_of(export_settings, cls.from_pretrained)
+        if task is not None and task_spec(task).model_name != cls.__name__:
+            raise TaskError(
+                f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
+            )
+        resolved = resolve(model_id, task=task, default_task=cls.task, hub=hub, file_name=file_name, export=export)
+        return cls(
+            artifact_for(resolved, settings, export_config),
+            backend=settings.backend,
+            device=settings.device,
+            provider_options=settings.provider_options,
+            session_options=settings.options,
+            trust_remote_code=trust_remote_code,
+            config=config,
+        )
+
+    def _check_task(self, artifact: Artifact) -> None:
+        wanted = task_spec(artifact.task)
+        if self.task != "custom" and not isinstance(self, load(wanted.model)):
+            raise TaskError(
+                f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
+                fix=f"use {wanted.model_name}, or export the model again with another task.",
+            )
+
+    def _load_config(self) -> Any:
+        if not (self.artifact.path / "config.json").is_file():
+            if self.artifact.task == "custom":
+                return None
+            raise ArtifactNotFoundError(
+                f"{self.artifact.path} holds no config.json, which a model for {self.artifact.task} reads its labels and sizes from.",
+                fix="copy the original model's config.json into it, or pass config=...",
+            )
+        try:
+            return transformers.AutoConfig.from_pretrained(
+                self.artifact.path, local_files_only=True, trust_remote_code=self._trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise IntegrityError(
+                f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix="make the artifact again."
+            ) from error
+
+    def _open(self) -> None:
+        self._opened = open_artifact(self.artifact, self._settings, trust_remote_code=self._trust_remote_code)
+        self._forks = _forks
+        self._reopening = threading.Lock()
+        component = self.artifact.components[0]
+        self._session = self._opened.sessions[component.name]
+        names = [spec.name for spec in self._session.outputs]
+        self._input_names = frozenset(spec.name for spec in self._session.inputs)
+        self._output_class = self._choose_output(names)
+        self._output_groups = indexed(names)
+        self._limit = component.max_sizes.get("sequence", 0)
+        # The sequence is the last axis of token ids, also behind `choices`.
+        first = self._session.inputs[0]
+        self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
+        self._inputs = Inputs(self._input_names, frozenset(component.unused_inputs), self.config)
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        spec = task_spec(self.artifact.task)
+        # A folder of another tool's does not say its task: the class does, and may be wrong.
+        found = next((len(output.shape) for output in self._session.outputs if output.name == "logits"), None)
+        wanted = len(spec.outputs["logits"]) if "logits" in spec.outputs else None
+        if found is not None and wanted is not None and found != wanted:
+            raise TaskError(
+                f"The graph in {self.artifact.path} returns logits with {found} axes; a model for {spec.name} returns {wanted}.",
+                fix="use the class that the model was exported for.",
+            )
+        return getattr(modeling_outputs, spec.output) if spec.output else ModelOutput
+
+    # What pipelines and users read
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs live."""
+        spec = self._session.device
+        capability = self._opened.backend.capability("run", self.artifact.format)
+        if spec.type == "cpu" or capability is None or not capability.device_io:
+            return torch.device("cpu")
+        return torch.device(spec.type, spec.index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the artifact's floating-point values."""
+        dtype: torch.dtype = getattr(torch, self.artifact.dtype)
+        return dtype if dtype.is_floating_point else torch.float32
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels really compute in."""
+        return self._session.compute_dtype
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that runs it."""
+        return self._opened.backend.name
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """The open session of each component."""
+        return self._opened.sessions
+
+    @property
+    def main_input_name(self) -> str:
+        """The input that carries the data."""
+        return self._session.inputs[0].name
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        """What it reads: `text` or `image`."""
+        return ("image",) if self.main_input_name == "pixel_values" else ("text",)
+
+    @property
+    def output_modalities(self) -> tuple[str, ...]:
+        """What it makes, in transformers' words."""
+        return ("text",)
+
+    def can_generate(self) -> bool:
+        """Whether `generate` works."""
+        return False
+
+    def cpu(self) -> Self:
+        """`to("cpu")`."""
+        return self.to("cpu")
+
+    def eval(self) -> Self:
+        """Does nothing: a graph has no training mode."""
+        return self
+
+    def to(self, device: str | int | torch.device | torch.dtype) -> Self:
+        """Move to a device: nothing when it is there, opens the session again where the backend has that device.
+
+        Anything else warns once and stays: another device needs another backend.
+        """
+        if isinstance(device, torch.dtype):
+            if device != self.dtype:
+                logger.warning("%s stays in %s: a graph's dtype is fixed when it is exported.", self, self.dtype)
+            return self
+        wanted = torch.device("cuda", device) if isinstance(device, int) and device >= 0 else torch.device(device)
+        if wanted.type == self.device.type and wanted.index in (None, self.device.index):
+            return self
+        spec = DeviceSpec.parse(str(wanted))
+        have = registry.probe(self._opened.backend).devices
+        if any((d.type, d.index) == (spec.type, spec.index) for d in have):
+            self._settings = replace(self._settings, device=str(spec))
+            self._close()
+            self._open()
+        else:
+            logger.warning(
+                "%s stays on %s: backend %r has no %s. Load it with from_pretrained(..., device=%r).",
+                type(self).__name__, self.device, self.backend, wanted, str(wanted),
+            )  # fmt: skip
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({str(self.artifact.path)!r}, backend={self.backend!r}, "
+            f"device={str(self.device)!r}, compute_dtype={self.compute_dtype!r})"
+        )
+
+    # Running
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Calling a model is calling its `forward`, without a frame in between.
+        cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """Run the graph; inputs by name, or in the graph's order."""
+        if args:
+            inputs.update(zip((spec.name for spec in self._session.inputs), args, strict=False))
+        return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        """Check, run and wrap. `torch` in gives `torch` out, NumPy in gives NumPy out.
+
+        Like `OrtSession.run` written for cold caches: what a tokenizer gives goes straight through, and the rest is
+        sorted out in `Inputs.read`.
+        """
+        numpy = wants_tuple = False
+        if {*map(type, inputs.values())} != _TENSOR or inputs.keys() != self._input_names:
+            inputs, numpy, wants_tuple = self._inputs.read(inputs)
+        if self._limited is not None and inputs[self._limited].size(-1) > self._limit:
+            raise InputError(
+                f"{self._limited!r} has {inputs[self._limited].size(-1)} tokens; the model has {self._limit} positions.",
+                fix=f"truncate: tokenizer(..., truncation=True, max_length={self._limit}).",
+            )
+        if self._forks != _forks:
+            self._reopen_after_fork()
+        values: dict[str, Any] = self._session.run(inputs)
+        if numpy:
+            values = {name: tensor.cpu().numpy() for name, tensor in values.items()}
+        if self._output_groups:
+            values = grouped(values, self._output_groups)
+        if wants_tuple:
+            return tuple(values.values())
+        return fast_output(self._output_class, values)
+
+    # Lifetime
+
+    def _check_fork(self) -> None:
+        """Open sessions of its own in a child process, before anything else there."""
+        if self._forks != _forks:
+            self._reopen_after_fork()
+
+    def _reopen_after_fork(self) -> None:
+        with self._reopening:
+            if self._forks != _forks:
+                _abandoned.append(self._opened)
+                self._open()
+
+    def _close(self) -> None:
+        self._opened.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "path": self.artifact.path,
+            "artifact": self.artifact,
+            "settings": self._settings,
+            "config": self.config,
+            "generation_config": self.generation_config,
+            "trust_remote_code": self._trust_remote_code,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path: Path = state["path"]
+        self.artifact = Artifact.load(path) if (path / MANIFEST).is_file() else state["artifact"]
+        self._settings = state["settings"]
+        self.config = state["config"]
+        self.generation_config = state["generation_config"]
+        self._trust_remote_code = state["trust_remote_code"]
+        self._open()
+
+    # Saving
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
+
+        Args:
+            folder: Must not exist or be empty.
+            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
+
+        Raises:
+            OutputFolderError: The folder is the model's own or not empty.
+        """
+        target = check_output(folder, self.artifact.path)
+        with staging(target) as temporary:
+            write_model(self.artifact, self.config, temporary, generation_config=self.generation_config)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload an accelerated model",
+    ) -> str:
+        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
+        return upload_model(
+            self.artifact,
+            self.config,
+            repo_id,
+            generation_config=self.generation_config,
+            class_name=type(self).__name__,
+            token=token,
+            private=private,
+            revision=revision,
+            commit_message=commit_message,
+        )
+
+    def model_card(self, repo_id: str) -> str:
+        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
+        return model_card(self.artifact, repo_id, type(self).__name__)

@@ -1,0 +1,245 @@
+"""Models that generate: text, from text, speech or images, behind transformers' `GenerationMixin`.
+
+A call of `forward` runs the decoder's session once, with a state that holds the KV cache where the runtime keeps it;
+`StateCache` is that state as transformers sees a cache. Everything above one call, from beam search to streamers, is
+transformers' own `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..artifact.manifest import Artifact
+from ..errors import ConfigError, InputError
+from .base import ORTModel
+from .cache import StateCache
+from .outputs import fast_output
+
+# What `generate` may pass that changes nothing for a graph.
+_IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
+
+
+class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformers is untyped here
+    """What all generating models share."""
+
+    _is_stateful: ClassVar[bool] = False
+    _decoder: ClassVar[str]
+
+    def __init__(self, artifact: Artifact, **settings: Any) -> None:
+        super().__init__(artifact, **settings)
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(artifact.path, local_files_only=True)
+        except OSError:
+            self.generation_config = GenerationConfig.from_model_config(self.config)
+
+    def _open(self) -> None:
+        super()._open()
+        component = self.artifact.component(self._decoder)
+        self._decoder_session = self._opened.sessions[self._decoder]
+        self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
+        self._unused = frozenset(component.unused_inputs)
+        self._limit = component.max_sizes.get("total", 0)
+        self._limited = None
+        self._last = torch.zeros(1, dtype=torch.int64)
+
+
+    # What `generate` asks a model
+
+    def can_generate(self) -> bool:
+        """Whether `generate` works: yes."""
+        return True
+
+    def is_remote_code(self) -> bool:
+        """Whether the model's code came with its weights: none is left in a graph."""
+        return False
+
+    def get_experts_implementation(self) -> dict[str, str]:
+        """Implementations of experts that can be switched: none, a graph runs as it was traced."""
+        return {}
+
+    def new_cache(self) -> StateCache:
+        """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
+        self._check_fork()
+        return StateCache(self._decoder_session)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,  # transformers' signature
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Replaces transformers' caches by the session's state."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ConfigError(
+                f"cache_implementation={generation_config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
+                " the cache.",
+                fix="leave it out.",
+            )
+        if model_kwargs.get("past_key_values") is not None:
+            self._own(model_kwargs["past_key_values"])
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self.new_cache()
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """transformers' `generate`, with every argument it has.
+
+        Raises:
+            InputError: Nothing to generate, a prompt longer than the positions, a cache that does not fit.
+        """
+        asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
+        if asked is not None and asked < 1:
+            raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
+        # Before anything reads the encoder or the cache.
+        self._check_fork()
+        return super().generate(inputs, generation_config, **kwargs)
+
+    # Running
+
+    def _own(self, cache: Any) -> StateCache:
+        if not isinstance(cache, StateCache):
+            raise InputError(
+                f"past_key_values is a {type(cache).__name__}; this model's runtime keeps the cache itself.",
+                fix="pass what this model returned as past_key_values, or model.new_cache().",
+            )
+        if cache.session is not self._decoder_session:
+            raise InputError(
+                "past_key_values was made by another model, or before this one was opened again.",
+                fix="pass the cache that this model returned.",
+            )
+        return cache
+
+    def _step(
+        self,
+        tokens: Mapping[str, torch.Tensor],
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: StateCache,
+        logits_to_keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """One call of the decoder: the logits of the new tokens."""
+        first = next(iter(tokens.values()))
+        batch, new = int(first.shape[0]), int(first.shape[1])
+        if cache.state is None:
+            cache.state = self._decoder_session.new_state(batch)
+        past = cache.state.length
+        total = past + new
+        if self._limit and total > self._limit:
+            raise InputError(
+                f"{past} cached and {new} new tokens are {total}; the model has {self._limit} positions.",
+                fix="shorten the prompt, or ask for fewer new tokens.",
+            )
+        if new == 0:
+            raise InputError("No new tokens were given.", fix="pass at least one.")
+        if mask is None:
+            mask = torch.ones((batch, total), dtype=torch.int64)
+        elif mask.ndim != 2:
+            raise InputError(
+                f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
+            )
+        feeds = {**tokens, "attention_mask": mask, **cache.constants}
+        if "position_ids" in self._takes:
+            if position_ids is None:
+                position_ids = torch.arange(past, total).expand(batch, new)
+            feeds["position_ids"] = position_ids
+        kept = None
+        if "logits_to_keep" in self._takes:
+            feeds["logits_to_keep"] = self._kept(new, logits_to_keep)
+        elif not isinstance(logits_to_keep, int) or logits_to_keep:
+            kept = self._kept(new, logits_to_keep)
+        logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
+        return logits if kept is None else logits.index_select(1, kept)
+
+    def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
+        """The tokens of a call, checked with what else it was given."""
+        self._check_fork()
+        if rest:
+            self._check_rest(rest)
+        if not isinstance(input_ids, torch.Tensor):
+            raise InputError(
+                f"input_ids is a {type(input_ids).__name__}; models that generate take torch tensors.",
+                fix="pass the tokenizer's output, made with return_tensors='pt'.",
+            )
+        if input_ids.ndim != 2:
+            raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
+        return input_ids
+
+    def _continued(
+        self,
+        tokens: Mapping[str, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Any,
+        use_cache: bool | None,
+        logits_to_keep: int | torch.Tensor,
+    ) -> Any:
+        """What a decoder-only model returns: the logits, and the cache behind these tokens."""
+        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
+        values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
+        if use_cache is not False:
+            values["past_key_values"] = cache
+        return fast_output(CausalLMOutputWithPast, values)
+
+    def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+        """Positions of the new tokens whose logits are wanted; 0 for all, as in transformers."""
+        if isinstance(logits_to_keep, torch.Tensor):
+            return logits_to_keep
+        if new == 1:
+            return self._last
+        return torch.arange(new - logits_to_keep if 0 < logits_to_keep < new else 0, new)
+
+    def _check_rest(self, rest: Mapping[str, Any]) -> None:
+        """Refuse what the graph cannot follow."""
+        for name, value in rest.items():
+            if value is None or value is False or name in _IGNORED or name in self._unused:
+                if name in ("output_attentions", "output_hidden_states") and value:
+                    raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
+                continue
+            if name == "labels":
+                raise InputError("The graph computes no loss.", fix="leave labels out.")
+            raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")
+
+
+class ORTModelForCausalLM(Generator):
+    """Text generation: `input_ids: (batch, sequence)` to `logits: (batch, sequence, vocab_size)`."""
+
+    task = "text-generation"
+    _decoder = "model"
+
+    @property
+    def main_input_name(self) -> str:
+        """The tokens."""
+        return "input_ids"
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **rest: Any,
+    ) -> Any:
+        """Run the decoder once.
+
+        Args:
+            input_ids: `(batch, new)` tokens behind those in the cache.
+            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: `(batch, new)`; behind the cached ones when `None`.
+            past_key_values: What an earlier call returned; continued in place.
+            use_cache: Whether to return the cache (default).
+            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
+            **rest: Refused where it would change the result.
+
+        Raises:
+            InputError: Sizes that do not agree, a foreign cache, more tokens than positions.
+        """
+        tokens = {"input_ids": self._ids(input_ids, rest)}
+        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)

@@ -1,0 +1,149 @@
+"""Models with an encoder: text, speech or images in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from ..backends.interfaces import Session
+from ..errors import InputError
+from .cache import StateCache
+from .decoders import Generator
+from .outputs import fast_output
+
+_ENCODER_MASK = "encoder_attention_mask"
+
+
+class _EncoderOf:
+    """A model's encoder as `generate` calls one."""
+
+    def __init__(self, session: Session, main_input_name: str) -> None:
+        self.session = session
+        self.main_input_name = main_input_name
+        self.names = tuple(spec.name for spec in session.inputs)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        input_features: Any = None,
+        pixel_values: Any = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`."""
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "input_features": input_features,
+            "pixel_values": pixel_values,
+        }
+        feeds = {name: given[name] for name in self.names if given.get(name) is not None}
+        if "attention_mask" in self.names and "attention_mask" not in feeds and "input_ids" in feeds:
+            feeds["attention_mask"] = torch.ones_like(feeds["input_ids"])
+        return BaseModelOutput(last_hidden_state=self.session.run(feeds)["last_hidden_state"])
+
+    __call__ = forward
+
+
+class EncoderDecoder(Generator):
+    """An encoder, its keys and values for the decoder, and the decoder."""
+
+    _decoder = "decoder"
+
+    def _open(self) -> None:
+        super()._open()
+        self._encoder = _EncoderOf(self._opened.sessions["encoder"], self.main_input_name)
+        self._cross_session = self._opened.sessions["cross_attention"]
+
+    @property
+    def main_input_name(self) -> str:
+        """The encoder's input."""
+        return self.artifact.component("encoder").inputs[0].name
+
+    @property
+    def encoder(self) -> Any:
+        """The encoder, whose arguments `generate` accepts, too."""
+        return self._encoder
+
+    def get_encoder(self, modality: str | None = None) -> Any:  # transformers' signature
+        """The encoder, callable by itself."""
+        self._check_fork()
+        return self._encoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: StateCache | None = None,
+        use_cache: bool | None = None,
+        **rest: Any,
+    ) -> Any:
+        """Run the encoder where `encoder_outputs` are not given, then the decoder once.
+
+        Args:
+            input_ids: `(batch, encoder_sequence)`; `pixel_values` or `input_features` for other encoders.
+            attention_mask: `(batch, encoder_sequence)`.
+            decoder_input_ids: `(batch, new)` tokens behind those in the cache.
+            decoder_attention_mask: `(batch, cached + new)`.
+            decoder_position_ids: `(batch, new)`, for models that have them.
+            encoder_outputs: What the encoder returned.
+            past_key_values: What an earlier call returned; continued in place.
+            use_cache: Whether to return the cache (default).
+            **rest: The encoder's other inputs.
+
+        Raises:
+            InputError: Sizes that do not agree, a foreign cache, encoder outputs without their mask.
+        """
+        self._check_fork()
+        inputs = {"input_ids": input_ids, **rest}
+        encoder_inputs = {n: v for n, v in inputs.items() if n in self._encoder.names and v is not None}
+        self._check_rest({n: v for n, v in rest.items() if n not in self._encoder.names and n != "logits_to_keep"})
+        if decoder_input_ids is None:
+            raise InputError(
+                "decoder_input_ids are missing.", fix="pass them, or call generate(), which starts the decoder."
+            )
+        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
+        if cache.state is None:
+            if encoder_outputs is None:
+                if "attention_mask" in self._encoder.names and attention_mask is not None:
+                    encoder_inputs["attention_mask"] = attention_mask
+                encoder_outputs = self._encoder(**encoder_inputs)
+                if attention_mask is None and input_ids is not None:
+                    attention_mask = torch.ones_like(input_ids)
+            elif attention_mask is None:
+                # Left out, the encoder attended to everything, whoever ran it.
+                hidden = encoder_outputs[0]
+                attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            cache.constants = self._cross_session.run({"encoder_hidden_states": encoder_outputs[0]})
+        if _ENCODER_MASK in self._takes:
+            if attention_mask is None:
+                attention_mask = cache.constants.get(_ENCODER_MASK)
+            if attention_mask is None:
+                raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
+            cache.constants[_ENCODER_MASK] = attention_mask
+        tokens = {"input_ids": decoder_input_ids}
+        logits = self._step(tokens, decoder_attention_mask, decoder_position_ids, cache, 0)
+        values: dict[str, Any] = {"logits": logits}
+        if use_cache is not False:
+            values["past_key_values"] = cache
+        if encoder_outputs is not None:
+            values["encoder_last_hidden_state"] = encoder_outputs[0]
+        return fast_output(Seq2SeqLMOutput, values)
+
+
+class ORTModelForSeq2SeqLM(EncoderDecoder):
+    """Translation, summarization and other text to text."""
+
+    task = "text2text-generation"
+
+
+class ORTModelForVision2Seq(EncoderDecoder):
+    """Captions and text recognition: `pixel_values` to text."""
+
+    task = "image-to-text"

@@ -1,0 +1,26 @@
+"""Keeps transformers from logging, for a page, that our classes are not its own."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from ..tasks.infer import all_tasks
+
+
+class NotSupportedFilter(logging.Filter):
+    """Drops the page-long "not supported" error that stock pipelines log for any class outside transformers, where the
+    class does serve the pipeline's task.
+    """
+
+    _MESSAGE = re.compile(r"The model '(ORTModelFor\w+)' is not supported for ([\w-]+)\.")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged."""
+        match = self._MESSAGE.match(str(record.msg))
+        if match is None:
+            return True
+        return not any(spec.model_name == match[1] and match[2] in spec.serves for spec in all_tasks())
+
+
+FILTER = NotSupportedFilter()

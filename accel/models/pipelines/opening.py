@@ -1,0 +1,158 @@
+"""`accel.pipeline`: transformers' pipelines over our models, with length-sorted batches, and those that it removed."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines.base import Pipeline
+
+from ...artifact.hub import HubOptions
+from ...errors import ConfigError, TaskError, did_you_mean
+from ...stages.resolving import resolve
+from ...tasks.infer import all_tasks, task_spec
+from ...tasks.spec import TaskSpec, load
+from ..base import ORTModel
+from .sorting import sorted_class
+
+
+def pipeline(
+    task: str | None = None,
+    model: str | os.PathLike[str] | ORTModel | Any | None = None,
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    feature_extractor: Any = None,
+    batch_size: int | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Pipeline:
+    """A pipeline over an accelerated model.
+
+    Batched calls sort by length inside a window and restore the order. `question-answering`, which transformers 5
+    removed, works as it did.
+
+    Args:
+        task: A pipeline task; the model's own when `None`.
+        model: Hub id, folder, or a model (ours or transformers').
+        backend: For an id or folder, as in `from_pretrained`.
+        device: Likewise.
+        tokenizer, image_processor, feature_extractor: Those beside the model when `None`.
+        batch_size: Inputs a call of the model.
+        revision, token, trust_remote_code: For an id or folder, as in transformers.
+        model_kwargs: More arguments of `from_pretrained`.
+        **kwargs: Arguments of the stock pipeline.
+
+    Raises:
+        ConfigError: No model was given.
+        TaskError: The task is unknown, or the model does another one.
+    """
+    if model is None:
+        raise ConfigError("No model was given; accel has no default models.", fix="pass model=<Hub id or folder>.")
+    if isinstance(model, str | os.PathLike):
+        given = {"backend": backend, "device": device, **(model_kwargs or {})}
+        hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+        model = _load(task, model, {**hub, **given})
+    elif (backend, device, revision, token) != (None, None, None, None) or model_kwargs:
+        raise ConfigError(
+            "backend=..., device=..., revision=..., token=... and model_kwargs=... are for a model given by id or folder.",
+            fix="load the model with them.",
+        )
+    if task is None:
+        if not isinstance(model, ORTModel):
+            raise TaskError("The task of a model from transformers must be named.", fix="pass task=...")
+        task = _pipeline_of(task_spec(model.artifact.task))
+    if isinstance(model, ORTModel):
+        _check_model(task, model)
+    ours = _ours(task)
+    impl: Any = ours or _stock(task)
+    given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
+    if isinstance(model, ORTModel):
+        given = {**_processors(model), **{name: value for name, value in given.items() if value is not None}}
+    given = {name: value for name, value in given.items() if value is not None}
+    if batch_size is not None:
+        given["batch_size"] = batch_size
+    if ours is not None:
+        if "tokenizer" not in given:
+            raise ConfigError(f"The pipeline {task!r} needs a tokenizer.", fix="pass tokenizer=...")
+        return ours(model=model, task=task, **given, **kwargs)
+    made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
+    return made
+
+
+def _processors(model: ORTModel) -> dict[str, Any]:
+    """The tokenizer and so on beside a model, as far as its inputs need them."""
+    folder, found = model.artifact.path, {}
+    main = model.main_input_name
+    if main == "input_ids" or model.can_generate():
+        found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if main == "pixel_values":
+        found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    if main == "input_features":
+        found["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    return found
+
+
+def _pipeline_of(spec: TaskSpec) -> str:
+    """The pipeline task for a model's task: itself, or the first one that there is a pipeline for."""
+    known = set(PIPELINE_REGISTRY.get_supported_tasks())
+    return next((name for name in spec.serves if name in spec.own_pipelines or name in known), spec.name)
+
+
+def _ours(task: str) -> type[Pipeline] | None:
+    """The class of a pipeline that transformers 5 removed and accel brings back; `None` for the others."""
+    word = "translation" if task.startswith("translation_") else task
+    path = next((spec.own_pipelines[word] for spec in all_tasks() if word in spec.own_pipelines), None)
+    return load(path) if path is not None else None
+
+
+def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, Any]) -> ORTModel:
+    hub = HubOptions(
+        **{
+            name: arguments[name]
+            for name in ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+            if name in arguments
+        }
+    )
+    chosen = task_spec(task).name if task is not None else resolve(model, hub=hub).task
+    # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
+    cls: type[ORTModel] = load(task_spec(chosen).model)
+    return cls.from_pretrained(model, **arguments)
+
+
+def _stock(task: str) -> type[Pipeline]:
+    """The stock class of a pipeline task.
+
+    Raises:
+        TaskError: transformers has none, or accel does not serve it.
+    """
+    try:
+        _, targeted, _ = PIPELINE_REGISTRY.check_task(task)
+    except KeyError as error:
+        serves = {word for spec in all_tasks() for word in (*spec.serves, *spec.synonyms)}
+        known = sorted(serves & set(PIPELINE_REGISTRY.get_supported_tasks()))
+        raise TaskError(
+            f"There is no pipeline {task!r}.{did_you_mean(task, known)}", fix=f"use one of {', '.join(known)}."
+        ) from error
+    impl = targeted["impl"]
+    # transformers 5.2x names its classes by dotted path; a registered one is the class itself.
+    found: type[Pipeline] = pkgutil.resolve_name(impl) if isinstance(impl, str) else impl
+    return found
+
+
+def _check_model(task: str, model: ORTModel) -> None:
+    wanted = task_spec(task)
+    if not isinstance(model, load(wanted.model)):
+        raise TaskError(
+            f"{type(model).__name__} does not serve the pipeline {task!r}.",
+            fix=f"use {wanted.model_name}, or another task.",
+        )

@@ -1,0 +1,70 @@
+"""Batches of like lengths: inputs sorted window by window, results in their order."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.pipelines.base import Pipeline
+
+WINDOW_BATCHES = 64
+"""Batches that share one sort: enough for little padding, few enough that a stream starts early."""
+
+
+class LengthSorted:
+    """Sorts a list of inputs by length before it is cut into batches, and restores the order.
+
+    A batch is padded to its longest member, so mixed lengths waste most of the work: on the BANKING77 queries sorting
+    alone doubled the throughput. Mixed into a stock pipeline class.
+    """
+
+    _batch_size: int | None
+
+    def __call__(self, inputs: Any = None, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """As the stock pipeline; lists, generators and data sets are sorted window by window."""
+        if isinstance(inputs, tuple) or type(inputs).__module__.startswith("datasets."):
+            inputs = list(inputs)
+        if isinstance(inputs, list) and not inputs:
+            return []
+        size = batch_size if batch_size is not None else self._batch_size
+        if size is not None and size > 1:
+            kwargs["batch_size"] = size
+            if isinstance(inputs, list) and len(inputs) > size:
+                return list(self._windows(iter(inputs), size, args, kwargs))
+            if isinstance(inputs, types.GeneratorType | torch.utils.data.Dataset):
+                return self._windows(iter(inputs), size, args, kwargs)
+        elif batch_size is not None:
+            kwargs["batch_size"] = batch_size
+        return super().__call__(*(() if inputs is None else (inputs,)), *args, **kwargs)  # type: ignore[misc]
+
+    def _windows(
+        self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        while window := list(itertools.islice(items, size * WINDOW_BATCHES)):
+            order = sorted(range(len(window)), key=lambda i: _length(window[i]))
+            found = super().__call__([window[i] for i in order], *args, **kwargs)  # type: ignore[misc]
+            # Some pipelines unwrap a list of one.
+            results = found if len(window) > 1 or isinstance(found, list) else [found]
+            restored: list[Any] = [None] * len(window)
+            for i, result in zip(order, results, strict=True):
+                restored[i] = result
+            yield from restored
+
+
+def _length(item: Any) -> int:
+    """Characters of an input; 0 where length means nothing (images), which keeps the order."""
+    if isinstance(item, str):
+        return len(item)
+    if isinstance(item, Mapping):
+        return sum(len(value) for value in item.values() if isinstance(value, str))
+    return 0
+
+
+@functools.cache
+def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
+    """The stock pipeline with sorted batches, under its own name."""
+    return type(impl.__name__, (LengthSorted, impl), {"__module__": __name__, "__doc__": impl.__doc__})

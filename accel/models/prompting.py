@@ -1,0 +1,224 @@
+"""One prompt, one answer, while it is made: what `accel generate` prints and measures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.streamers import TextStreamer
+
+from ..artifact.hub import HubOptions
+from ..backends.opening import RunSettings
+from ..errors import AccelError, ConfigError, InputError, TaskError
+from ..stages.resolving import resolve
+from ..tasks.infer import task_spec
+from .base import ORTModel
+from .decoders import ORTModelForCausalLM
+from .opening import open_model
+from .vision_language import ORTModelForImageTextToText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a model generated, and how fast.
+
+    Attributes:
+        text: The answer, without the prompt.
+        prompt_tokens: Tokens read.
+        new_tokens: Tokens generated.
+        first_token_s: Seconds until the first token (prefill).
+        tokens_per_s: Tokens a second after the first; 0 for a single token.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    first_token_s: float
+    tokens_per_s: float
+
+
+class _Timed(TextStreamer):  # type: ignore[misc]  # transformers is untyped here
+    """Hands text on as it is complete, and notes when tokens came."""
+
+    def __init__(self, tokenizer: Any, skip_prompt: bool, on_text: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+        self.times: list[float] = []
+        self._on_text = on_text
+        self._prompts = 1
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt first, then each new token."""
+        if self._prompts:
+            self._prompts = 0
+        else:
+            self.times.append(time.perf_counter())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # transformers' signature
+        """A piece of text that will not change any more."""
+        if self._on_text is not None:
+            self._on_text(text)
+
+
+def open_generator(
+    model: str,
+    *,
+    task: str | None,
+    backend: str | None,
+    device: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> ORTModel:
+    """A generating model by id or folder.
+
+    Raises:
+        TaskError: The model does not generate.
+    """
+    resolved = resolve(model, task=task, hub=HubOptions(revision=revision, trust_remote_code=trust_remote_code))
+    if not task_spec(resolved.task).generates:
+        raise TaskError(
+            f"{model} does not generate.", fix="name a model for text-generation or another generating task."
+        )
+    return open_model(resolved, RunSettings(backend=backend, device=device))
+
+
+def prompt_inputs(
+    model: ORTModel,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    system: str | None = None,
+    chat: bool | None = None,
+    image: Path | None = None,
+    audio: Path | None = None,
+) -> Mapping[str, torch.Tensor]:
+    """A prompt as the model's inputs.
+
+    Args:
+        model: A generating model.
+        tokenizer: Its tokenizer.
+        prompt: What to continue, answer or transform.
+        system: A system message, for chat models.
+        chat: Whether to wrap the prompt in the tokenizer's chat template; `None` where it has one.
+        image: A picture, for models that read one.
+        audio: A recording, for speech models: WAV, FLAC and what else soundfile reads.
+
+    Raises:
+        ConfigError: A chat was asked for and the tokenizer has no template, or a file is missing.
+        InputError: An empty prompt.
+    """
+    folder = model.artifact.path
+    if model.main_input_name == "pixel_values":
+        if image is None:
+            raise ConfigError("This model describes an image and was given none.", fix="pass --image FILE.")
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt"))
+    if model.main_input_name == "input_features":
+        if audio is None:
+            raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        samples = transformers.audio_utils.load_audio(str(audio), sampling_rate=extractor.sampling_rate)
+        return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
+    if isinstance(model, ORTModelForImageTextToText) and image is not None:
+        return _image_prompt(folder, prompt, image, system=system, chat=chat)
+    if not prompt.strip():
+        raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if (chat or system) and not has_template:
+        raise ConfigError("The tokenizer has no chat template.", fix="leave --chat and --system out.")
+    if has_template and chat is not False and isinstance(model, ORTModelForCausalLM):
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        return dict(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        )
+    encoded = tokenizer(prompt, return_tensors="pt")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _image_prompt(
+    folder: Path, prompt: str, image: Path, *, system: str | None, chat: bool | None
+) -> Mapping[str, torch.Tensor]:
+    """A prompt with a picture before the text, as the model's processor makes it."""
+    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    picture = transformers.image_utils.load_image(str(image))
+    template = bool(getattr(processor, "chat_template", None))
+    if (chat or system) and not template:
+        raise ConfigError("The processor has no chat template.", fix="leave --chat and --system out.")
+    if template and chat is not False:
+        messages = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
+        messages.append({"role": "user", "content": content})
+        made = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        marker = processor.image_token
+        text = prompt if marker in prompt else f"{marker}\n{prompt}"
+        made = processor(images=picture, text=text, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    on_text: Callable[[str], None] | None = None,
+    **generate: Any,
+) -> Answer:
+    """Generate from one prompt.
+
+    Args:
+        model: A generating model.
+        tokenizer: Its tokenizer.
+        inputs: From `prompt_inputs`.
+        on_text: Called with each piece of text as soon as it is final; not with beams, which change their minds.
+        **generate: Arguments of `generate`.
+
+    Raises:
+        ConfigError: Settings that transformers refuses.
+    """
+    decoder_only = isinstance(model, ORTModelForCausalLM | ORTModelForImageTextToText)
+    streams = generate.get("num_beams", 1) in (None, 1)
+    streamer = _Timed(tokenizer, decoder_only, on_text) if streams else None
+    started = time.perf_counter()
+    with torch.inference_mode():
+        try:
+            tokens = model.generate(**inputs, streamer=streamer, **generate)
+        # What transformers raises for settings; the model's own errors are AccelError.
+        except (ValueError, ZeroDivisionError) as error:
+            if isinstance(error, AccelError):
+                raise
+            raise ConfigError(
+                f"transformers refuses these settings: {error}",
+                fix="temperature above 0, top_p from 0 to 1, top_k from 0 on, num_beams from 1 on.",
+            ) from error
+    seconds = time.perf_counter() - started
+    prompt_tokens = int(inputs["input_ids"].shape[1]) if decoder_only else 1
+    new = tokens[0, prompt_tokens:]
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    if streamer is None:
+        if on_text is not None:
+            on_text(text)
+        return Answer(
+            text=text,
+            prompt_tokens=prompt_tokens,
+            new_tokens=int(new.numel()),
+            first_token_s=0.0,
+            tokens_per_s=new.numel() / seconds,
+        )
+    times = streamer.times
+    decode = times[-1] - times[0] if len(times) > 1 else 0.0
+    return Answer(
+        text=text,
+        prompt_tokens=prompt_tokens,
+        new_tokens=int(new.numel()),
+        first_token_s=times[0] - started if times else seconds,
+        tokens_per_s=(len(times) - 1) / decode if decode else 0.0,
+    )

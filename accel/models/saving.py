@@ -1,0 +1,113 @@
+"""Writing a model as a folder that loads without its source, and uploading it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..artifact.manifest import Artifact, with_files
+from ..artifact.writing import copy_companions
+from ..errors import ArtifactError
+
+
+def write_model(
+    artifact: Artifact, config: Any, folder: Path, *, generation_config: Any = None, public: bool = False
+) -> None:
+    """Write everything that a model needs into a folder.
+
+    Args:
+        artifact: Its graphs, and what travels with them.
+        config: Its transformers config, as it is now; `None` for a custom graph.
+        folder: An empty folder.
+        generation_config: Likewise, for a model that generates.
+        public: Leave this machine's paths out.
+    """
+    manifest = artifact.manifest
+    if public and manifest.source is not None:
+        manifest = replace(manifest, source=replace(manifest.source, id=_public_name(manifest.source.id)))
+    names = [[record.name for record in component.files] for component in artifact.components]
+    for name in {name for of_one in names for name in of_one}:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path / name, folder / name)
+    components = with_files(folder, artifact.components, names)
+    export_manifest = artifact.path / "export.json"
+    if export_manifest.is_file():
+        shutil.copyfile(export_manifest, folder / export_manifest.name)
+    copy_companions(artifact.path, folder)
+    if config is not None:
+        config.save_pretrained(folder)
+    if generation_config is not None:
+        # Not `save_pretrained`: it refuses what many published models have.
+        generation_config.to_json_file(folder / "generation_config.json")
+    Artifact.create(folder, replace(manifest, components=components))
+
+
+def upload_model(
+    artifact: Artifact,
+    config: Any,
+    repo_id: str,
+    *,
+    generation_config: Any,
+    class_name: str,
+    token: str | bool | None,
+    private: bool | None,
+    revision: str | None,
+    commit_message: str,
+) -> str:
+    """Upload what `write_model` writes, with a model card that says how it was made. Returns the URL."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi(token=token)
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            write_model(artifact, config, folder, generation_config=generation_config, public=True)
+            (folder / "README.md").write_text(model_card(artifact, repo.repo_id, class_name), encoding="utf-8")
+            info = api.upload_folder(
+                repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
+            )
+    except (HfHubHTTPError, HFValidationError, ConnectionError) as error:
+        raise ArtifactError(
+            f"Uploading to {repo_id!r} failed: {error}", fix="check the name, the network and token=..."
+        ) from error
+    return str(info)
+
+
+def model_card(artifact: Artifact, repo_id: str, class_name: str) -> str:
+    """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
+    from huggingface_hub import ModelCardData
+
+    manifest = artifact.manifest
+    source = manifest.source.id if manifest.source else "unknown"
+    base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
+    data = ModelCardData(
+        library_name="accel",
+        pipeline_tag=manifest.task if manifest.task != "custom" else None,
+        base_model=base,
+        tags=[manifest.format, *([manifest.quantization.scheme] if manifest.quantization else [])],
+    )
+    steps = "\n".join(
+        f"| {step.stage} | {step.backend} | {step.validation.get('max_abs_difference', 'not measured')} |"
+        for step in manifest.steps
+    )
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {repo_id}\n\n"
+        f"{manifest.architecture or 'A model'} for {manifest.task}, made from `{base or Path(source).name}`"
+        f" with accel {manifest.accel} ({manifest.format}, {manifest.dtype}).\n\n"
+        f"| step | backend | largest difference from its parent |\n| --- | --- | --- |\n{steps}\n\n"
+        "```python\n"
+        f"from accel import {class_name}\n\n"
+        f'model = {class_name}.from_pretrained("{repo_id}")\n'
+        "```\n"
+    )
+
+
+def _public_name(source: str) -> str:
+    """A Hub id as it is, the last part of a path."""
+    return Path(source).name if Path(source).is_absolute() else source

@@ -1,0 +1,85 @@
+"""Models that read images within a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from .cache import StateCache
+from .decoders import Generator
+
+
+class ORTModelForImageTextToText(Generator):
+    """Text from a prompt with images in it: `input_ids: (batch, sequence)`, `pixel_values: (images, channels, height, width)`."""
+
+    task = "image-text-to-text"
+    _decoder = "model"
+
+    def _open(self) -> None:
+        super()._open()
+        self._vision, self._embedding = self._opened.sessions["vision"], self._opened.sessions["embedding"]
+
+    @property
+    def main_input_name(self) -> str:
+        """The tokens."""
+        return "input_ids"
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:  # transformers' signature
+        """Images are read with the prompt; behind it the cache holds them."""
+        images = kwargs.pop("pixel_values", None)
+        made: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if images is not None and (is_first_iteration or made.get("past_key_values") is None):
+            made["pixel_values"] = images
+        return made
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **rest: Any,
+    ) -> Any:
+        """Run the vision tower over the images, if any, then the decoder once.
+
+        Args:
+            input_ids: `(batch, new)` tokens behind those in the cache, with the image token where images stand.
+            pixel_values: `(images, channels, height, width)`, in the order of their tokens.
+            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: `(batch, new)`; behind the cached ones when `None`.
+            past_key_values: What an earlier call returned; continued in place.
+            use_cache: Whether to return the cache (default).
+            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
+            **rest: Refused where it would change the result.
+
+        Raises:
+            InputError: Image tokens that are not as many as the images need, and what `ORTModelForCausalLM` refuses.
+        """
+        ids = self._ids(input_ids, rest)
+        embeds = self._embedding.run({"input_ids": ids})["inputs_embeds"]
+        if pixel_values is not None:
+            embeds = self._with_images(embeds, ids, pixel_values)
+        tokens = {"inputs_embeds": embeds}
+        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
+
+    def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The embeddings with the images' features in the place of the image tokens."""
+        features = torch.cat(
+            [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
+        )
+        places = input_ids == self.config.image_token_id
+        if int(places.sum()) != len(features):
+            raise InputError(
+                f"The prompt has {int(places.sum())} image tokens; {len(pixel_values)} images need {len(features)}.",
+                fix="make prompt and images with one call of the model's processor.",
+            )
+        return embeds.masked_scatter(places.unsqueeze(-1), features.to(embeds.dtype))

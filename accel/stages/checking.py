@@ -1,0 +1,60 @@
+"""How far an artifact is from what it was made from: graphs run on reference cases, and compared within a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import capture, progress
+from ..backends.interfaces import Session
+from ..errors import ValidationError
+
+
+def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The comparisons of several graphs as one: the worst of them, and each under `components`."""
+    if len(found) == 1:
+        return next(iter(found.values()))
+    worst = max(found.values(), key=lambda one: one["max_abs_difference"] / one["tolerance"])
+    return {**worst, "components": dict(found)}
+
+
+def compare(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
+    """Largest absolute difference from the expected outputs over all cases, as the manifest records it.
+
+    Raises:
+        ValidationError: It is above the tolerance.
+    """
+    found = differences(session, cases, atol, dtype)
+    if not found["max_abs_difference"] <= found["tolerance"]:
+        raise ValidationError(
+            f"The result differs from the original by {found['max_abs_difference']:.3g} at {found['worst']}; "
+            f"accepted is {found['tolerance']:.3g}.",
+            fix="pass a larger atol=... if this precision is enough; otherwise the result is wrong: report it.",
+        )
+    return found
+
+
+def differences(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
+    """What `compare` records, without a verdict: the largest difference, where it was, and the tolerance."""
+    wanted = {spec.name for spec in session.inputs if spec.pair is None}
+    worst, where, scale = -1.0, {}, 0.0
+    shapes = []
+    for first in progress.track(cases, "checking"):
+        state = session.new_state(first.sizes["batch"]) if first.stateful else None
+        case: capture.Case | None = first
+        while case is not None:
+            found = session.run({n: t for n, t in case.feeds.items() if n in wanted}, state=state)
+            if case.skip:
+                found = {name: tensor[:, case.skip :] for name, tensor in found.items()}
+            difference, size = capture.max_difference(found, case.expected)
+            shapes.append(dict(case.sizes))
+            scale = max(scale, size)
+            if not difference <= worst:
+                worst, where = difference, dict(case.sizes)
+            case = case.then
+    return {
+        "max_abs_difference": worst,
+        "tolerance": capture.tolerance(atol, dtype, scale),
+        "worst": where,
+        "shapes": shapes,
+    }

@@ -1,0 +1,141 @@
+"""`accel.optimize`: a graph rewritten into a faster one, compared with its parent before the folder appears."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from .. import capture, progress
+from ..artifact.manifest import Artifact, Component
+from ..artifact.writing import check_output, staging
+from ..backends import registry
+from ..backends.interfaces import Session
+from ..backends.opening import open_artifact
+from ..config import OptimizeConfig
+from ..errors import OptimizeError, ValidationError
+from .checking import compare, merged
+from .resolving import artifact_of
+
+logger = logging.getLogger(__name__)
+
+
+def optimize(
+    artifact: Artifact | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    config: OptimizeConfig | None = None,
+    **settings: Any,
+) -> Artifact:
+    """Rewrite a graph into a faster one and compare it with its parent.
+
+    Args:
+        artifact: The artifact or its folder.
+        out: Folder to make.
+        backend: Who optimizes; the owner of the artifact's format when `None`.
+        config: How; its fields may also be given as keyword arguments (`level="O3"`).
+        **settings: Fields of `OptimizeConfig`.
+
+    Raises:
+        BackendUnavailableError: Nobody optimizes this format here.
+        OptimizeError: It failed.
+        ValidationError: The result differs from its parent by more than the tolerance.
+    """
+    artifact = artifact_of(artifact)
+    config = OptimizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    target = check_output(out, artifact.path)
+    spec = registry.owner("optimize", artifact.format, backend, scheme=config.level)
+    optimizer = registry.load(spec).optimizer()
+    if optimizer is None:
+        raise OptimizeError(f"The backend {spec.name!r} has no optimizer.", fix="leave backend=... out.")
+    started = time.perf_counter()
+    with staging(target) as folder:
+        progress.report(f"optimizing ({config.level})", 0, 2)
+        made = optimizer.optimize(artifact, config=config, out=folder)
+        progress.report("comparing with the parent", 1, 2)
+        validation = _compare_with_parent(artifact, made, config)
+        made = made.with_step(
+            seconds=round(time.perf_counter() - started, 2), validation=validation, parent=artifact.digest
+        )
+    progress.report("optimized", 2, 2)
+    return Artifact(target, made.manifest)
+
+
+def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfig) -> dict[str, Any]:
+    """Run both on the same inputs of several shapes.
+
+    Raises:
+        ValidationError: They differ by more than the tolerance.
+    """
+    cases = _parent_cases(parent)
+    loose = config.level in ("O3", "O4")
+    values = [value for some in cases.values() for case in some for value in case.expected.values()]
+    scale = max((float(value.abs().max()) for value in values), default=1.0)
+    # A graph in 16 bits rounds as such a graph does, whatever the level.
+    accepted = max(1e-2 * max(1.0, scale) if loose else 0.0, capture.tolerance(None, made.dtype, scale))
+    atol = config.atol if config.atol is not None else accepted
+    opened = open_artifact(made)
+    try:
+        return merged(
+            {name: compare(session, cases[name], atol, made.dtype) for name, session in opened.sessions.items()}
+        )
+    except ValidationError as error:
+        raise ValidationError(
+            f"After optimizing at {config.level}: {error.message}", fix="use a lower level, or disable fusions."
+        ) from error
+    finally:
+        opened.close()
+
+
+def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
+    """Inputs of several shapes for every graph of an artifact, and what it answers."""
+    opened = open_artifact(parent)
+    try:
+        cases: dict[str, list[capture.Case]] = {}
+        for component in parent.components:
+            session = opened.sessions[component.name]
+            make = _continued_case if component.stateful else _single_case
+            shapes = [(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]
+            cases[component.name] = [make(parent, component, session, shape, seed) for seed, shape in enumerate(shapes)]
+        return cases
+    finally:
+        opened.close()
+
+
+def _single_case(
+    parent: Artifact, component: Component, session: Session, shape: tuple[int, int], seed: int
+) -> capture.Case:
+    batch, sequence = shape
+    limit = component.max_sizes.get("sequence", sequence)
+    sizes = {"batch": batch, "sequence": min(sequence, limit), "choices": 2}
+    feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=parent.path)
+    return capture.Case(sizes, feeds, session.run(feeds))
+
+
+def _continued_case(
+    parent: Artifact, component: Component, session: Session, shape: tuple[int, int], seed: int
+) -> capture.Case:
+    """Several tokens, and one more behind them in the same state."""
+    import torch
+
+    batch, sequence = shape
+    stateless = [spec for spec in component.inputs if spec.pair is None]
+    state = session.new_state(batch)
+    calls: list[tuple[dict[str, int], capture.Tensors, capture.Tensors]] = []
+    for new in (sequence, 1):
+        past = state.length
+        sizes = {"batch": batch, "sequence": new, "total": past + new, "kept": 1, "encoder_sequence": 6}
+        feeds = capture.feeds_for(stateless, sizes, seed=seed, folder=parent.path)
+        feeds["attention_mask"] = torch.ones_like(feeds["attention_mask"])
+        if "position_ids" in feeds:
+            feeds["position_ids"] = torch.arange(past, past + new).expand(batch, new).contiguous()
+        if "logits_to_keep" in feeds:
+            feeds["logits_to_keep"] = torch.tensor([new - 1])
+        if calls:
+            # What the encoder said stays the same.
+            feeds |= {name: calls[0][1][name] for name in feeds if name.startswith(("cross.", "encoder_"))}
+        calls.append((sizes, feeds, session.run(feeds, outputs=("logits",), state=state)))
+    last = capture.Case(*calls[1], stateful=True)
+    return capture.Case(*calls[0], stateful=True, then=last)

@@ -1,0 +1,117 @@
+"""Quantization with one recipe: no search, no accuracy budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import progress
+from ..artifact.manifest import Artifact
+from ..artifact.writing import check_output, staging
+from ..backends import registry
+from ..backends.interfaces import Evaluate
+from ..backends.specs import BackendSpec
+from ..config import QuantizeConfig
+from ..errors import ConfigError, QuantizeError
+from .resolving import artifact_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def quantize(
+    artifact: Artifact | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    calibration: Iterable[Mapping[str, torch.Tensor]] | None = None,
+    evaluate: Evaluate | None = None,
+    backend: str | None = None,
+    config: QuantizeConfig | None = None,
+    **settings: Any,
+) -> Artifact:
+    """Rewrite a graph into one with fewer bits.
+
+    Args:
+        artifact: The artifact or its folder.
+        out: Folder to make.
+        calibration: Batches of inputs, for schemes that need activation ranges. Its attribute `record`, where it has
+            one, says in the manifest what was read.
+        evaluate: A measure of an artifact, higher is better, for backends that search with it (`max_drop=`).
+        backend: Who quantizes; the owner of the artifact's format when `None`.
+        config: How; its fields may also be given as keyword arguments (`scheme="static-int8"`).
+        **settings: Fields of `QuantizeConfig`.
+
+    Raises:
+        BackendUnavailableError: Nobody quantizes this format with this scheme here.
+        QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
+    """
+    artifact = artifact_of(artifact)
+    config = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    target = check_output(out, artifact.path)
+    if artifact.manifest.quantization is not None:
+        raise QuantizeError(
+            f"{artifact.path} is quantized already ({artifact.manifest.quantization.scheme}).",
+            fix="quantize the artifact that it was made from.",
+        )
+    spec = registry.owner("quantize", artifact.format, backend, scheme=config.scheme)
+    _check_settings(config, spec)
+    quantizer = registry.load(spec).quantizer()
+    if quantizer is None:
+        raise QuantizeError(f"The backend {spec.name!r} has no quantizer.", fix="leave backend=... out.")
+    started = time.perf_counter()
+    with staging(target) as folder:
+        progress.report(f"quantizing ({config.scheme})", 0, 1)
+        watched = None if calibration is None else _Watched(calibration)
+        made = quantizer.quantize(artifact, config=config, calibration=watched, evaluate=evaluate, out=folder)
+        made = _with_calibration(made, calibration if watched is not None and watched.used else None)
+        made = made.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
+    progress.report("quantized", 1, 1)
+    return Artifact(Path(target), made.manifest)
+
+
+def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
+    """Refuse settings that the scheme has no use for: they would be ignored without a word.
+
+    Raises:
+        ConfigError: With the schemes that have one.
+    """
+    default = QuantizeConfig()
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    able = [c for c in spec.capabilities if c.stage == "quantize" and config.scheme in c.schemes]
+    taken = {name for capability in able for name in capability.takes(config.scheme)}
+    for name in changed:
+        if name in ("scheme", "samples", "seed") or name in taken:
+            continue
+        others = sorted({s.scheme for c in spec.capabilities for s in c.settings if name in s.names})
+        raise ConfigError(
+            f"{config.scheme} of backend {spec.name!r} has no use for {name}={getattr(config, name)!r}.",
+            fix=f"leave {name} out{', or use the scheme ' + ' or '.join(others) if others else ''}.",
+        )
+
+
+class _Watched:
+    """Calibration batches that remember whether the quantizer read them."""
+
+    def __init__(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        self.used = False
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        self.used = True
+        return iter(self._batches)
+
+
+def _with_calibration(made: Artifact, calibration: object) -> Artifact:
+    """The artifact with a record of the calibration data that was read, where the data tells what it is, beside what the
+    quantizer says about it.
+    """
+    record = getattr(calibration, "record", None)
+    quantization = made.manifest.quantization
+    if record is None or quantization is None:
+        return made
+    recorded = replace(quantization, calibration={**(quantization.calibration or {}), **record})
+    return Artifact.create(made.path, replace(made.manifest, quantization=recorded))

@@ -1,0 +1,208 @@
+"""What the user named, decided once: a Hub id, a folder of one kind or another, an artifact or a module in memory.
+
+Everything that loads a model starts with `resolve`; what it found travels on as a `Resolved`, and nobody asks the folder
+again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..artifact.hub import HubOptions, Location, locate
+from ..artifact.manifest import MANIFEST, Artifact
+from ..backends.specs import WEIGHTS
+from ..config import ExportConfig
+from ..errors import ArtifactNotFoundError, ConfigError
+from ..tasks.infer import infer_adapter_task, infer_task, read_config, task_spec
+from .foreign import adopt, beside_config, holds_graphs
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A model, and how it was named.
+
+    Attributes:
+        kind: `artifact`, a folder with our manifest; `foreign`, graphs of another tool; `weights`, a transformers folder;
+            `adapter`, a PEFT adapter; `module`, a PyTorch model in memory.
+        id: What the user called it.
+        task: Its task.
+        folder: Where it is; `None` for a module.
+        revision: Its commit, if it came from the Hub.
+        artifact: For an artifact, and for foreign graphs, whose manifest was read from them.
+        module: For a module.
+        hub: How it is reached, and whether its code may run; for whatever is loaded on its behalf.
+    """
+
+    kind: Kind
+    id: str
+    task: str
+    folder: Path | None = None
+    revision: str | None = None
+    artifact: Artifact | None = None
+    module: torch.nn.Module | None = None
+    hub: HubOptions = HubOptions()
+
+    @property
+    def format(self) -> str:
+        """The artifact's format; PyTorch's for what is none yet."""
+        return self.artifact.format if self.artifact is not None else WEIGHTS
+
+    @property
+    def name(self) -> str:
+        """The last part of its id, for tables."""
+        return Path(self.id).name
+
+    @property
+    def location(self) -> Location:
+        """Where its files are."""
+        assert self.folder is not None, "a module has no folder"
+        return Location(self.id, self.folder, self.revision)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether PyTorch can load it."""
+        if self.kind in ("adapter", "module"):
+            return True
+        assert self.folder is not None
+        return any(self.folder.glob("*.safetensors")) or any(self.folder.glob("pytorch_model*.bin"))
+
+
+def resolve(
+    model: Any,
+    *,
+    task: str | None = None,
+    default_task: str | None = None,
+    hub: HubOptions | None = None,
+    file_name: str | None = None,
+    weights: bool = False,
+    export: bool | None = None,
+) -> Resolved:
+    """Find out what was named; an id is downloaded if it is not here.
+
+    Args:
+        model: Hub id, folder, artifact, one of our models, or a PyTorch module.
+        task: Its task, where it does not say it itself.
+        default_task: The task of a class that loads it, for folders that are of no other.
+        hub: How to reach it.
+        file_name: The graph to take from a folder without our manifest.
+        weights: Take PyTorch weights where a folder holds graphs as well.
+        export: As in `from_pretrained`: `True` takes weights, `False` refuses them.
+
+    Raises:
+        ArtifactNotFoundError: There is no such model, or no graph and `export=False`.
+        TaskError: The task is unknown, or cannot be inferred.
+        ConfigError: It is no model.
+    """
+    hub = hub or HubOptions()
+    if isinstance(model, Resolved):
+        return model
+    held = getattr(model, "artifact", model)
+    if isinstance(held, Artifact):
+        return Resolved(kind="artifact", id=str(held.path), task=held.task, folder=held.path, artifact=held, hub=hub)
+    if not isinstance(model, str | os.PathLike):
+        if not hasattr(model, "forward"):
+            raise ConfigError(f"{model!r} is not a model.", fix="pass a Hub id, a folder, or a torch.nn.Module.")
+        return Resolved(
+            kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
+        )
+    weights = weights or export is True
+    location = locate(model, hub, want_graph=False if weights else None if export is None else not export)
+    folder = location.folder
+    found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
+    has_weights = (folder / "config.json").is_file() and found.has_weights
+    adapter = (folder / "adapter_config.json").is_file()
+    if not (weights and (has_weights or adapter or export)):
+        if (folder / MANIFEST).is_file() and file_name is None:
+            artifact = Artifact.load(folder)
+            return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
+        if file_name is not None or holds_graphs(folder):
+            folder, file_name = beside_config(location, file_name)
+            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub)
+            return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
+    if export is False:
+        raise ArtifactNotFoundError(
+            f"{folder} holds no exported graph, and export=False.",
+            fix="leave export out, or export it first: `accel export MODEL OUT`.",
+        )
+    if not adapter and not (folder / "config.json").is_file():
+        raise ArtifactNotFoundError(
+            f"{folder} holds no model: it has neither config.json nor adapter_config.json.", fix="check the path."
+        )
+    if (folder / MANIFEST).is_file() and not found.has_weights:
+        raise ArtifactNotFoundError(
+            f"{folder} is an exported artifact already and holds no PyTorch weights.",
+            fix="load it with ORTModelFor...from_pretrained, or export the model it was made from.",
+        )
+    kind: Kind = "adapter" if adapter else "weights"
+    return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+
+
+def _task_of_module(module: Any, task: str | None) -> str:
+    """The task of a module in memory: as given, from its class, or `custom` for one that has no config."""
+    if task is not None:
+        return task_spec(task).name
+    config = getattr(module, "config", None)
+    if config is None:
+        return "custom"
+    return infer_task({**config.to_dict(), "architectures": [type(module).__name__]})
+
+
+def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:
+    if task is not None:
+        return task_spec(task).name
+    if default is not None:
+        # A class that embeds takes the pooling of a sentence-transformers folder.
+        spec = task_spec(default)
+        return infer_task({}, folder) if spec.embeds and (folder / "modules.json").is_file() else spec.name
+    return infer_adapter_task(folder) if adapter else infer_task(read_config(folder), folder)
+
+
+def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:
+    """The artifact that was named.
+
+    Raises:
+        ArtifactNotFoundError: It holds PyTorch weights alone.
+    """
+    resolved = resolve(model, hub=hub)
+    if resolved.artifact is None:
+        raise ArtifactNotFoundError(
+            f"{resolved.id} is not an artifact: it holds PyTorch weights.",
+            fix="export it first: `accel export MODEL OUT`.",
+        )
+    return resolved.artifact
+
+
+def original(resolved: Resolved, *, local_files_only: bool = False) -> Resolved:
+    """The PyTorch model that an artifact was made from, or the model itself where it is one.
+
+    Raises:
+        ArtifactNotFoundError: The artifact does not say what it was made from, or it is gone.
+    """
+    if resolved.artifact is None and resolved.module is None:
+        return resolved
+    source = resolved.artifact.manifest.source if resolved.artifact is not None else None
+    if resolved.kind == "foreign" or source is None:
+        raise ArtifactNotFoundError(
+            f"{resolved.id} does not say what it was made from.", fix="name the original: against=... (--against)."
+        )
+    hub = replace(
+        resolved.hub,
+        revision=source.revision,
+        subfolder="",
+        local_files_only=local_files_only or resolved.hub.local_files_only,
+    )
+    return resolve(source.id, task=resolved.task, hub=hub, weights=True)
+
+
+def recorded_export(artifact: Artifact) -> ExportConfig:
+    """How an artifact was exported, in float32: pooling and so on of the model that it is compared with."""
+    recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
+    return replace(ExportConfig.from_dict(recorded), dtype="float32", atol=None)

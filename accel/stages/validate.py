@@ -1,0 +1,98 @@
+"""An artifact beside the PyTorch model that it was made from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .. import capture, progress
+from ..artifact.hub import HubOptions
+from ..artifact.manifest import Artifact
+from ..backends.opening import RunSettings, open_artifact
+from ..config import ExportConfig
+from ..errors import ArtifactNotFoundError, ConfigError
+from .checking import differences, merged
+from .export import load_source
+from .resolving import artifact_of, original, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """How far an artifact is from the PyTorch model.
+
+    Attributes:
+        passed: Whether the largest difference is within the tolerance.
+        max_abs_difference: Over all outputs and shapes.
+        tolerance: What was accepted.
+        shapes: Sizes that were compared.
+        backend: What ran the artifact.
+    """
+
+    passed: bool
+    max_abs_difference: float
+    tolerance: float
+    shapes: tuple[Mapping[str, int], ...]
+    backend: str
+
+
+def validate(
+    artifact: Artifact | str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | torch.nn.Module | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    atol: float | None = None,
+    hub: HubOptions | None = None,
+) -> Validation:
+    """Compare an artifact with the PyTorch model it was made from, on five shapes with padded rows.
+
+    Args:
+        artifact: The artifact or its folder.
+        against: The PyTorch model; the recorded source when `None`.
+        backend: What runs the artifact.
+        device: The device that runs it.
+        atol: Accepted absolute difference; by dtype when `None`.
+        hub: How to reach a source on the Hub.
+
+    Raises:
+        ArtifactNotFoundError: The source is not to be found.
+        IntegrityError: A file of the artifact is damaged.
+    """
+    if atol is not None and atol <= 0:
+        raise ConfigError(f"atol is {atol}.", fix="use a number above 0.")
+    hub = hub or HubOptions()
+    artifact = artifact_of(artifact, hub=hub)
+    if against is None and artifact.manifest.source is None:
+        raise ArtifactNotFoundError(f"{artifact.path} does not say what it was made from.", fix="pass against=...")
+    other = (
+        original(resolve(artifact, hub=hub))
+        if against is None
+        else resolve(against, task=artifact.task, hub=hub, weights=True)
+    )
+    recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
+    source = load_source(other, ExportConfig.from_dict(recorded))
+    progress.report("computing reference outputs", 0, 2)
+    cases = capture.cases_by_part(source)
+    opened = open_artifact(
+        artifact, RunSettings(backend=backend, device=device), trust_remote_code=hub.trust_remote_code
+    )
+    progress.report("comparing", 1, 2)
+    try:
+        found = merged(
+            {name: differences(session, cases[name], atol, artifact.dtype) for name, session in opened.sessions.items()}
+        )
+    finally:
+        opened.close()
+    progress.report("compared", 2, 2)
+    return Validation(
+        passed=found["max_abs_difference"] <= found["tolerance"],
+        max_abs_difference=found["max_abs_difference"],
+        tolerance=found["tolerance"],
+        shapes=tuple(found["shapes"]),
+        backend=opened.backend.name,
+    )

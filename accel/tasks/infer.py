@@ -1,0 +1,121 @@
+"""All tasks, the one that a word stands for, and the one that a model's config names."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import PluginError, TaskError, did_you_mean
+from . import generation, image, text
+from .spec import TaskSpec, load
+
+ENTRY_POINT_GROUP = "accel.tasks"
+
+TASKS: Mapping[str, TaskSpec] = {spec.name: spec for spec in (*text.SPECS, *image.SPECS, *generation.SPECS)}
+"""The tasks that come with `accel`, by name."""
+
+
+def task_spec(name: str) -> TaskSpec:
+    """The task of that name, synonym or pipeline.
+
+    Raises:
+        TaskError: There is none.
+    """
+    # A translation task may name its languages: `translation_en_to_de`.
+    word = "translation" if name.startswith("translation_") else name
+    found = _WORDS.get(word) or _words(_installed()).get(word)
+    if found is None:
+        known = _words(all_tasks())
+        names = [spec.name for spec in all_tasks()]
+        raise TaskError(
+            f"{name!r} is not a task that accel knows.{did_you_mean(name, known)}",
+            fix=f"use one of {', '.join(names)}.",
+        )
+    return found
+
+
+def all_tasks() -> tuple[TaskSpec, ...]:
+    """Those that come with `accel`, and those that other distributions bring."""
+    return (*TASKS.values(), *_installed())
+
+
+def _words(specs: Iterable[TaskSpec]) -> dict[str, TaskSpec]:
+    """Every word for a task; its name comes before what others call theirs."""
+    kept = tuple(specs)
+    words = {word: spec for spec in kept for word in (*spec.synonyms, *spec.serves)}
+    return words | {spec.name: spec for spec in kept}
+
+
+_WORDS = _words(TASKS.values())
+
+
+@functools.cache
+def _installed() -> tuple[TaskSpec, ...]:
+    """Tasks of other distributions: entry points of the group `accel.tasks`, read when a word is not one of ours.
+
+    Raises:
+        PluginError: An entry point that holds no `TaskSpec` of its name.
+    """
+    found: list[TaskSpec] = []
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            spec = load(entry.value)
+        # Foreign code, whose import may raise anything.
+        except Exception as error:
+            raise PluginError(f"The task {entry.name!r} cannot be loaded from {entry.value!r}: {error}") from error
+        if not isinstance(spec, TaskSpec) or spec.name != entry.name:
+            raise PluginError(f"The entry point {entry.name!r} = {entry.value!r} holds no TaskSpec of that name.")
+        found.append(spec)
+    return tuple(found)
+
+
+def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
+    """The task of a model from its `config.json` (and `modules.json` of a sentence-transformers folder).
+
+    Raises:
+        TaskError: The config names no architecture, or one without a task here.
+    """
+    if folder is not None and (folder / "modules.json").is_file():
+        return "sentence-similarity"
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
+    name = str(architectures[0])
+    # Text and images in one prompt; by their names alone such models are encoder-decoders.
+    if name.endswith("ForConditionalGeneration") and {"vision_config", "text_config"} <= set(config):
+        return "image-text-to-text"
+    fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
+    # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
+    if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):
+        raise TaskError(
+            f"The task of a {name} cannot be inferred, or accel does not support it yet.",
+            fix=f"pass task=..., one of {', '.join(TASKS)}.",
+        )
+    return max(fits)[1]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder; empty when there is none.
+
+    Raises:
+        TaskError: It is not JSON.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TaskError(f"{path} is not valid JSON: {error}.", fix="download or save the model again.") from error
+    return values if isinstance(values, dict) else {}
+
+
+def infer_adapter_task(folder: Path) -> str:
+    """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    word = settings.get("task_type") or ""
+    return next((spec.name for spec in TASKS.values() if word and spec.adapter == word), "feature-extraction")

@@ -1,0 +1,92 @@
+"""One task as data: everything that differs between tasks stands in its `TaskSpec`, and what works on it is named, not imported."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Holds = Literal["text", "words", "label", "tags", "answers", "number", "image"]
+Needed = Literal["always", "measuring", "named"]
+Modality = Literal["text", "image", "audio"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A use that a column of the data can have.
+
+    Attributes:
+        use: What it is for: `text`, `label`, ...
+        known: Names that such columns often have, the likeliest first.
+        holds: What its values must be.
+        needed: `always`; for `measuring` and not for calibration; or only where it is `named` by the caller or by a known pair.
+        answer: Whether it is what a model should answer, which calibration never reads.
+    """
+
+    use: str
+    known: tuple[str, ...]
+    holds: Holds
+    needed: Needed = "always"
+    answer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task. Paths are `package.module:name`, resolved when they are needed (`load`).
+
+    Attributes:
+        name: The word of transformers' pipelines.
+        model: Path of our class that runs it.
+        auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
+        output: The class of `transformers.modeling_outputs` that it returns; empty for a plain `ModelOutput`.
+        outputs: Its tensors by name with their axes, where every model for it returns them alike; a word that the model's
+            config knows (`num_labels`) is a size, any other an axis that varies.
+        suffixes: Endings of the names of architectures that do it.
+        synonyms: Other words for it.
+        modalities: What a model for it reads.
+        generates: Whether a model for it makes tokens one after another, with a cache.
+        embeds: Whether it needs no head: hidden states and embeddings.
+        pooling: For embeddings, what is pooled by where neither the user nor the folder says it; empty for none.
+        pipelines: Pipeline tasks that a model for it serves, besides its own.
+        own_pipelines: Path of the pipeline class by pipeline task, where transformers has none.
+        columns: Uses of the columns of its data; none where rows cannot be read for it.
+        encode: Path of what turns rows into inputs.
+        predictor: Path of what predicts and compares when accuracy is measured; empty where it cannot be.
+        sample: Path of what makes the inputs for a trace.
+        adapter: PEFT's word for it.
+    """
+
+    name: str
+    model: str
+    auto_model: str = ""
+    output: str = ""
+    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    suffixes: tuple[str, ...] = ()
+    synonyms: tuple[str, ...] = ()
+    modalities: tuple[Modality, ...] = ("text",)
+    generates: bool = False
+    embeds: bool = False
+    pooling: str = ""
+    pipelines: tuple[str, ...] = ()
+    own_pipelines: Mapping[str, str] = field(default_factory=dict)
+    columns: tuple[Column, ...] = ()
+    encode: str = "accel.data.batches:encode_texts"
+    predictor: str = ""
+    sample: str = "accel.capture.samples:default_sample"
+    adapter: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """Name of our class."""
+        return self.model.rpartition(":")[2]
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """Every pipeline task that a model for it serves."""
+        return (self.name, *self.pipelines, *self.own_pipelines)
+
+
+def load(path: str) -> Any:
+    """What a path such as `package.module:name` names; imports the module."""
+    return pkgutil.resolve_name(path)

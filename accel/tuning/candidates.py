@@ -1,0 +1,272 @@
+"""What `accel tune` tries: read from what the installed backends declare, so that a new plugin takes part by itself.
+
+A candidate is an artifact, made by a chain of steps (export, optimize, quantize), and the way to run it. Nothing here
+names a backend, a format, a level or a scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..backends import registry
+from ..backends.specs import BackendSpec, Capability, DeviceSpec
+from ..config import SessionOptions, available_processors
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How an artifact is made: one step, and what it starts from.
+
+    Attributes:
+        stage: Of the step.
+        backend: Who does it.
+        format: Of the artifact.
+        setting: The dtype of an export, the level of an optimization, the scheme of a quantization.
+        settings: More settings of the step.
+        parent: What it starts from; `None` for an export.
+    """
+
+    stage: Literal["export", "optimize", "quantize"]
+    backend: str
+    format: str
+    setting: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parent: Recipe | None = None
+
+    def __str__(self) -> str:
+        more = "".join(f" {name}={value}" for name, value in self.settings.items())
+        if self.parent is None:
+            return f"{self.format} {self.setting}{more}"
+        # A step by another backend than the one that exported is worth saying.
+        who = f"{self.backend} " if self.backend != self.parent.backend else ""
+        return f"{self.parent} > {who}{self.setting}{more}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; two recipes that are equal have equal ones."""
+        return {
+            "stage": self.stage,
+            "backend": self.backend,
+            "format": self.format,
+            "setting": self.setting,
+            "settings": dict(self.settings),
+            "parent": self.parent.to_dict() if self.parent else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A recipe and the way to run what it makes."""
+
+    recipe: Recipe
+    backend: str
+    device: str
+    options: SessionOptions = SessionOptions()
+
+    def __str__(self) -> str:
+        options = self.options
+        parts = [
+            options.compute_dtype or "",
+            f"buckets {','.join(map(str, options.buckets))}" if options.buckets else "",
+            f"threads {options.threads}" if options.threads is not None else "",
+        ]
+        how = ", ".join(part for part in parts if part)
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.backend}{where}: {self.recipe}{f' ({how})' if how else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Something declared that is not tried, and why."""
+
+    name: str
+    reason: str
+
+
+def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[Skipped]]:
+    specs, broken = registry.describe_all()
+    skipped = [Skipped(name=name, reason=str(reason)) for name, reason in broken.items()]
+    wanted = None if backends is None else {registry.describe(name).name for name in backends}
+    good = []
+    for spec in specs:
+        if wanted is not None and spec.name not in wanted:
+            skipped.append(Skipped(name=spec.name, reason="not among the backends asked for"))
+            continue
+        probe = registry.probe(spec)
+        if probe.available:
+            good.append(spec)
+        else:
+            why = "; ".join(str(reason) for reason in probe.reasons) or "it found no device"
+            skipped.append(Skipped(name=spec.name, reason=why))
+    return good, skipped
+
+
+class Space:
+    """The candidates that the installed backends declare for a task.
+
+    Args:
+        task: The task.
+        device: Device type to run on; every one that a backend finds when `None`.
+        backends: Limits the search to these.
+        half_exports: Whether half-precision exports are worth a try on the host too: they are smaller, and no faster
+            there.
+        calibrated: Whether there is calibration data.
+
+    Attributes:
+        skipped: What is declared and not tried.
+    """
+
+    def __init__(
+        self, *, task: str, device: str | None, backends: Sequence[str] | None, half_exports: bool, calibrated: bool
+    ) -> None:
+        self._task = task
+        self._device = DeviceSpec.parse(device) if device is not None else None
+        self._half = half_exports
+        self._calibrated = calibrated
+        self._specs, self.skipped = _usable(backends)
+
+    def _fits(self, capability: Capability) -> bool:
+        if self._task in capability.excludes or ("*" not in capability.tasks and self._task not in capability.tasks):
+            return False
+        # An export is made where there is room for it, whatever runs it.
+        return capability.stage == "export" or self._device is None or self._device.type in capability.devices
+
+    def _offers(self, stage: str, consumes: str | None) -> Iterator[tuple[BackendSpec, Capability]]:
+        for spec in self._specs:
+            for capability in spec.capabilities:
+                if capability.stage == stage and capability.consumes == consumes and self._fits(capability):
+                    yield spec, capability
+
+    def exports(self) -> list[Recipe]:
+        """One export for each format that something here can run; the first backend that makes a format makes it."""
+        made: dict[tuple[str, str], Recipe] = {}
+        for spec, capability in self._offers("export", None):
+            format = capability.produces
+            if format is None or not any(self._offers("run", format)):
+                continue
+            on_host = all(device.type == "cpu" for _, device in self.runners(format, "float32"))
+            for dtype in capability.dtypes:
+                if dtype == "float32" or self._half or not on_host:
+                    made.setdefault(
+                        (format, dtype), Recipe(stage="export", backend=spec.name, format=format, setting=dtype)
+                    )
+                else:
+                    self._skip(f"{spec.name}: {format} {dtype}", "on the host half-precision files save size, not time")
+        return list(made.values())
+
+    def optimizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
+        """The optimization levels of an artifact."""
+        return [
+            Recipe(stage="optimize", backend=spec.name, format=capability.produces or recipe.format, setting=level,
+                   parent=recipe)
+            for spec, capability in self._offers("optimize", recipe.format)
+            if dtype in capability.dtypes and not self._is_detour(spec, capability)
+            for level in capability.schemes
+        ]  # fmt: skip
+
+    def _is_detour(self, spec: BackendSpec, capability: Capability) -> bool:
+        """Whether a step converts into a format that is exported as well."""
+        produces = capability.produces
+        if produces in (None, capability.consumes) or produces not in {export.format for export in self.exports()}:
+            return False
+        why = f"{produces} is exported from PyTorch itself, with better graphs"
+        self._skip(f"{spec.name}: {capability.consumes} to {produces}", why)
+        return True
+
+    def quantizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
+        """The quantization schemes of an artifact."""
+        made = []
+        for spec, capability in self._offers("quantize", recipe.format):
+            if self._is_detour(spec, capability):
+                continue
+            for scheme in capability.schemes if dtype in capability.dtypes else ():
+                if scheme.startswith("static") and not self._calibrated:
+                    self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
+                    continue
+                made.append(
+                    Recipe(stage="quantize", backend=spec.name, format=capability.produces or recipe.format,
+                           setting=scheme, parent=recipe)
+                )  # fmt: skip
+        return made
+
+    def runners(self, format: str, dtype: str) -> list[tuple[BackendSpec, DeviceSpec]]:
+        """Backends, and their devices, that run a format."""
+        found = []
+        for spec, capability in self._offers("run", format):
+            if dtype not in capability.dtypes:
+                continue
+            # A device that stands for the backend's own choice among the others (`auto`) measures nothing of its own.
+            found += [
+                (spec, device)
+                for device in registry.probe(spec).devices
+                if device.type in capability.devices
+                and device.type != "auto"
+                and (self._device is None or self._device.type == device.type)
+            ]
+        return found
+
+    def candidates(self, recipe: Recipe, dtype: str) -> list[Candidate]:
+        """Ways to run an artifact with default options.
+
+        A rewritten graph runs on the backend that rewrote it, where that one runs the format: it was made for its kernels.
+        """
+        runners = self.runners(recipe.format, dtype)
+        if recipe.parent is not None and any(spec.name == recipe.backend for spec, _ in runners):
+            runners = [(spec, device) for spec, device in runners if spec.name == recipe.backend]
+        return [Candidate(recipe=recipe, backend=spec.name, device=str(device)) for spec, device in runners]
+
+    def variations(self, candidate: Candidate, *, dtype: str, lengths: Iterable[int], masked: bool) -> list[Candidate]:
+        """The candidate with one run option changed: compute dtype, buckets, threads."""
+        capability = registry.describe(candidate.backend).capability("run", candidate.recipe.format)
+        assert capability is not None, "a candidate's backend runs its format"
+        options = candidate.options
+        made = []
+        if options.compute_dtype is None:
+            words = [d for d in capability.dtypes if d in _DTYPES and d != dtype]
+            made += [replace(options, compute_dtype=d) for d in words]  # type: ignore[arg-type]  # one of the literals
+        if not options.buckets and masked:
+            made.append(replace(options, buckets=buckets_for(lengths)))
+        if options.threads is None and candidate.device == "cpu":
+            made += [replace(options, threads=n) for n in thread_counts()]
+        return [replace(candidate, options=changed) for changed in made]
+
+    def _skip(self, name: str, reason: str) -> None:
+        found = Skipped(name=name, reason=reason)
+        if found not in self.skipped:
+            self.skipped.append(found)
+
+
+def combined(changes: Sequence[Candidate]) -> Candidate:
+    """One candidate with the run options of several that differ from the same one by one option each."""
+    options = changes[0].options
+    default = SessionOptions()
+    for change in changes[1:]:
+        other = change.options
+        options = replace(
+            options,
+            compute_dtype=options.compute_dtype
+            if other.compute_dtype == default.compute_dtype
+            else other.compute_dtype,
+            buckets=other.buckets or options.buckets,
+            threads=options.threads if other.threads is None else other.threads,
+        )
+    return replace(changes[0], options=options)
+
+
+def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Powers of two below the longest, from 8 on, and the lengths themselves where there are few: padding at most doubles
+    a call.
+    """
+    known = sorted(set(lengths))
+    longest = known[-1]
+    powers = [2**i for i in range(3, 20) if 2**i < longest]
+    return tuple(sorted({*powers, longest, *(known if len(known) <= 8 else ())}))
+
+
+def thread_counts() -> list[int]:
+    """Fewer threads than there are processors: powers of two."""
+    processors = available_processors()
+    return [2**i for i in range(12) if 2**i < processors]

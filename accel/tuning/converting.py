@@ -1,0 +1,179 @@
+"""`accel convert`: one command from a model to artifacts, checked, timed beside PyTorch, with a report.
+
+The flow and the flags are those of transformer-deploy's `convert_model`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..artifact.hub import HubOptions
+from ..artifact.manifest import Artifact
+from ..artifact.writing import check_output, staging
+from ..backends import registry
+from ..backends.specs import WEIGHTS
+from ..config import ExportConfig, QuantizeConfig
+from ..data.batches import calibration_batches
+from ..errors import AccelError, BackendUnavailableError, ConfigError
+from ..measuring.latency.benchmarking import Effort, Load, measure_variants, pytorch_variant
+from ..measuring.latency.results import Benchmark
+from ..measuring.latency.variants import Traffic, Variant
+from ..measuring.reporting import write_html
+from ..stages.export import export_resolved
+from ..stages.optimize import optimize
+from ..stages.quantize_once import quantize
+from ..stages.resolving import original, resolve
+from .candidates import Recipe, Space
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What was made.
+
+    Attributes:
+        path: The folder: one subfolder for each artifact, `benchmark.json` and `report.html`.
+        artifacts: By subfolder.
+        benchmark: All of them beside PyTorch.
+        failed: What could not be made, and why.
+    """
+
+    path: Path
+    artifacts: dict[str, Artifact]
+    benchmark: Benchmark
+    failed: dict[str, str]
+
+
+def convert(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    backends: Sequence[str] | None = None,
+    task: str | None = None,
+    level: str | None = "O2",
+    scheme: str | None = None,
+    calibration: Any = None,
+    batch: Sequence[int] = (1,),
+    sequence: Sequence[int] = (16, 128),
+    atol: float | None = None,
+    nb_measures: int = 240,
+    warmup: int = 10,
+    threads: int | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+) -> Conversion:
+    """Export, optimize and quantize for every backend that can, check each result, and time all beside PyTorch.
+
+    Takes one export for each format (4 to 25 s), seconds for each further artifact, and the benchmark. To let the machine
+    choose among everything, with an accuracy budget, use `accel.tune`.
+
+    Args:
+        model: Hub id or transformers folder.
+        out: Folder to make.
+        backends: Which ones; all that are available here when `None`.
+        task: Inferred when `None`.
+        level: Optimization level where a backend has it; `None` for no optimized artifacts.
+        scheme: Quantization scheme where a backend has it; `None` for no quantized artifacts.
+        calibration: Rows for schemes that need activation ranges.
+        batch: Rows a call; each with each sequence.
+        sequence: Tokens a row.
+        atol: Accepted absolute difference of exports from PyTorch; by dtype when `None`.
+        nb_measures: Timed calls of each variant and shape.
+        warmup: Calls before them.
+        threads: Threads of each variant; what the process may use when `None`.
+        revision, token, trust_remote_code: As in transformers.
+
+    Raises:
+        BackendUnavailableError: No backend here can export the model, or none that was named.
+        ConfigError: Settings that cannot work, or a level or scheme that no backend has.
+    """
+    if nb_measures < 1:
+        raise ConfigError(f"nb_measures is {nb_measures}.", fix="use at least 1.")
+    hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
+    target = check_output(out, Path(model) if Path(model).is_dir() else None)
+    resolved = original(resolve(model, task=task, hub=hub, weights=True))
+    chosen = resolved.task
+    space = Space(task=chosen, device=None, backends=backends, half_exports=False, calibrated=calibration is not None)
+    # PyTorch itself is the baseline and not converted to.
+    recipes = [recipe for recipe in space.exports() if recipe.format != WEIGHTS]
+    if not recipes:
+        table = "\n".join(f"  {skipped.name}: {skipped.reason}" for skipped in space.skipped)
+        raise BackendUnavailableError(
+            f"No backend here exports for {chosen}. Considered:\n{table}",
+            fix="run `accel doctor`: it says what each backend lacks.",
+        )
+    _check_words(recipes, space, level, scheme)
+    failed: dict[str, str] = {}
+    with staging(target) as folder:
+        made: dict[str, Artifact] = {}
+        variants: list[Variant] = []
+
+        def keep(name: str, artifact: Artifact, recipe: Recipe) -> None:
+            made[name] = artifact
+            for candidate in space.candidates(recipe, artifact.dtype):
+                label = f"{registry.describe(candidate.backend).summary} ({name})"
+                variants.append(
+                    Variant(
+                        name=label, path=artifact.path, task=chosen, backend=candidate.backend,
+                        device=candidate.device, trust_remote_code=trust_remote_code,
+                    )
+                )  # fmt: skip
+
+        for recipe in recipes:
+            name = recipe.format
+            spec = registry.owner("export", recipe.format, recipe.backend)
+            artifact = export_resolved(resolved, folder / name, spec=spec, config=ExportConfig(atol=atol))
+            keep(name, artifact, recipe)
+            rewrites = [r for r in space.optimizations(recipe, artifact.dtype) if r.setting == level]
+            rewrites += [r for r in space.quantizations(recipe, artifact.dtype) if r.setting == scheme]
+            for rewrite in rewrites:
+                label = f"{name}-{rewrite.setting.lower()}"
+                try:
+                    keep(label, _rewrite(artifact, folder / label, rewrite, calibration), rewrite)
+                except AccelError as error:
+                    failed[label] = error.message.splitlines()[0]
+                    logger.warning("%s could not be made: %s", label, error.message)
+        rounds = min(12, nb_measures)
+        measured = measure_variants(
+            [pytorch_variant(resolved), *variants],
+            Load(batch=tuple(batch), sequence=tuple(sequence)),
+            Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds), threads=threads),
+            Traffic(),
+        )
+        moved = tuple(replace(v, path=v.path.replace(str(folder), str(target))) for v in measured.variants)
+        measured = replace(measured, variants=moved)
+        values = measured.to_dict()
+        (folder / "benchmark.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
+        write_html(values, folder / "report.html", title=f"accel convert {model}")
+    artifacts = {name: Artifact(target / name, artifact.manifest) for name, artifact in made.items()}
+    return Conversion(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
+
+
+def _check_words(recipes: Sequence[Recipe], space: Space, level: str | None, scheme: str | None) -> None:
+    """Refuse a level or a scheme that no backend has, before anything is exported."""
+    levels = {r.setting for recipe in recipes for r in space.optimizations(recipe, recipe.setting)}
+    schemes = {r.setting for recipe in recipes for r in space.quantizations(recipe, recipe.setting)}
+    if scheme is not None and scheme not in schemes:
+        why = "; ".join(s.reason for s in space.skipped if s.name.endswith(f": {scheme}"))
+        raise ConfigError(
+            f"No backend here quantizes with {scheme!r}{f': {why}' if why else '.'}",
+            fix=f"use one of {', '.join(sorted(schemes)) or 'none'}.",
+        )
+    if level is not None and levels and level not in levels:
+        raise ConfigError(f"No backend here optimizes at {level!r}.", fix=f"use one of {', '.join(sorted(levels))}.")
+
+
+def _rewrite(artifact: Artifact, out: Path, recipe: Recipe, calibration: Any) -> Artifact:
+    if recipe.stage == "optimize":
+        return optimize(artifact, out, backend=recipe.backend, level=recipe.setting)
+    config = QuantizeConfig(scheme=recipe.setting)
+    batches = calibration_batches(artifact, calibration, config=config) if calibration is not None else None
+    return quantize(artifact, out, calibration=batches, backend=recipe.backend, config=config)

@@ -1,0 +1,72 @@
+"""What searches remember: results as JSON under `ACCEL_HOME/tune`, by a digest of everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..artifact.checksums import sha256
+from ..artifact.home import SEARCHES, accel_home
+
+
+class Store:
+    """What earlier searches measured, under `ACCEL_HOME/tune`, by everything that it depends on.
+
+    Args:
+        fresh: Forget what was there before.
+    """
+
+    def __init__(self, *, fresh: bool = False) -> None:
+        self._root = accel_home() / SEARCHES
+        self._fresh = fresh
+        self._written: set[Path] = set()
+        self.hits = 0
+
+    def get(self, kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What was found for a key, or `None`."""
+        file = self._file(kind, key)
+        if self._fresh and file not in self._written:
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        # What was built is looked up again and again; what was measured, once.
+        self.hits += kind != "builds"
+        return found if isinstance(found, dict) else None
+
+    def put(self, kind: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
+        """Remember it, at once: an interrupted search keeps what it measured."""
+        file = self._file(kind, key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        temporary.replace(file)
+        self._written.add(file)
+
+    def artifact(self, key: Mapping[str, Any]) -> Path:
+        """The folder of the artifact that a key stands for."""
+        return self._root / "artifacts" / digest(key)
+
+    def _file(self, kind: str, key: Mapping[str, Any]) -> Path:
+        return self._root / kind / f"{digest(key)}.json"
+
+
+def digest(key: Any) -> str:
+    """A short name for JSON values."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def data_digest(data: Any) -> str:
+    """Identifies data: the content of a file, the rows of a list, the fingerprint of a data set, the name of another."""
+    if data is None:
+        return ""
+    if isinstance(data, str | os.PathLike):
+        path = Path(data)
+        return sha256(path) if path.is_file() else os.fspath(data)
+    return str(getattr(data, "_fingerprint", None) or digest(list(data)))

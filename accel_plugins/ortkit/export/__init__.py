@@ -1,0 +1,1 @@
+"""PyTorch models to ONNX artifacts."""

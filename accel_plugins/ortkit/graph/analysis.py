@@ -1,0 +1,148 @@
+"""What can be known about the values of a graph without running it: sizes, shapes computed from sizes, and bounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from .editing import constant, scalar
+
+Dim = int | str | tuple[int, int]
+"""A size: a number, an axis name, or (where the graph tells neither) the value and the position that it is the size of."""
+_DEPTH = 24
+
+
+def dims(value: ir.Value | None) -> list[Dim] | None:
+    """Sizes of a value; equal entries are equal sizes. `None` when not even its rank is known."""
+    if value is None or value.shape is None:
+        return None
+    found: list[Dim] = []
+    for axis, dim in enumerate(value.shape):
+        name = None if isinstance(dim, int) else dim.value
+        found.append(dim if isinstance(dim, int) else str(name) if name is not None else (id(value), axis))
+    return found
+
+
+def shape_value(value: ir.Value | None, depth: int = _DEPTH) -> list[Dim] | None:
+    """Elements of an integer vector (or number) that is made of sizes and constants; `None` when it is made otherwise."""
+    if value is None or depth == 0:
+        return None
+    array = constant(value)
+    if array is not None:
+        return [int(item) for item in array.reshape(-1)] if array.size <= 16 and array.dtype.kind in "iu" else None
+    node = value.producer()
+    if node is None or node.domain:
+        return None
+    match node.op_type:
+        case "Shape":
+            sizes = dims(node.inputs[0])
+            if sizes is None:
+                return None
+            end = node.attributes.get_int("end", len(sizes))
+            return sizes[node.attributes.get_int("start", 0) : end]
+        case "Concat":
+            parts = [shape_value(item, depth - 1) for item in node.inputs]
+            return None if any(part is None for part in parts) else [item for part in parts for item in part or ()]
+        case "Squeeze" | "Unsqueeze" | "Identity":
+            items = shape_value(node.inputs[0], depth - 1)
+            return items if items is not None and (len(items) == 1 or node.op_type == "Identity") else None
+        case "Slice":
+            return _sliced(node, depth)
+        case "Gather":
+            items, index = shape_value(node.inputs[0], depth - 1), constant(node.inputs[1])
+            return [items[int(i)] for i in index.reshape(-1)] if items is not None and index is not None else None
+        case _:
+            return None
+
+
+def _sliced(node: ir.Node, depth: int) -> list[Dim] | None:
+    items = shape_value(node.inputs[0], depth - 1)
+    bounds_ = [scalar(item) for item in node.inputs[1:3]]
+    step = scalar(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else 1
+    if items is None or bounds_[0] is None or bounds_[1] is None or step != 1:
+        return None
+    length = len(items)
+    start, end = (max(-length, min(length, int(item))) for item in bounds_ if item is not None)
+    return items[start if start >= 0 else start + length : end if end >= 0 else end + length]
+
+
+def bounds(value: ir.Value | None, depth: int = _DEPTH) -> tuple[float, float]:
+    """Smallest and largest element that a value can have; truth values are 0 and 1."""
+    everything = (-math.inf, math.inf)
+    if value is None or depth == 0:
+        return everything
+    array = constant(value)
+    if array is not None:
+        if array.size == 0 or array.dtype.kind not in "iufb":
+            return everything
+        return float(array.min()), float(array.max())
+    is_bool = value.dtype == ir.DataType.BOOL
+    node = value.producer()
+    found = _node_bounds(node, depth) if node is not None and not node.domain else everything
+    return (max(found[0], 0.0), min(found[1], 1.0)) if is_bool else found
+
+
+def _node_bounds(node: ir.Node, depth: int) -> tuple[float, float]:
+    everything = (-math.inf, math.inf)
+
+    def of(index: int) -> tuple[float, float]:
+        return bounds(node.inputs[index], depth - 1)
+
+    match node.op_type:
+        case "Unsqueeze" | "Squeeze" | "Reshape" | "Expand" | "Identity" | "Transpose" | "Slice" | "Gather":
+            return of(0)
+        case "Cast":
+            low, high = of(0)
+            if node.outputs[0].dtype == ir.DataType.BOOL:
+                return (1.0, 1.0) if low > 0 or high < 0 else (0.0, 0.0) if low == high == 0 else (0.0, 1.0)
+            return low, high
+        case "Range":
+            step, start = scalar(node.inputs[2]), of(0)
+            return (start[0], math.inf) if step is not None and step > 0 else everything
+        case "Shape" | "Size":
+            return 0.0, math.inf
+        case "Not":
+            low, high = of(0)
+            return 1 - high, 1 - low
+        case "And" | "Or":
+            (a, b), (c, d) = of(0), of(1)
+            return (min(a, c), min(b, d)) if node.op_type == "And" else (max(a, c), max(b, d))
+        case "GreaterOrEqual" | "Greater" | "LessOrEqual" | "Less":
+            return _comparison(node.op_type, of(0), of(1))
+        case "Mul":
+            (a, b), (c, d) = of(0), of(1)
+            products = [x * y for x in (a, b) for y in (c, d)]
+            return everything if any(math.isnan(p) for p in products) else (min(products), max(products))
+        case "ReduceSum":
+            return _reduced(node, of(0))
+        case _:
+            return everything
+
+
+def _comparison(operator: str, left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
+    if operator.startswith("Less"):
+        left, right = right, left
+    strict = not operator.endswith("OrEqual")
+    if left[0] > right[1] or (left[0] == right[1] and not strict):
+        return 1.0, 1.0
+    if left[1] < right[0] or (left[1] == right[0] and strict):
+        return 0.0, 0.0
+    return 0.0, 1.0
+
+
+def _reduced(node: ir.Node, item: tuple[float, float]) -> tuple[float, float]:
+    """A sum over axes of known sizes, or of at least one element where all are of one sign."""
+    sizes = dims(node.inputs[0])
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if sizes is None or axes is None:
+        return -math.inf, math.inf
+    counts = [sizes[int(axis)] for axis in np.atleast_1d(axes)]
+    if all(isinstance(count, int) for count in counts):
+        total = math.prod(count for count in counts if isinstance(count, int))
+        return item[0] * total, item[1] * total
+    # Sizes that vary are at least 1.
+    low = item[0] if item[0] >= 0 else -math.inf
+    high = item[1] if item[1] <= 0 else math.inf
+    return low, high

@@ -1,0 +1,231 @@
+"""Reading the graphs of an ONNX artifact and writing the artifact that a stage made of them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from accel.artifact import Artifact, Component, Quantization, Step, TensorSpec, copy_companions, with_files
+
+MICROSOFT = "com.microsoft"
+INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+"""Types of token ids, masks and positions."""
+SHARED_WEIGHTS = "model.onnx.data"
+_EXPORT_MANIFEST = "export.json"
+_CACHE_TYPES: Mapping[ir.DataType | None, str] = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+}
+_INLINE_BYTES = 256
+# Runtimes map large weights from the file, page by page; small ones only need their elements aligned.
+_PAGE_BYTES = 4096
+_LARGE_BYTES = 1 << 20
+_ELEMENT_BYTES = 16
+
+
+def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
+    """The graphs by component name; weights stay on disk until they are read."""
+    return {component.name: load_graph(artifact, component) for component in artifact.components}
+
+
+def load_graph(artifact: Artifact, component: Component) -> ir.Model:
+    """One graph; weights stay on disk until they are read."""
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)
+    return ir.load(artifact.path / component.file)
+
+
+def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
+    """Write graphs by file name, with the weights of all of them in one file beside them, each weight once.
+
+    A weight is one and the same when it is the same memory or the same part of a file: the embeddings that an encoder and
+    a decoder share, or that are also the last layer.
+
+    Returns:
+        The files beside the graphs.
+    """
+    first = Path(next(iter(models)))
+    weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
+    base = (folder / weights).parent
+    base.mkdir(parents=True, exist_ok=True)
+    offsets: dict[object, tuple[int, int]] = {}
+    replaced: list[tuple[ir.Value, Any]] = []
+    with (folder / weights).open("wb") as file:
+        for model in models.values():
+            for graph in model.graphs():
+                for value in graph.initializers.values():
+                    tensor = value.const_value
+                    if tensor is None or tensor.nbytes < _INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                        continue
+                    key = _identity(tensor)
+                    if key not in offsets:
+                        alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
+                        file.write(b"\0" * (-file.tell() % alignment))
+                        offsets[key] = (file.tell(), tensor.nbytes)
+                        if hasattr(tensor, "tofile"):
+                            tensor.tofile(file)
+                        else:
+                            file.write(tensor.tobytes())
+                    replaced.append((value, tensor))
+    for value, tensor in replaced:
+        offset, length = offsets[_identity(tensor)]
+        value.const_value = ir.ExternalTensor(
+            weights.name, offset, length, tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=base
+        )
+    try:
+        for name, model in models.items():
+            used = {node.domain for graph in model.graphs() for node in graph} | {""}
+            if MICROSOFT in used:
+                model.opset_imports.setdefault(MICROSOFT, 1)
+            ir.save(model, folder / name)
+    finally:
+        # The caller's graphs keep their weights, which may be in memory or elsewhere.
+        for value, tensor in replaced:
+            value.const_value = tensor
+    if not offsets:
+        (folder / weights).unlink()
+    return (str(weights),) if offsets else ()
+
+
+def save_graph(model: ir.Model, path: Path) -> None:
+    """Write one graph, with its weights in `<name>.data` beside it."""
+    save_graphs({path.name: model}, path.parent)
+
+
+def _identity(tensor: Any) -> object:
+    """What makes two weights one: their memory, or their place in a file."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return str(tensor.path), tensor.offset, tensor.length
+    raw: Any = getattr(tensor, "raw", None)
+    if isinstance(raw, np.ndarray):
+        return raw.__array_interface__["data"][0], raw.shape, raw.strides, str(tensor.dtype)
+    if hasattr(raw, "data_ptr"):
+        return raw.data_ptr(), tuple(raw.shape), tuple(raw.stride()), str(tensor.dtype)
+    return id(tensor)
+
+
+def write_artifact(
+    parent: Artifact,
+    models: Mapping[str, ir.Model],
+    out: Path,
+    *,
+    step: Step,
+    dtype: str | None = None,
+    quantization: Quantization | None = None,
+) -> Artifact:
+    """Write the graphs, copy what travels with a model, and extend the parent's manifest by a step.
+
+    Component specs stay the parent's: a stage never changes what goes in and out. Only the types of cache buffers, which
+    no caller sees, are those of the graphs.
+    """
+    parent = _with_cache_types(parent, models)
+    beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
+    components = with_files(out, parent.components, [[component.file, *beside] for component in parent.components])
+    copy_companions(parent.path, out)
+    if (parent.path / _EXPORT_MANIFEST).is_file():
+        shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
+    opsets = [model.opset_imports.get("") for model in models.values()]
+    manifest = replace(
+        parent.manifest,
+        components=components,
+        steps=(*parent.manifest.steps, replace(step, parent=parent.digest)),
+        dtype=dtype or parent.manifest.dtype,
+        opset=opsets[0] if opsets else parent.manifest.opset,
+        quantization=quantization or parent.manifest.quantization,
+        # How the parent ran best says nothing about the new graph.
+        run=None,
+    )
+    return Artifact.create(out, manifest)
+
+
+def _with_cache_types(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
+    """The artifact with the graphs' types of the inputs and outputs that hold a KV cache."""
+
+    def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
+        return spec if spec.pair is None else replace(spec, dtype=_CACHE_TYPES.get(kinds.get(spec.name), spec.dtype))
+
+    components = []
+    for component in artifact.components:
+        graph = models[component.name].graph
+        kinds = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
+        inputs = tuple(typed(spec, kinds) for spec in component.inputs)
+        outputs = tuple(typed(spec, kinds) for spec in component.outputs)
+        components.append(replace(component, inputs=inputs, outputs=outputs))
+    return Artifact(artifact.path, replace(artifact.manifest, components=tuple(components)))
+
+
+def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Node]:
+    """Nodes of these operators in the graph and its subgraphs, listed up front so that the graph may change."""
+    found = [node for graph in model.graphs() for node in graph if node.op_type in operators and node.domain == domain]
+    for node in found:
+        if node.graph is not None:
+            yield node
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The value as an array when it is a constant: an initializer or a `Constant` node's."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The value as a number when it is a constant of one element."""
+    if value is None or (value.shape is not None and value.shape.rank() > 1):
+        return None
+    array = constant(value)
+    return float(array.reshape(())) if array is not None and array.size == 1 else None
+
+
+def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """A new constant of the graph, under a name that nothing else has."""
+    unique, n = name, 1
+    while unique in graph.initializers:
+        unique, n = f"{name}_{n}", n + 1
+    tensor = ir.tensor(np.ascontiguousarray(array), name=unique)
+    value = ir.Value(name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    graph.register_initializer(value)
+    return value
+
+
+def root_graph(node: ir.Node) -> ir.Graph:
+    """The graph that a node is in; constants are registered there."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    return graph
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Everything that reads `old` reads `new`; a graph output keeps its name, type and shape."""
+    if new.shape is None:
+        new.shape = old.shape
+    if new.type is None:
+        new.type = old.type
+    if old.is_graph_output():
+        name = old.name
+        new.shape, new.type = old.shape, old.type
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        old.name, new.name = f"{name}_replaced", name
+    else:
+        old.replace_all_uses_with(new)
+
+
+def layer_name(node: ir.Node) -> str:
+    """The module that a product belongs to, from the names of its bias or weight; the node's name where they say nothing."""
+    candidates: list[ir.Value | None] = list(node.inputs[1:])
+    for use in node.outputs[0].uses():
+        if use.node.op_type == "Add":
+            candidates += use.node.inputs
+    for suffix in (".bias", ".weight"):
+        for value in candidates:
+            if value is not None and value.is_initializer() and str(value.name).endswith(suffix):
+                return str(value.name).removesuffix(suffix)
+    return str(node.name)

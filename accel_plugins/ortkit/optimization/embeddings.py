@@ -1,0 +1,198 @@
+"""Embedding tables: looked up, added and normalised by one operator."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from ..graph.analysis import dims
+from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
+from .attention import only_user, producer
+
+
+def fold_single_rows(model: ir.Model) -> int:
+    """Add an embedding table of one row (RoBERTa's token types) to another table that is looked up beside it.
+
+    An index into one row can only be 0, so the looked-up value is a constant.
+    """
+    count = 0
+    for gather in nodes(model, "Gather"):
+        table = constant(gather.inputs[0])
+        if table is None or table.ndim != 2 or table.shape[0] != 1 or gather.attributes.get_int("axis", 0) != 0:
+            continue
+        add = only_user(gather.outputs[0])
+        if add is None or add.op_type != "Add":
+            continue
+        other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
+        beside = producer(other, "Gather")
+        if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(joined):
+            continue
+        rows = constant(beside.inputs[0])
+        if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
+            continue
+        graph = root_graph(gather)
+        total = (rows.astype(np.float32) + table.astype(np.float32)).astype(rows.dtype)
+        source = beside.inputs[0]
+        assert source is not None
+        beside.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
+        replace_value(joined, beside.outputs[0])
+        graph.remove(add, safe=True)
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def count_tokens(model: ir.Model) -> int:
+    """Position ids that count the tokens which are not padding (RoBERTa) in one integer type: four operators less.
+
+    `cumsum(ids != padding) * (ids != padding)` goes through five conversions between integers in `torch.export`'s graph,
+    a kernel each on a GPU.
+    """
+    count = 0
+    for total in nodes(model, "CumSum"):
+        negation = producer(_unconverted(total.inputs[0]), "Not")
+        same = negation.inputs[0] if negation is not None else None
+        product = _converted_user(total.outputs[0])
+        if negation is None or same is None or product is None or product.op_type != "Mul":
+            continue
+        if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
+            continue
+        after = only_user(product.outputs[0])
+        result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
+        if result.dtype != ir.DataType.INT64:
+            continue
+        graph = root_graph(total)
+        zero, one = (add_initializer(graph, f"accel.int64_{n}", np.array(n, np.int64)) for n in (0, 1))
+        kept = ir.node("Where", [same, zero, one], name=f"{total.name}.kept")
+        counted = ir.node("CumSum", [kept.outputs[0], total.inputs[1]], name=f"{total.name}.counted")
+        counted.attributes.update(total.attributes)
+        placed = ir.node("Mul", [counted.outputs[0], kept.outputs[0]], name=f"{total.name}.placed")
+        for made in (kept, counted, placed):
+            made.outputs[0].type, made.outputs[0].shape = result.type, result.shape
+        maker = result.producer()
+        assert maker is not None
+        graph.insert_before(maker, [kept, counted, placed])
+        replace_value(result, placed.outputs[0])
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _unconverted(value: ir.Value | None) -> ir.Value | None:
+    """The value before conversions between integer types that numbers up to a text's length survive."""
+    while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in INTEGERS:
+        value = cast.inputs[0]
+    return value
+
+
+def _converted_user(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value, behind such conversions."""
+    user = only_user(value)
+    while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in INTEGERS:
+        user = only_user(user.outputs[0])
+    return user
+
+
+def fuse_embeddings(model: ir.Model) -> int:
+    """Two or three embedding lookups, their sum and its normalisation as `EmbedLayerNormalization`."""
+    count = 0
+    casts: dict[int, ir.Value] = {}
+    for norm in nodes(model, "LayerNormalization"):
+        if len(norm.inputs) < 3 or norm.inputs[2] is None or norm.attributes.get_int("axis", -1) not in (-1, 2):
+            continue
+        if any(output.uses() for output in norm.outputs[1:]):
+            continue
+        gathers = [producer(term, "Gather") for term in _terms(norm.inputs[0])]
+        if len(gathers) not in (2, 3) or any(g is None for g in gathers):
+            continue
+        found = [g for g in gathers if g is not None]
+        if not all(_is_lookup(g, norm) for g in found):
+            continue
+        counted = [g for g in found if _counts_up(g.inputs[1])]
+        # The same positions for every text: the operator takes one row of them.
+        alike = [g for g in found if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
+        looked_up = [g for g in found if g not in counted and g not in alike]
+        shapes = [dims(g.inputs[1]) for g in looked_up]
+        if len(counted) + len(alike) > 1 or not shapes or len(shapes[0] or ()) != 2:
+            continue
+        if any(shape != shapes[0] for shape in shapes) or any(len(dims(g.inputs[1]) or ()) != 2 for g in alike):
+            continue
+        # Without such positions the operator has the same room for a second looked-up table.
+        word, *rest = looked_up
+        position = (counted or alike or rest[:1])[0]
+        rest = [g for g in rest if g is not position]
+        graph = root_graph(norm)
+        made: list[ir.Node] = []
+
+        def narrow(value: ir.Value | None, made: list[ir.Node] = made) -> ir.Value:
+            assert value is not None
+            if value.dtype == ir.DataType.INT32:
+                return value
+            if id(value) not in casts:
+                cast = ir.node("Cast", [value], {"to": ir.DataType.INT32}, name=f"{value.name}.int32")
+                cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.INT32), value.shape
+                made.append(cast)
+                casts[id(value)] = cast.outputs[0]
+            return casts[id(value)]
+
+        segments = rest[0] if rest else None
+        fused = ir.node(
+            "EmbedLayerNormalization",
+            [
+                narrow(word.inputs[1]),
+                narrow(segments.inputs[1]) if segments is not None else None,
+                word.inputs[0],
+                position.inputs[0],
+                segments.inputs[0] if segments is not None else None,
+                norm.inputs[1],
+                norm.inputs[2],
+                None,
+                None if counted else narrow(position.inputs[1]),
+            ],
+            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+            num_outputs=2,
+            domain=MICROSOFT,
+            name=f"{norm.name}.embed",
+        )
+        fused.outputs[0].type, fused.outputs[0].shape = norm.outputs[0].type, norm.outputs[0].shape
+        fused.outputs[1].type = ir.TensorType(ir.DataType.INT32)
+        graph.insert_before(norm, [*made, fused])
+        replace_value(norm.outputs[0], fused.outputs[0])
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _terms(value: ir.Value | None) -> list[ir.Value]:
+    add = producer(value, "Add")
+    if value is None:
+        return []
+    if add is None or (value.uses() and len(value.uses()) > 1):
+        return [value]
+    return [*_terms(add.inputs[0]), *_terms(add.inputs[1])]
+
+
+def _is_lookup(gather: ir.Node, norm: ir.Node) -> bool:
+    table, scale = constant(gather.inputs[0]), constant(norm.inputs[1])
+    return (
+        table is not None
+        and scale is not None
+        and table.ndim == 2
+        and table.shape[1] == scale.size
+        and gather.attributes.get_int("axis", 0) == 0
+    )
+
+
+def _counts_up(index: ir.Value | None) -> bool:
+    """Whether an index is 0, 1, 2, ... for every row: the front of a stored `arange`."""
+    cut = producer(index, "Slice")
+    if cut is None:
+        return False
+    stored = constant(cut.inputs[0])
+    start, axes = constant(cut.inputs[1]), constant(cut.inputs[3]) if len(cut.inputs) > 3 else None
+    if stored is None or stored.ndim != 2 or stored.shape[0] != 1 or start is None or axes is None:
+        return False
+    if start.reshape(-1).tolist() != [0] or axes.reshape(-1).tolist() not in ([1], [-1]):
+        return False
+    return bool((stored[0] == np.arange(stored.shape[1])).all())

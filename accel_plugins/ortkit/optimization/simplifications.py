@@ -1,0 +1,172 @@
+"""Rewrites that compute the same with fewer operators, whatever runs the graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from accel.capture import make_rewrites_exact
+
+from ..graph.analysis import Dim, bounds, dims, shape_value
+from ..graph.editing import add_initializer, constant, nodes, replace_value, root_graph
+
+
+def count_nodes(model: ir.Model) -> int:
+    """Operators in the graph and its subgraphs."""
+    return sum(len(graph) for graph in model.graphs())
+
+
+def fold_constants(model: ir.Model) -> int:
+    """Compute what does not depend on inputs."""
+    from onnxscript.optimizer import optimize
+
+    make_rewrites_exact()
+    before = count_nodes(model)
+    optimize(model)
+    return before - count_nodes(model)
+
+
+def merge_duplicates(model: ir.Model) -> int:
+    """Compute once what is computed alike; keep one of equal constants."""
+    before = count_nodes(model)
+    passes.DeduplicateInitializersPass()(model)
+    passes.CommonSubexpressionEliminationPass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    return before - count_nodes(model)
+
+
+def fix_reshapes(model: ir.Model) -> int:
+    """Give `Reshape` a constant shape where it only copies sizes: 0 keeps the input's size at that position."""
+    count = 0
+    for node in nodes(model, "Reshape"):
+        if constant(node.inputs[1]) is not None:
+            continue
+        target = _reshape_target(node)
+        if target is None:
+            continue
+        graph = root_graph(node)
+        shape = add_initializer(graph, f"{node.name}.shape", np.array(target, np.int64))
+        node.replace_input_with(1, shape)
+        node.attributes.pop("allowzero", None)
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _reshape_target(node: ir.Node) -> list[int] | None:
+    """The constant shape that does the same, with at most one -1."""
+    source = dims(node.inputs[0])
+    wanted = shape_value(node.inputs[1])
+    result = dims(node.outputs[0])
+    if source is None or (wanted is None and result is None):
+        return None
+    if wanted is None or (result is not None and len(result) != len(wanted)):
+        wanted = result
+    assert wanted is not None
+    target: list[int] = []
+    for position, size in enumerate(wanted):
+        known: Dim = size
+        if result is not None and (size == -1 or not isinstance(size, int)) and isinstance(result[position], int):
+            known = result[position]
+        if isinstance(known, int):
+            if known == 0:
+                return None
+            target.append(known)
+        elif position < len(source) and source[position] == known:
+            target.append(0)
+        else:
+            target.append(-1)
+    return target if target.count(-1) <= 1 else None
+
+
+def fix_key_transposes(model: ir.Model) -> int:
+    """Swap the last two axes of a key with one `Transpose`; `torch.export` goes through three axes and two reshapes."""
+    count = 0
+    for outer in nodes(model, "Reshape"):
+        swap = _producer(outer.inputs[0], "Transpose")
+        inner = _producer(swap.inputs[0], "Reshape") if swap is not None else None
+        if swap is None or inner is None or list(swap.attributes.get_ints("perm", [])) != [0, 2, 1]:
+            continue
+        key = inner.inputs[0]
+        sizes = dims(key)
+        if sizes is None or len(sizes) != 4 or key is None:
+            continue
+        flat, target = _result_dims(inner), _result_dims(outer)
+        if flat is None or target is None or len(flat) != 3 or len(target) != 4:
+            continue
+        if flat[1:] != sizes[2:] or target[-2:] != [sizes[3], sizes[2]] or target[:2] != sizes[:2]:
+            continue
+        graph = root_graph(outer)
+        transpose = ir.node("Transpose", [key], {"perm": [0, 1, 3, 2]}, name=f"{outer.name}.transpose")
+        result = transpose.outputs[0]
+        result.type = outer.outputs[0].type
+        assert key.shape is not None
+        result.shape = ir.Shape([key.shape[0], key.shape[1], key.shape[3], key.shape[2]])
+        graph.insert_before(outer, transpose)
+        replace_value(outer.outputs[0], result)
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    if count:
+        infer_shapes(model)
+    return count
+
+
+def _result_dims(reshape: ir.Node) -> list[Dim] | None:
+    """Sizes after a `Reshape`: of its shape input, with what is left open there taken from its output."""
+    target, result = shape_value(reshape.inputs[1]), dims(reshape.outputs[0])
+    if target is None:
+        return result
+    source = dims(reshape.inputs[0])
+    resolved: list[Dim] = []
+    for position, size in enumerate(target):
+        if size == 0 and source is not None and not reshape.attributes.get_int("allowzero", 0):
+            size = source[position]
+        elif size == -1 and result is not None and len(result) == len(target):
+            size = result[position]
+        resolved.append(size)
+    return resolved
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Fill in shapes and types that rewrites left open; what is known stays."""
+    passes.ShapeInferencePass()(model)
+
+
+def drop_certain_conditions(model: ir.Model) -> int:
+    """Drop masks and choices whose condition is the same for every input: `And` with true, `Where` on a constant
+    condition, an added mask of zeros.
+    """
+    count = 0
+    for node in nodes(model, "Where", "And", "Add"):
+        kept = _certain(node)
+        if kept is None or not _same_shape(kept, node.outputs[0]):
+            continue
+        replace_value(node.outputs[0], kept)
+        root_graph(node).remove(node, safe=True)
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _certain(node: ir.Node) -> ir.Value | None:
+    """The input that the node always returns."""
+    inputs = node.inputs
+    if node.op_type == "Where":
+        low, high = bounds(inputs[0])
+        return inputs[1] if low == 1 else inputs[2] if high == 0 else None
+    certain = (1.0, 1.0) if node.op_type == "And" else (0.0, 0.0)
+    for one, other in ((0, 1), (1, 0)):
+        if bounds(inputs[one]) == certain:
+            return inputs[other]
+    return None
+
+
+def _same_shape(kept: ir.Value, old: ir.Value) -> bool:
+    have, want = dims(kept), dims(old)
+    return have is not None and have == want
+
+
+def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == operator and not node.domain else None

@@ -1,0 +1,1 @@
+"""Graphs with fewer bits: integer products, Q/DQ pairs, weights in blocks, and their calibration."""

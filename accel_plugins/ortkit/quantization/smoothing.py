@@ -1,0 +1,96 @@
+"""SmoothQuant (Xiao et al., 2022): activation outliers moved into the weights before both are rounded to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph.editing import add_initializer, constant, root_graph
+from .calibrators import ChannelRange
+from .layers import Layer
+
+_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
+
+
+def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
+    """Layers by the name of the activation that they read."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(str(layer.activation.name), []).append(layer)
+    return groups
+
+
+def smoothing_divisors(
+    layers: Sequence[Layer], channels: Mapping[str, ChannelRange], exponent: float
+) -> dict[str, np.ndarray]:
+    """What each channel of an activation is divided by: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are always 0."""
+    divisors = {}
+    for name, group in grouped(layers).items():
+        if name not in channels:
+            continue
+        largest = channels[name].largest
+        weight = np.max([np.abs(layer.weight()).max(axis=1) for layer in group], axis=0)
+        usable = (largest > 0) & (weight > 0)
+        divisor = np.ones_like(largest)
+        divisor[usable] = largest[usable] ** exponent / weight[usable] ** (1 - exponent)
+        divisors[name] = np.clip(divisor, 1e-5, 1e5).astype(np.float32)
+    return divisors
+
+
+def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Divide activations and multiply weights; the division goes into a norm before it where nobody else reads that.
+
+    Returns:
+        How many divisions were folded into norms and how many became a product of their own.
+    """
+    report = {"folded": 0, "inserted": 0}
+    for name, group in grouped(layers).items():
+        if name not in divisors:
+            continue
+        divisor, source = divisors[name], group[0].activation
+        graph = root_graph(group[0].node)
+        readers = {id(layer.node) for layer in group}
+        norm = source.producer()
+        foldable = (
+            norm is not None
+            and norm.op_type in _NORMS
+            and not source.is_graph_output()
+            and all(id(use.node) in readers for use in source.uses())
+            and all(constant(value) is not None for value in norm.inputs[1:] if value is not None)
+        )
+        if foldable and norm is not None:
+            for index, value in enumerate(norm.inputs[1:], start=1):
+                array = constant(value)
+                if value is not None and array is not None:
+                    scaled = add_initializer(graph, f"{value.name}.smoothed", (array / divisor).astype(array.dtype))
+                    norm.replace_input_with(index, scaled)
+            report["folded"] += 1
+        else:
+            factor = add_initializer(graph, f"{name}.smoothing", (1 / divisor).astype(np.float32))
+            node = ir.node("Mul", [source, factor], name=f"{name}.smooth")
+            node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
+            node.outputs[0].name = f"{name}.smoothed"
+            producer = source.producer()
+            if producer is not None:
+                graph.insert_after(producer, node)
+            else:
+                graph.insert_before(graph[0], node)
+            for layer in group:
+                layer.node.replace_input_with(0, node.outputs[0])
+            report["inserted"] += 1
+        for layer in group:
+            scaled_weight = (layer.weight() * divisor[:, None]).astype(np.float32)
+            _set_weight(layer, scaled_weight)
+    return report
+
+
+def _set_weight(layer: Layer, weight: np.ndarray) -> None:
+    """Give a layer another matrix `(inner, outer)`; the old one may be shared, so it stays."""
+    node = layer.node
+    if node.op_type == "Gemm":
+        node.attributes["transB"] = ir.AttrInt64("transB", 0)
+        node.attributes["alpha"] = ir.AttrFloat32("alpha", 1.0)
+    value = add_initializer(root_graph(node), f"{node.name}.weight_smoothed", weight)
+    node.replace_input_with(1, value)

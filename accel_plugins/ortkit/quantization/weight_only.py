@@ -1,0 +1,146 @@
+"""Weights in 4 or 8 bits with one scale for each block, activations in float: ONNX Runtime's `MatMulNBits`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph.editing import MICROSOFT, add_initializer, root_graph
+from .integer import finish
+from .layers import Layer
+
+# The kernel may round activations to 8 bits block by block: several times faster on CPUs with 8-bit dot products.
+_INT8_ACCUMULATION = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight in blocks along its inner axis.
+
+    Attributes:
+        values: `(outer, blocks, block_size) uint8`, not packed.
+        scales: `(outer, blocks) float32`.
+        zero_points: `(outer, blocks)`, uint8, or float32 from `hqq`.
+        symmetric: Whether all zero points are the middle.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray
+    symmetric: bool
+
+    def dequantized(self, inner: int) -> np.ndarray:
+        """`(inner, outer) float32`: what the kernel multiplies with."""
+        centered = self.values.astype(np.float32) - self.zero_points[..., None].astype(np.float32)
+        matrix: np.ndarray = (centered * self.scales[..., None]).reshape(len(centered), -1)[:, :inner].T
+        return matrix
+
+
+def quantize_blocks(
+    weight: np.ndarray, *, bits: int, block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"] = "rtn"
+) -> BlockWeight:
+    """Round a weight `(inner, outer)` in blocks.
+
+    `rtn` rounds to the nearest step. `hqq` (Badri and Shaji, 2023, half-quadratic quantization) moves the zero points so
+    that the many small errors shrink at the cost of a few large ones; 20 rounds, no data needed. Its zero points are no
+    whole numbers, which ONNX Runtime's CPU kernel computes with in float32: more accurate and slower than `rtn`.
+    """
+    inner, outer = weight.shape
+    blocks = -(-inner // block_size)
+    padded = np.zeros((outer, blocks * block_size), np.float32)
+    padded[:, :inner] = weight.T
+    data = padded.reshape(outer, blocks, block_size)
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    if symmetric:
+        extreme = np.take_along_axis(data, np.abs(data).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+        # The extreme of each block lands on the one step that the other sign does not have.
+        scales = np.where(extreme != 0, -extreme / middle, 1.0).astype(np.float32)
+        zero = np.full(scales.shape, float(middle), np.float32)
+    else:
+        low, high = np.minimum(data.min(axis=-1), 0), np.maximum(data.max(axis=-1), 0)
+        scales = np.where(high > low, (high - low) / top, 1.0).astype(np.float32)
+        zero = np.clip(np.rint(-low / scales), 0, top)
+        if algorithm == "hqq":
+            zero = _half_quadratic(data, scales, zero, top)
+    values = np.clip(np.rint(data / scales[..., None] + zero[..., None]), 0, top).astype(np.uint8)
+    zero_type = np.float32 if algorithm == "hqq" else np.uint8
+    return BlockWeight(values, scales, zero.astype(zero_type), symmetric)
+
+
+def _half_quadratic(data: np.ndarray, scales: np.ndarray, zero: np.ndarray, top: int) -> np.ndarray:
+    """Zero points that minimize the sum of |error|^0.7, found by alternating two closed-form steps."""
+    power, beta, growth = 0.7, 10.0, 1.01
+    unit = 1 / scales[..., None]
+    best, best_error = zero, np.full(zero.shape, np.inf)
+    current = zero
+    for _ in range(20):
+        values = np.clip(np.rint(data * unit + current[..., None]), 0, top)
+        error = data - (values - current[..., None]) * scales[..., None]
+        size = (np.abs(error) ** power).sum(axis=-1)
+        better = size < best_error
+        best, best_error = np.where(better, current, best), np.where(better, size, best_error)
+        magnitude = np.maximum(np.abs(error), 1e-8)
+        shrunk = np.sign(error) * np.maximum(magnitude - magnitude ** (power - 1) / beta, 0)
+        current = np.clip((values - (data - shrunk) * unit).mean(axis=-1), 0, top)
+        beta *= growth
+    return best
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """The last axis in bytes, the lower half first."""
+    if bits == 8:
+        return values
+    if values.shape[-1] % 2:
+        values = np.concatenate([values, np.zeros((*values.shape[:-1], 1), np.uint8)], axis=-1)
+    packed: np.ndarray = values[..., 0::2] | (values[..., 1::2] << 4)
+    return packed
+
+
+def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
+    """Root of the squared 4-bit error over the squared weights; ranks layers by how much they suffer."""
+    weight = layer.weight()
+    blocks = quantize_blocks(weight, bits=4, block_size=block_size, symmetric=symmetric)
+    lost = blocks.dequantized(weight.shape[0]) - weight
+    return float(np.sqrt((lost**2).sum() / max(float((weight**2).sum()), 1e-12)))
+
+
+def quantize_weights(
+    layers: Sequence[Layer], *, bits: Sequence[int], block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"]
+) -> None:
+    """Replace layers by `MatMulNBits`, each with its number of bits."""
+    for layer, width in zip(layers, bits, strict=True):
+        node, graph = layer.node, root_graph(layer.node)
+        weight = layer.weight()
+        inner, outer = weight.shape
+        blocks = quantize_blocks(
+            weight, bits=width, block_size=block_size, symmetric=symmetric, algorithm=algorithm if width == 4 else "rtn"
+        )
+        base = str(node.name)
+        inputs: list[ir.Value | None] = [
+            layer.activation,
+            add_initializer(graph, f"{base}.weight_blocks", pack(blocks.values, width)),
+            add_initializer(graph, f"{base}.weight_scales", blocks.scales),
+        ]
+        if not symmetric:
+            whole = blocks.zero_points.dtype == np.uint8
+            zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
+            inputs.append(add_initializer(graph, f"{base}.weight_zero_points", zeros))
+        product = ir.node(
+            "MatMulNBits",
+            inputs,
+            {
+                "K": inner,
+                "N": outer,
+                "bits": width,
+                "block_size": block_size,
+                "accuracy_level": _INT8_ACCUMULATION,
+            },
+            domain=MICROSOFT,
+            name=f"{base}.blocks",
+        )
+        graph.insert_before(node, product)
+        finish(layer, product.outputs[0])

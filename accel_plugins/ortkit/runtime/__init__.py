@@ -1,0 +1,1 @@
+"""Sessions and states over ONNX Runtime, and how its values and devices are reached."""

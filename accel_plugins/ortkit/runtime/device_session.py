@@ -1,0 +1,61 @@
+"""An ONNX Runtime session whose inputs and outputs are torch tensors on a GPU, bound by their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnxruntime as ort
+import torch
+
+from accel.artifact import Component
+from accel.backends.checks import no_state
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+
+from .session import OrtSession
+from .values import as_ort_value, ort_value_as_tensor
+
+
+class DeviceSession(OrtSession):
+    """Runs a graph on one GPU. Thread-safe: ONNX Runtime's `run` is.
+
+    ONNX Runtime computes on a stream of its own, so a call waits for torch's current stream before it and for ONNX
+    Runtime after it.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        component: Component,
+        device: DeviceSpec,
+        compute_dtype: str,
+        shapes: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(session, component, device, compute_dtype, shapes)
+        self._plain = False
+        self._where = torch.device(device.type, device.index)
+
+    def _run_bound(
+        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        binding = session.io_binding()
+        for name, tensor in tensors.items():
+            binding.bind_ortvalue_input(name, as_ort_value(tensor))
+        for name in names:
+            if name in out:
+                binding.bind_ortvalue_output(name, as_ort_value(out[name]))
+            else:
+                binding.bind_output(name, self._where.type, self._where.index)
+        torch.cuda.current_stream(self._where).synchronize()
+        session.run_with_iobinding(binding)
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        # ONNX Runtime may use its memory again as soon as the value is gone: the caller gets a copy.
+        return {name: out[name] if name in out else ort_value_as_tensor(values[name]).clone() for name in names}
+
+    def new_state(self, batch: int) -> State:
+        """These sessions keep no state.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise no_state()

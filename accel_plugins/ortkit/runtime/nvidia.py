@@ -1,0 +1,263 @@
+"""What keeps ONNX Runtime's providers for NVIDIA GPUs from running here.
+
+Looks at libraries and at the driver's management library (NVML), which neither makes a CUDA context nor breaks a later fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import io
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from accel.backends.specs import DeviceSpec, Probe, Reason
+
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+_LIBRARIES = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
+_INSTALL = 'pip uninstall -y onnxruntime onnxruntime-gpu && pip install "accel-transformers[cuda]"'
+_MISSING_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared object file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was found on this machine.
+
+    Attributes:
+        provider: The provider that is wanted.
+        providers: What the imported ONNX Runtime was built with.
+        distributions: Version by name, of those of ONNX Runtime that are installed.
+        build_cuda: CUDA version of the ONNX Runtime build (`13.0`), or `None`.
+        driver: The driver's version, or `None` without a driver.
+        driver_cuda: Newest CUDA (major, minor) that the driver serves.
+        gpus: Visible GPUs in the order of `torch.device("cuda", index)`.
+        torch_cuda: CUDA version of the PyTorch build, or `None` for a CPU build.
+        load_error: Why the provider's library does not load, or `None`.
+    """
+
+    provider: str = CUDA
+    providers: tuple[str, ...] = ()
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    build_cuda: str | None = None
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    gpus: tuple[DeviceSpec, ...] = ()
+    torch_cuda: str | None = None
+    load_error: str | None = None
+
+
+def judge(facts: Facts) -> Probe:
+    """Devices, or every reason against them with its remedy."""
+    reasons = [
+        reason
+        for check in (_build, _driver, _torch, _library)
+        for reason in [check(facts)]
+        if reason is not None
+    ]  # fmt: skip
+    found = {"driver": facts.driver, "cuda": facts.build_cuda, "torch-cuda": facts.torch_cuda}
+    versions = {**facts.distributions, **{name: value for name, value in found.items() if value is not None}}
+    return Probe(devices=() if reasons else facts.gpus, reasons=tuple(reasons), versions=versions)
+
+
+def _build(facts: Facts) -> Reason | None:
+    if facts.provider in facts.providers:
+        return None
+    if {"onnxruntime", "onnxruntime-gpu"} <= set(facts.distributions):
+        return Reason(
+            "cpu-build-hides-gpu-build",
+            "onnxruntime and onnxruntime-gpu are both installed, and the CPU build overwrote the GPU build",
+            _INSTALL,
+        )
+    have = ", ".join(f"{name} {version}" for name, version in facts.distributions.items()) or "a build without CUDA"
+    return Reason("no-gpu-build", f"{have} is installed, which has no {facts.provider}", _INSTALL)
+
+
+def _driver(facts: Facts) -> Reason | None:
+    if facts.driver is None:
+        return Reason(
+            "no-driver",
+            "there is no NVIDIA driver",
+            "install the NVIDIA driver; in a container, start it with --gpus all (NVIDIA Container Toolkit)",
+        )
+    if not facts.gpus:
+        return Reason(
+            "no-gpu",
+            f"the NVIDIA driver {facts.driver} sees no GPU",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or the container's --gpus",
+        )
+    for name, build in (("ONNX Runtime", facts.build_cuda), ("PyTorch", facts.torch_cuda)):
+        if build is None or facts.driver_cuda is None:
+            continue
+        # Within a major version every driver serves every release (CUDA's minor version compatibility).
+        major = int(build.partition(".")[0])
+        if facts.driver_cuda[0] < major:
+            have = ".".join(map(str, facts.driver_cuda))
+            return Reason(
+                "driver-too-old",
+                f"this {name} is built for CUDA {build}, and the driver {facts.driver} serves up to CUDA {have}",
+                f"install a driver for CUDA {major}, or a build for CUDA {facts.driver_cuda[0]}",
+            )
+    return None
+
+
+def _torch(facts: Facts) -> Reason | None:
+    if facts.torch_cuda is not None:
+        return None
+    return Reason(
+        "torch-without-cuda",
+        "this PyTorch is built without CUDA, so tensors cannot live on the GPU",
+        "pip install torch --index-url https://download.pytorch.org/whl/cu130",
+    )
+
+
+def _library(facts: Facts) -> Reason | None:
+    if facts.load_error is None or facts.provider not in facts.providers:
+        return None
+    missing = _MISSING_LIBRARY.search(facts.load_error)
+    what = f"{missing[1]} is missing" if missing else facts.load_error
+    tensorrt = re.search(r"libnv(?:infer|onnx)\w*\.so\.(\d+)", what)
+    if tensorrt is not None:
+        wanted = int(tensorrt[1])
+        return Reason(
+            "library",
+            f"{facts.provider} is listed but its library does not load: {what} (TensorRT {wanted})",
+            f'pip install "tensorrt>={wanted},<{wanted + 1}"',
+        )
+    major = (facts.build_cuda or "").partition(".")[0]
+    return Reason(
+        "library",
+        f"{facts.provider} is listed but its library does not load: {what}",
+        f'pip install "onnxruntime-gpu[cuda,cudnn]", or a PyTorch built for CUDA {major or "of the same major version"}',
+    )
+
+
+def survey(provider: str = CUDA) -> Facts:
+    """Look at this machine. Raises nothing: what cannot be read is as if it were not there."""
+    import onnxruntime as ort
+    import torch
+
+    driver, driver_cuda, gpus = _nvml()
+    build_cuda = _build_cuda()
+    providers = tuple(ort.get_available_providers())
+    distributions = {}
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            distributions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    folder = Path(ort.__file__).parent / "capi"
+    return Facts(
+        provider=provider,
+        providers=providers,
+        distributions=distributions,
+        build_cuda=build_cuda,
+        driver=driver,
+        driver_cuda=driver_cuda,
+        gpus=gpus,
+        torch_cuda=torch.version.cuda,
+        load_error=_load_error(folder, _LIBRARIES[provider]) if provider in providers and driver else None,
+    )
+
+
+def _build_cuda() -> str | None:
+    """CUDA version that ONNX Runtime was built for; its CPU build has no such entry."""
+    if importlib.util.find_spec("onnxruntime.capi.build_and_package_info") is None:
+        return None
+    from onnxruntime.capi import build_and_package_info
+
+    version = getattr(build_and_package_info, "cuda_version", None)
+    return str(version) if version else None
+
+
+def _load_error(folder: Path, library: str) -> str | None:
+    """What the dynamic linker says about the libraries that the provider needs; `None` when all are found.
+
+    PyTorch, imported before, has loaded the CUDA libraries of its own wheels, which serve ONNX Runtime when both are built
+    for the same major version; else ONNX Runtime loads those of NVIDIA's wheels where they are installed.
+    """
+    error = _link_error(folder, library)
+    if error is not None:
+        import onnxruntime as ort
+
+        with redirect_stdout(io.StringIO()):
+            ort.preload_dlls()
+        error = _link_error(folder, library)
+    return error
+
+
+def _link_error(folder: Path, library: str) -> str | None:
+    try:
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / library))
+    except OSError as error:
+        # Only a missing library is a finding; the provider's own symbols are resolved when ONNX Runtime loads it.
+        return str(error) if _MISSING_LIBRARY.search(str(error)) else None
+    return None
+
+
+def _nvml() -> tuple[str | None, tuple[int, int] | None, tuple[DeviceSpec, ...]]:
+    """Driver version, the CUDA it serves, and the visible GPUs."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None, None, ()
+    if nvml.nvmlInit_v2() != 0:
+        return None, None, ()
+    try:
+        text = ctypes.create_string_buffer(96)
+        driver = text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, 96) == 0 else "of unknown version"
+        number = ctypes.c_int()
+        served = None
+        if nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(number)) == 0:
+            served = (number.value // 1000, number.value % 1000 // 10)
+        count = ctypes.c_uint()
+        found = count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+        describe: Callable[[int, int], DeviceSpec] = lambda index, physical: _gpu(nvml, index, physical)  # noqa: E731
+        return driver, served, tuple(describe(i, p) for i, p in enumerate(visible(found, os.environ)))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def visible(count: int, environment: Mapping[str, str]) -> list[int]:
+    """Physical GPUs that a process sees, in its order; -1 for one named by its UUID."""
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return list(range(count))
+    seen: list[int] = []
+    for item in (part.strip() for part in wanted.split(",")):
+        if item.isdigit() and int(item) < count and int(item) not in seen:
+            seen.append(int(item))
+        elif item.startswith(("GPU-", "MIG-")):
+            seen.append(-1)
+        else:
+            # CUDA stops at the first entry that is none of its devices.
+            break
+    return seen
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _gpu(nvml: ctypes.CDLL, index: int, physical: int) -> DeviceSpec:
+    handle = ctypes.c_void_p()
+    if physical < 0 or nvml.nvmlDeviceGetHandleByIndex_v2(physical, ctypes.byref(handle)) != 0:
+        return DeviceSpec("cuda", index)
+    name = ctypes.create_string_buffer(96)
+    memory, major, minor = _Memory(), ctypes.c_int(), ctypes.c_int()
+    has_name = nvml.nvmlDeviceGetName(handle, name, 96) == 0
+    has_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+    has_arch = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) == 0
+    return DeviceSpec(
+        "cuda",
+        index,
+        name=name.value.decode() if has_name else "",
+        arch=f"sm_{major.value}{minor.value}" if has_arch else "",
+        memory_bytes=memory.total if has_memory else None,
+    )

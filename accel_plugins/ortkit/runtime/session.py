@@ -1,0 +1,397 @@
+"""An ONNX Runtime session behind `accel.backends.interfaces.Session`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from accel.artifact import Artifact, Component, TensorSpec
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffers,
+    check_state,
+    no_state,
+    read_feeds,
+    session_closed,
+    tensor_dtypes,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+from accel.config import SessionOptions, available_processors
+from accel.errors import BackendUnavailableError, ConfigError, SessionError, did_you_mean
+
+from .state import OrtState
+from .values import as_ort_value, ort_value_as_tensor
+
+logger = logging.getLogger(__name__)
+
+OPTIONS_OBJECT = "onnxruntime.SessionOptions"
+"""Key of `SessionOptions.native` that carries the user's own `onnxruntime.SessionOptions`, used as it is."""
+DISABLED_OPTIMIZERS = "disabled_optimizers"
+"""Key of `SessionOptions.native` with names of ONNX Runtime's graph optimizers to leave out."""
+
+_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+_LEVELS = {
+    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+_NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
+    """ONNX Runtime's own options for ours, and the graph optimizers to leave out.
+
+    Every attribute of `onnxruntime.SessionOptions` can be set through `native`, and every configuration entry
+    (`session.…`, `mlas.…`) by its key.
+
+    Raises:
+        ConfigError: A setting that ONNX Runtime does not have.
+    """
+    disabled = tuple(options.native.get(DISABLED_OPTIMIZERS, ()))
+    if OPTIONS_OBJECT in options.native:
+        return options.native[OPTIONS_OBJECT], disabled
+    made = ort.SessionOptions()
+    made.intra_op_num_threads = options.threads or available_processors()
+    made.inter_op_num_threads = options.inter_op_threads
+    if options.inter_op_threads > 1:
+        made.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    made.graph_optimization_level = _LEVELS[options.graph_optimization]
+    made.log_severity_level = 4  # what fails is raised; ONNX Runtime would print it as well
+    made.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    if options.profile is not None:
+        # ONNX Runtime writes nothing, and says nothing, where the folder is missing.
+        Path(options.profile).mkdir(parents=True, exist_ok=True)
+        made.enable_profiling = True
+        made.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
+    known = [name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))]
+    for name, value in options.native.items():
+        if name == DISABLED_OPTIMIZERS:
+            continue
+        if "." in name:
+            made.add_session_config_entry(name, str(value))
+        elif name in known:
+            setattr(made, name, value)
+        else:
+            raise ConfigError(
+                f"onnxruntime.SessionOptions has no {name!r}.{did_you_mean(name, known)}",
+                fix=f"use one of {', '.join(known)}, or a configuration key with a dot in it.",
+            )
+    return made, disabled
+
+
+def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
+    """The options with which ONNX Runtime opens a graph with FP8 pairs: without its rewriting of Q/DQ pairs, which takes
+    them for INT8 and makes a graph that it then refuses (1.31).
+    """
+    if not is_float8(artifact):
+        return session
+    return replace(session, native={"session.disable_quant_qdq": "1", **session.native})
+
+
+def is_float8(artifact: Artifact) -> bool:
+    """Whether a graph has FP8 pairs, which ONNX Runtime computes in floating point."""
+    quantization = artifact.manifest.quantization
+    return quantization is not None and quantization.scheme.endswith("fp8")
+
+
+def open_session(
+    path: Path,
+    component: Component,
+    *,
+    device: DeviceSpec,
+    provider: str,
+    provider_options: Mapping[str, object],
+    options: SessionOptions,
+    compute_dtype: str,
+    disabled_optimizers: Sequence[str] = (),
+    shapes: Mapping[str, int] | None = None,
+) -> OrtSession:
+    """Open a graph on one provider and wrap it; see `open_runtime`."""
+    session = open_runtime(
+        path,
+        component,
+        provider=provider,
+        provider_options=provider_options,
+        options=options,
+        disabled_optimizers=disabled_optimizers,
+        shapes=shapes,
+    )
+    return OrtSession(session, component, device, compute_dtype, shapes)
+
+
+def open_runtime(
+    path: Path,
+    component: Component,
+    *,
+    provider: str,
+    provider_options: Mapping[str, object],
+    options: SessionOptions,
+    disabled_optimizers: Sequence[str] = (),
+    shapes: Mapping[str, int] | None = None,
+    model: bytes | None = None,
+    weights: Mapping[str, ort.OrtValue] | None = None,
+    others: Sequence[str] = (),
+) -> ort.InferenceSession:
+    """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
+
+    Args:
+        path: The graph file.
+        component: What the artifact says about it.
+        provider: ONNX Runtime's name of the execution provider.
+        provider_options: Its options.
+        options: How to run.
+        disabled_optimizers: Names of ONNX Runtime's graph optimizers to leave out.
+        shapes: Fixed sizes for named axes.
+        model: The serialized graph to open instead of the file's, with its weights in the file's folder.
+        weights: Initializers to use where they are, instead of the graph's own; they must outlive the session.
+        others: Providers that may take what this one has no kernels for.
+
+    Raises:
+        ConfigError: An option that ONNX Runtime does not have.
+        SessionError: The graph is refused.
+        BackendUnavailableError: The provider did not load.
+    """
+    if provider not in ort.get_available_providers():
+        raise BackendUnavailableError(
+            f"This build of ONNX Runtime has no {provider}, only {', '.join(ort.get_available_providers())}.",
+            fix="run `accel doctor`.",
+        )
+    native, disabled = native_options(options)
+    if model is not None:
+        native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.parent))
+    for name, value in (weights or {}).items():
+        native.add_initializer(name, value)
+    for axis, size in (shapes or {}).items():
+        for symbol in _symbols(path, component, axis):
+            native.add_free_dimension_override_by_name(symbol, size)
+    strings = {key: str(value) for key, value in provider_options.items()}
+    try:
+        session = ort.InferenceSession(
+            str(path) if model is None else model,
+            native,
+            providers=[(provider, strings), *others],
+            disabled_optimizers=[*disabled_optimizers, *disabled] or None,
+        )
+    except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
+        raise SessionError(
+            f"ONNX Runtime refuses {path}: {_one_line(error)}", fix="export the model again; see docs/troubleshooting."
+        ) from error
+    except (ort_errors.InvalidArgument, ort_errors.NotImplemented, ort_errors.RuntimeException, ValueError) as error:
+        raise SessionError(
+            f"ONNX Runtime cannot open {path}: {_one_line(error)}",
+            fix="check the session and provider options; `accel doctor` shows the versions installed.",
+        ) from error
+    active = session.get_providers()[0]
+    if active != provider:
+        raise BackendUnavailableError(
+            f"ONNX Runtime runs {path.name} on {active} although {provider} was asked for: its libraries did not load.",
+            fix="run `accel doctor`.",
+        )
+    return session
+
+
+def _symbols(path: Path, component: Component, axis: str) -> set[str]:
+    """What the graph file calls an axis: a foreign graph's own name, where ours is a translation."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    declared = {spec.name: spec.shape for spec in component.inputs}
+    return {
+        dim.dim_param
+        for value in graph.input
+        for position, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param and value.name in declared and declared[value.name][position] == axis
+    }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
+
+
+class OrtSession:
+    """Runs a graph on host memory. Thread-safe: ONNX Runtime's `run` is."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        component: Component,
+        device: DeviceSpec,
+        compute_dtype: str,
+        shapes: Mapping[str, int] | None = None,
+    ) -> None:
+        self._session: ort.InferenceSession | None = session
+        self._inputs = component.inputs
+        self._outputs = component.outputs
+        self._component = component
+        self._device = device
+        self._compute_dtype = compute_dtype
+        self._dtypes = tensor_dtypes(component.inputs)
+        self._output_dtypes = tensor_dtypes(component.outputs)
+        self._where = torch.device("cpu")
+        self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
+        self._output_names = [spec.name for spec in component.outputs]
+        self._stateless = tensor_dtypes(spec for spec in component.inputs if spec.pair is None)
+        self._presents = frozenset(spec.name for spec in component.outputs if spec.pair is not None)
+        # `InferenceSession.run` checks the names again and catches provider failures: 20 microseconds with cold caches.
+        self._run = session._sess.run
+        # NumPy has no bfloat16 and no float8: such graphs go through IO binding.
+        self._plain = all(
+            getattr(torch, spec.dtype) in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs)
+        )
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The provider's device."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels compute in."""
+        return self._compute_dtype
+
+    @property
+    def runtime(self) -> ort.InferenceSession:
+        """ONNX Runtime's own session.
+
+        Raises:
+            SessionClosedError: After `close`.
+        """
+        if self._session is None:
+            self._closed()
+        return self._session
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `accel.backends.interfaces.Session.run`. Inputs of the declared type on the host are read in place.
+
+        Written for cold caches: after a few milliseconds of matrix products every attribute looked up here comes from
+        main memory, so the common case does as little as it can and the rest is in `_run_unusual`.
+        """
+        if outputs is not None or out is not None or state is not None or not self._plain:
+            return self._run_unusual(feeds, outputs, out, state)
+        try:
+            arrays = {name: feeds[name].numpy() for name in self._dtypes}
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            arrays = {}
+        if len(feeds) != len(arrays) or [array.dtype for array in arrays.values()] != self._numpy_dtypes:
+            arrays = {name: tensor.numpy() for name, tensor in self._checked(feeds).items()}
+        self._check_shapes(tuple([array.shape for array in arrays.values()]))
+        try:
+            results = self._run(self._output_names, arrays, None)
+        except _RUN_ERRORS as error:
+            raise self._failed(error, feeds) from error
+        return dict(zip(self._output_names, map(torch.from_numpy, results), strict=True))
+
+    def _run_unusual(
+        self,
+        feeds: Feeds,
+        outputs: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+        state: State | None,
+    ) -> dict[str, torch.Tensor]:
+        """A subset of the outputs, given buffers, a state, or types that NumPy does not have."""
+        session = self.runtime
+        if state is not None:
+            check_state(state, OrtState, stateful=self._component.stateful, out=out)
+        dtypes = self._dtypes if state is None else self._stateless
+        tensors = self._checked(feeds, dtypes)
+        names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
+        if out:
+            check_buffers(out, names, self._output_dtypes, self._where)
+        try:
+            if isinstance(state, OrtState):
+                return state.run(tensors, [name for name in names if name not in self._presents])
+            self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
+            return self._run_bound(session, tensors, names, out or {})
+        # With IO binding ONNX Runtime raises plain errors, too.
+        except (*_RUN_ERRORS, RuntimeError) as error:
+            if isinstance(error, SessionError):
+                raise
+            raise self._failed(error, tensors) from error
+
+    def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
+        """The inputs in the graph's order, of the declared type, as ONNX Runtime can read them."""
+        read = read_feeds(feeds, self._dtypes if dtypes is None else dtypes)
+        return {name: self._placed(tensor) for name, tensor in read.items()}
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as ONNX Runtime can read it: contiguous, where the session runs."""
+        return tensor.detach().to(self._where).contiguous()
+
+    def _run_bound(
+        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Run through IO binding: into given buffers, or with types that NumPy does not have."""
+        binding = session.io_binding()
+        for name, tensor in tensors.items():
+            binding.bind_ortvalue_input(name, as_ort_value(tensor))
+        for name in names:
+            if name in out:
+                binding.bind_ortvalue_output(name, as_ort_value(out[name]))
+            else:
+                binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        return {name: out[name] if name in out else ort_value_as_tensor(values[name]) for name in names}
+
+    @staticmethod
+    def _failed(error: Exception, tensors: Feeds) -> SessionError:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return SessionError(f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}")
+
+    def new_state(self, batch: int) -> State:
+        """An empty cache.
+
+        Raises:
+            SessionError: The graph has none.
+        """
+        if not self._component.stateful:
+            raise no_state()
+        return OrtState(self.runtime, self._component, batch)
+
+    def close(self) -> None:
+        """Give ONNX Runtime's memory back."""
+        self._session = None
+        self._run = self._closed
+
+    def _closed(self, *_: object) -> NoReturn:
+        raise session_closed()

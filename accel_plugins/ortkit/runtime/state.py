@@ -1,0 +1,166 @@
+"""A KV cache in host memory that ONNX Runtime reads and writes where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnxruntime as ort
+import torch
+
+from accel.artifact import Component, TensorSpec
+from accel.backends.checks import check_rows, check_step
+from accel.backends.interfaces import Feeds
+from accel.errors import InputError
+
+from .values import as_ort_value, ort_value_as_tensor
+
+# Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
+_MIN_CAPACITY = 256
+_GROWTH = 1.5
+
+
+class OrtState:
+    """Keys and values of one batch of sequences, and the binding that hands them to the graph.
+
+    Where the graph's past and present have the same shape, both are bound to one buffer with room for more tokens, and a
+    step copies nothing (`GroupQueryAttention`). Elsewhere the graph returns a longer tensor each step, which becomes the
+    next one's past. A batch of rows takes several tokens after a past one by one there: the operator's contract.
+    """
+
+    def __init__(self, session: ort.InferenceSession, component: Component, batch: int) -> None:
+        check_rows(batch)
+        self._session = session
+        self._component = component
+        self._batch = batch
+        self._length = 0
+        outputs = {spec.name: spec for spec in component.outputs}
+        self._pasts = [spec for spec in component.inputs if spec.pair is not None]
+        self._in_place = all(spec.shape == outputs[spec.pair or ""].shape for spec in self._pasts)
+        self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
+        self._results = [spec.name for spec in component.outputs if spec.pair is None]
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._binding: Any = None
+        self._capacity = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+        return self._batch
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine."""
+        chosen = check_rows(self._batch, index)
+        if chosen == list(range(self._batch)):
+            return
+        self._batch = len(chosen)
+        rows = torch.tensor(chosen)
+        self._replace({name: buffer.index_select(0, rows) for name, buffer in self._buffers.items()})
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        if not 0 <= length <= self._length:
+            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+        self._length = length
+
+    def clone(self) -> OrtState:
+        """An independent copy."""
+        copy = OrtState(self._session, self._component, self._batch)
+        copy._length, copy._capacity = self._length, self._capacity
+        copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
+        return copy
+
+    def run(self, feeds: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Compute the outputs `names` for the next tokens, and keep their keys and values.
+
+        Args:
+            feeds: The graph's inputs without the cache, contiguous, on the host, of the declared types.
+            names: Outputs wanted, none of the cache.
+        """
+        new = check_step(self._component, feeds, self._batch, self._length)
+        if self._in_place and new > 1 and self._length and self._batch > 1:
+            return self._one_by_one(feeds, names, new)
+        total = self._length + new
+        self._reserve(total)
+        binding = self._binding
+        for name, tensor in feeds.items():
+            binding.bind_ortvalue_input(name, as_ort_value(tensor))
+        for name in self._results:
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        values = dict(zip(self._order, binding.get_outputs(), strict=True))
+        self._length = total
+        if not self._in_place:
+            self._replace({spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._pasts})
+        return {name: ort_value_as_tensor(values[name]) for name in names}
+
+    def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
+        specs = {spec.name: spec for spec in self._component.inputs}
+        kept = next((name for name, spec in specs.items() if spec.shape == ("kept",)), None)
+        steps: list[dict[str, torch.Tensor]] = []
+        start = self._length
+        for i in range(new):
+            step = {}
+            for name, tensor in feeds.items():
+                if name == self._mask:
+                    step[name] = tensor[:, : start + i + 1].contiguous()
+                elif name == kept:
+                    step[name] = torch.zeros(1, dtype=tensor.dtype)
+                elif specs[name].shape[1:2] == ("sequence",):
+                    step[name] = tensor[:, i : i + 1].contiguous()
+                else:
+                    step[name] = tensor
+            steps.append(self.run(step, names))
+        whole = {name: torch.cat([step[name] for step in steps], dim=1) for name in names}
+        if kept is None:
+            return whole
+        return {name: tensor.index_select(1, feeds[kept]) for name, tensor in whole.items()}
+
+    def _reserve(self, total: int) -> None:
+        """Room for `total` tokens, and a binding that knows the buffers."""
+        if self._in_place and total > self._capacity:
+            self._capacity = max(_MIN_CAPACITY, -(-total // 64) * 64, int(self._capacity * _GROWTH))
+        elif self._binding is not None:
+            return
+        self._replace({spec.name: self._grown(spec) for spec in self._pasts})
+
+    def _grown(self, spec: TensorSpec) -> torch.Tensor:
+        before = self._buffers.get(spec.name)
+        if not self._in_place and before is not None:
+            return before
+        _, heads, _, size = spec.shape
+        # A graph that grows the cache reads the first `length` tokens of its past: none of this one.
+        shape = (self._batch, int(heads), self._capacity or 1, int(size))
+        buffer = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        if before is not None:
+            buffer[:, :, : self._length] = before[:, :, : self._length]
+        return buffer
+
+    def _replace(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Bind these buffers instead."""
+        self._buffers = dict(buffers)
+        self._binding = self._session.io_binding()
+        self._order = []
+        for spec in self._pasts:
+            buffer = self._buffers.get(spec.name)
+            if buffer is None:
+                self._binding = None
+                return
+            value = as_ort_value(buffer)
+            self._binding.bind_ortvalue_input(spec.name, value)
+            if self._in_place:
+                self._binding.bind_ortvalue_output(spec.pair, value)
+            else:
+                self._binding.bind_output(spec.pair)
+            self._order.append(spec.pair)
+        self._order += self._results

@@ -1,0 +1,159 @@
+"""Opens transformers models as sessions."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from accel.artifact import Artifact, HubOptions, Location
+from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
+from accel.backends.specs import DeviceSpec, Probe
+from accel.capture import Source, load_source, split
+from accel.config import ExportConfig, SessionOptions
+from accel.errors import ConfigError, did_you_mean
+
+from .decoding import DecoderSession
+from .exporter import WeightsExporter, describe
+from .session import CapturedModule, Module, ModuleSession
+
+OPTIONS = ("compile", "cuda_graph")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """A model in memory, and which one it is."""
+
+    folder: Path
+    config: ExportConfig
+    source: Source
+
+
+class PytorchBackend:
+    """Runs models eagerly; on request compiled, or replayed from a CUDA graph for each shape."""
+
+    def __init__(self) -> None:
+        # What was described last: whoever describes weights opens them next, and reading them twice takes seconds.
+        self._described: _Loaded | None = None
+
+    def probe(self) -> Probe:
+        """The host, and the NVIDIA GPUs that this build of PyTorch finds."""
+        devices = [DeviceSpec("cpu", name=platform.processor() or platform.machine())]
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            devices.append(
+                DeviceSpec(
+                    "cuda",
+                    index,
+                    name=found.name,
+                    arch=f"sm_{found.major}{found.minor}",
+                    memory_bytes=found.total_memory,
+                )
+            )
+        return Probe(
+            devices=tuple(devices), versions={"torch": torch.__version__, "transformers": transformers.__version__}
+        )
+
+    def exporter(self) -> Exporter:
+        """Saves the model in transformers' own layout."""
+        return WeightsExporter()
+
+    def optimizer(self) -> Optimizer | None:
+        """None."""
+        return None
+
+    def quantizer(self) -> Quantizer | None:
+        """None."""
+        return None
+
+    def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
+        """A transformers folder as an artifact; nothing is written. Reads the weights, and keeps them for `open`."""
+        source = _load(folder, task, config, trust_remote_code)
+        self._described = _Loaded(folder=folder, config=config, source=source)
+        return describe(source, folder, config)
+
+    def open(
+        self,
+        artifact: Artifact,
+        *,
+        device: DeviceSpec,
+        options: Mapping[str, object],
+        session: SessionOptions,
+        shapes: Shapes | None = None,
+        trust_remote_code: bool = False,
+    ) -> Mapping[str, Session]:
+        """Load the model and open its parts; see `accel.backends.interfaces.Backend.open`.
+
+        Args:
+            artifact: PyTorch weights.
+            device: The host or a GPU.
+            options: `compile`: run through `torch.compile`, weights frozen on the CPU; compiling takes up to minutes.
+                `cuda_graph`: on a GPU, replay a captured graph for each shape, which launches kernels without the host.
+            session: `threads` and `compute_dtype`; PyTorch has one thread pool for the whole process.
+            shapes: Only checked: eager PyTorch gains nothing from fixed shapes.
+            trust_remote_code: Run code that comes with the model.
+
+        Raises:
+            ConfigError: An option that PyTorch does not have, or a CUDA graph on the host.
+        """
+        _check(options, session, device)
+        recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
+        dtype = session.compute_dtype or artifact.dtype
+        config = ExportConfig.from_dict({**recorded, "dtype": dtype, "atol": None})
+        if session.threads is not None:
+            torch.set_num_threads(session.threads)
+        source = self._take(artifact.path, config) or _load(artifact.path, artifact.task, config, trust_remote_code)
+        where = torch.device(str(device))
+        source.model.to(where)
+        opened: dict[str, Session] = {}
+        for part in split(source):
+            component = artifact.component(part.name)
+            if part.stateful:
+                opened[part.name] = DecoderSession(source.model, part, component, device, dtype)
+                continue
+            module: Module = part.model
+            if options.get("compile"):
+                # Freezing makes weights constants of the compiled code (weight layout, constant folding); CPU only.
+                how = {"options": {"freezing": True}} if device.type == "cpu" else {"mode": "reduce-overhead"}
+                module = torch.compile(module, **how)
+            if options.get("cuda_graph"):
+                module = CapturedModule(module)
+            opened[part.name] = ModuleSession(module, component, device, dtype, shapes or {})
+        return opened
+
+    def _take(self, folder: Path, config: ExportConfig) -> Source | None:
+        """The model that was described last, if it is this one in this type."""
+        found, self._described = self._described, None
+        if found is None or found.folder != folder:
+            return None
+        same = {**found.config.to_dict(), "atol": None} == config.to_dict()
+        return found.source if same else None
+
+
+def _load(folder: Path, task: str, config: ExportConfig, trust_remote_code: bool) -> Source:
+    hub = HubOptions(local_files_only=True, trust_remote_code=trust_remote_code)
+    return load_source(Location(str(folder), folder), task=task, config=config, hub=hub)
+
+
+def _check(options: Mapping[str, object], session: SessionOptions, device: DeviceSpec) -> None:
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"The backend 'pytorch' has no option {name!r}.{did_you_mean(name, OPTIONS)}",
+                fix=f"use {' or '.join(OPTIONS)}, or leave it out.",
+            )
+    if options.get("cuda_graph") and device.type != "cuda":
+        raise ConfigError(
+            f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.",
+            fix="pass device='cuda' (--device).",
+        )
+    if options.get("cuda_graph") and options.get("compile"):
+        raise ConfigError("compile makes CUDA graphs of its own.", fix="leave cuda_graph out.")
+    default = SessionOptions()
+    for name in ("native", "profile", "graph_optimization"):
+        if getattr(session, name) != getattr(default, name):
+            raise ConfigError(f"PyTorch has no setting for SessionOptions.{name}.", fix="leave it out.")

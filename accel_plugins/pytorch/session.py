@@ -1,0 +1,173 @@
+"""A PyTorch module behind `accel.backends.interfaces.Session`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel.artifact import Component, TensorSpec
+from accel.backends.checks import (
+    ShapeCheck,
+    check_buffer_shape,
+    check_buffers,
+    check_state,
+    no_state,
+    read_feeds,
+    session_closed,
+    tensor_dtypes,
+    wanted_outputs,
+)
+from accel.backends.interfaces import Feeds, State
+from accel.backends.specs import DeviceSpec
+from accel.capture import graph_name, named_tensors
+
+Module = Callable[..., Any]
+
+
+class ModuleSession:
+    """Runs a module with named tensors in and out. Calls may come from several threads.
+
+    Args:
+        module: The model, where it runs and in the type that it computes in.
+        component: What goes in and out.
+        device: Where the module is.
+        dtype: What it computes in.
+        shapes: Sizes that named axes are held to.
+    """
+
+    def __init__(
+        self, module: Module, component: Component, device: DeviceSpec, dtype: str, shapes: Mapping[str, int]
+    ) -> None:
+        self._module: Module | None = module
+        self._component = component
+        self._device = device
+        self._where = torch.device(str(device))
+        self._dtype = dtype
+        self._computes: torch.dtype = getattr(torch, dtype)
+        self._dtypes = tensor_dtypes(component.inputs)
+        self._output_dtypes = tensor_dtypes(component.outputs)
+        self._check_shapes = ShapeCheck(component.inputs, shapes)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As described from the model's signature and config."""
+        return self._component.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As the model returned them when it was described."""
+        return self._component.outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Where the module is."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """The type of the weights."""
+        return self._dtype
+
+    @property
+    def runtime(self) -> Module:
+        """The module itself.
+
+        Raises:
+            SessionClosedError: After `close`.
+        """
+        if self._module is None:
+            raise session_closed()
+        return self._module
+
+    def run(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        state: State | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See `accel.backends.interfaces.Session.run`."""
+        module = self.runtime
+        check_state(state, type(None), stateful=False, out=out)
+        tensors = self._placed(feeds, self._dtypes)
+        names = list(self._output_dtypes) if outputs is None else wanted_outputs(outputs, list(self._output_dtypes))
+        if out:
+            check_buffers(out, names, self._output_dtypes, self._where)
+        with torch.inference_mode():
+            found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
+            values = {name: self._declared(name, found[name]) for name in names}
+        for name, buffer in (out or {}).items():
+            check_buffer_shape(name, buffer, values[name].shape)
+            values[name] = buffer.copy_(values[name])
+        return values
+
+    def _placed(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """The inputs where the module is, floating-point ones in the type that it computes in."""
+        tensors = read_feeds(feeds, dtypes)
+        self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
+        return {
+            name: tensor.to(self._where, self._computes if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+
+    def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._output_dtypes[name])
+
+    def new_state(self, batch: int) -> State:
+        """A module of one graph keeps none.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise no_state()
+
+    def close(self) -> None:
+        """Let the module go; its memory is free when nothing else holds it."""
+        self._module = None
+
+
+class CapturedModule:
+    """A module on a GPU, replayed from a CUDA graph: eager kernels without the host's part in launching them.
+
+    Each shape is captured at its first call. Inputs are copied into the graph's buffers, and outputs are copied out of
+    them, so callers take turns.
+
+    Args:
+        module: The model on a GPU.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+        self._turn = threading.Lock()
+
+    def __call__(self, **feeds: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Replay the graph of these shapes."""
+        shape = tuple((name, tuple(tensor.shape)) for name, tensor in feeds.items())
+        with self._turn:
+            if shape not in self._graphs:
+                self._graphs[shape] = self._capture(feeds)
+            graph, buffers, result = self._graphs[shape]
+            torch._foreach_copy_(list(buffers.values()), list(feeds.values()))
+            graph.replay()
+            return {name: tensor.clone() for name, tensor in result.items()}
+
+    def _capture(
+        self, feeds: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture."""
+        buffers = {name: tensor.clone() for name, tensor in feeds.items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._module(**buffers)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = named_tensors(self._module(**buffers))
+        return graph, buffers, result

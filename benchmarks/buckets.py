@@ -1,0 +1,63 @@
+"""What static shapes gain: each artifact with and without `buckets`, at a length that is a bucket, so that nothing is padded.
+
+    python benchmarks/buckets.py --work FOLDER [--model MODEL_FOLDER --sequence 16] [--backend cpu]
+
+Without `--model`: DistilBERT's shape, 1x128, as `openvino_backend.py` makes it. One process a variant, taking turns. Prints one
+JSON object; `gain` is the median without buckets over the median with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from openvino_backend import TASK, distilbert, int8_of, made, token_rows
+
+from accel import SessionOptions, export, quantize
+from accel.measuring.latency.rounds import measure
+from accel.measuring.latency.variants import Variant
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--work", type=Path, required=True, help="folder for what is exported and quantized")
+parser.add_argument("--model", type=Path, help="a transformers folder for text classification")
+parser.add_argument("--sequence", type=int, default=128)
+parser.add_argument("--backend", choices=("cpu", "openvino"), default="cpu")
+parser.add_argument("--rounds", type=int, default=8)
+parser.add_argument("--calls", type=int, default=25)
+args = parser.parse_args()
+
+args.work.mkdir(parents=True, exist_ok=True)
+source = args.model or distilbert(args.work / "distilbert")
+if args.backend == "cpu":
+    floating = made(args.work / f"{source.name}-onnx", lambda out: export(source, out))
+    int8 = made(args.work / f"{source.name}-onnx-int8", lambda out: quantize(floating, out, scheme="dynamic-int8"))
+else:
+    floating = made(args.work / f"{source.name}-ir", lambda out: export(source, out, backend="openvino"))
+    types = len(floating.component().inputs) == 3
+    int8 = int8_of(floating, args.work / f"{source.name}-int8", args.sequence, types)
+names = {spec.name for spec in floating.component().inputs}
+feeds = {k: v for k, v in token_rows(1, 1, args.sequence, types=True)[0].items() if k in names}
+options = {"": SessionOptions(), ", buckets": SessionOptions(buckets=(args.sequence // 2, args.sequence))}
+variants = [
+    Variant(name=f"{word}{how}", path=artifact.path, task=TASK, backend=args.backend, options=chosen)
+    for word, artifact in (("float32", floating), ("int8", int8))
+    for how, chosen in options.items()
+]
+timings = {t.name: t for t in measure(variants, feeds, rounds=args.rounds, calls=args.calls)}
+print(
+    json.dumps(
+        {
+            "model": source.name,
+            "backend": args.backend,
+            "shape": [1, args.sequence],
+            "median_ms": {name: round(t.median, 3) for name, t in timings.items()},
+            "p5_p95_ms": {name: [round(n, 3) for n in t.spread] for name, t in timings.items()},
+            "gain": {
+                word: round(timings[word].median / timings[f"{word}, buckets"].median, 3)
+                for word in ("float32", "int8")
+            },
+        },
+        indent=1,
+    )
+)

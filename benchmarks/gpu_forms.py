@@ -1,0 +1,109 @@
+"""Forms of one graph on an NVIDIA GPU: what each takes of its memory, and attention kernels for short rows.
+
+    python benchmarks/gpu_forms.py [OUT.json]
+
+Models as in `gpu.py`. Memory is what the device has less after each form's first calls, with weights shared by the forms
+and with weights of their own. Times are medians of the bare CUDA graph, the two kernels taking turns.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import make_inputs, make_model
+
+from accel import ORTModelForSequenceClassification, export, optimize
+from accel_plugins.cuda.forms import masks
+from accel_plugins.cuda.weights import SharedWeights
+
+SHAPES = [(1, 16), (1, 32), (1, 64), (1, 96), (4, 32), (8, 64), (16, 64), (32, 64), (8, 96), (64, 32), (128, 16)]
+CALLS, ROUNDS = 60, 3
+
+
+def microseconds(call: Callable[[], object]) -> list[float]:
+    """Times of single calls, each waited for."""
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def used_mb() -> float:
+    """Device memory in use, 10^6 bytes."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e6
+
+
+def memory(folder: Path, name: str) -> list[float]:
+    """What is taken after loading, and after calls that need the forms `short`, `lengths` and `general`."""
+    before = used_mb()
+    model = ORTModelForSequenceClassification.from_pretrained(
+        folder, backend="cuda", provider_options={"packing": False}
+    )
+    full, right = make_inputs(name, 4, 64, 1.0), make_inputs(name, 4, 64, 0.7)
+    left = {**right, "attention_mask": right["attention_mask"].flip(1)}
+    taken = [used_mb() - before]
+    for inputs in (full, right, left):
+        for _ in range(3):
+            model(**inputs)
+        taken.append(used_mb() - before)
+    return [round(megabytes) for megabytes in taken]
+
+
+def no_weights(_: SharedWeights) -> Mapping[str, Any]:
+    """In place of `SharedWeights.values`: every form loads its own."""
+    return {}
+
+
+@torch.inference_mode()
+def main(out: Path) -> None:
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "memory_mb": {}, "replay_us": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in ("MiniLM-L6", "roberta-base"):
+            artifact = export(make_model(name), Path(temporary) / name, task="text-classification")
+            folder = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4").path
+            sharing = SharedWeights.values
+            for label, values in (("own weights", no_weights), ("shared weights", sharing)):
+                SharedWeights.values = values  # type: ignore[method-assign]
+                report["memory_mb"][f"{name}, {label}"] = memory(folder, name)
+                gc.collect()
+            replays: dict[tuple[int, int], dict[str, Callable[[], object]]] = collections.defaultdict(dict)
+            kept = []
+            for label, limit in (("cuDNN", 0), ("memory-efficient", 1 << 20)):
+                masks.SHORT_UP_TO = limit
+                model = ORTModelForSequenceClassification.from_pretrained(
+                    folder, backend="cuda", provider_options={"cuda_graphs": 64, "packing": label == "cuDNN"}
+                )
+                kept.append(model)
+                for shape in SHAPES:
+                    for _ in range(4):
+                        model(**make_inputs(name, *shape, 1.0))
+                    replays[shape][label] = model.sessions["model"].last_graph.replay
+            for shape, calls in replays.items():
+                times: dict[str, list[float]] = collections.defaultdict(list)
+                for _ in range(ROUNDS):
+                    for label, call in calls.items():
+                        times[label] += microseconds(call)
+                medians = {label: round(statistics.median(found), 1) for label, found in times.items()}
+                report["replay_us"][f"{name} {shape[0]}x{shape[1]}"] = medians
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".json"))

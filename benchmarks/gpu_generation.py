@@ -1,0 +1,207 @@
+"""Text generation on an NVIDIA GPU: transformers eager, transformers with a static cache and torch.compile, and accel.
+
+    python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER]
+
+A model of Qwen2-0.5B's shape with seeded random weights, batch 1 (and 8 without torch.compile), greedy, 64 tokens after a
+prompt of 128, all in float16 in one process. Variants take turns; a round is one `generate` of 1 and one of 65 tokens.
+Decoding is what the second takes longer, in tokens a second; prefill is the first. Then what a step takes by itself:
+accel's step called in a loop, and its CUDA graph replayed alone. An error is the Euclidean norm of the difference of the
+prompt's last logits from PyTorch float32 over their norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import torch
+import transformers
+
+from accel import Artifact, ORTModelForCausalLM, export, optimize
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PROMPT, NEW = 128, 64
+ROUNDS, WARM_UP = 7, 2
+Generate = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def make_model(layers: int) -> Any:
+    """A decoder of Qwen2-0.5B's shape, seeded."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_theta=1000000.0,
+        tie_word_embeddings=True,
+    )
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    # As trained models have them: biases of zero would be left out of the graph.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.02)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def generator(model: Any, **choices: Any) -> Generate:
+    def generate(ids: torch.Tensor, new: int) -> torch.Tensor:
+        found: torch.Tensor = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, **choices
+        )
+        return found
+
+    return generate
+
+
+def seconds(generate: Generate, ids: torch.Tensor, new: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    generate(ids, new)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(variants: dict[str, Generate], ids: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Prefill milliseconds and decoded tokens a second of each row, variants taking turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for turn in range(WARM_UP + ROUNDS):
+        for name, generate in variants.items():
+            pair = seconds(generate, ids, 1), seconds(generate, ids, NEW + 1)
+            if turn >= WARM_UP:
+                times[name].append(pair)
+    found = {}
+    for name, pairs in times.items():
+        rates = sorted(NEW / (long - short) for short, long in pairs)
+        found[name] = {
+            "tokens_per_s": statistics.median(rates),
+            "tokens_per_s_lowest": rates[0],
+            "tokens_per_s_highest": rates[-1],
+            "ms_per_token": 1e3 / statistics.median(rates),
+            "prefill_ms": 1e3 * statistics.median(short for short, _ in pairs),
+            "generate_ms": 1e3 * statistics.median(long for _, long in pairs),
+        }
+    return found
+
+
+def steps_alone(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Milliseconds of accel's step in a loop, and of its graph replayed alone."""
+    cache = model.new_cache()
+    batch = len(ids)
+    ones = torch.ones((batch, PROMPT + 200), dtype=torch.int64, device=ids.device)
+    places = torch.arange(PROMPT + 200, device=ids.device).expand(batch, -1)
+    model(input_ids=ids, attention_mask=ones[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+    token = ids[:, :1]
+
+    def step(place: int) -> None:
+        model(
+            input_ids=token, attention_mask=ones[:, : place + 1], position_ids=places[:, place : place + 1],
+            past_key_values=cache,
+        )  # fmt: skip
+
+    for place in range(PROMPT, PROMPT + 10):
+        step(place)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for place in range(PROMPT + 10, PROMPT + 74):
+        step(place)
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - start
+    slot = cache.state._slot  # noqa: SLF001
+    found = {"step_ms": 1e3 * whole / 64, "step_host_ms": 1e3 * host / 64}
+    if slot.captured:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(64):
+            slot._graph.replay()  # noqa: SLF001
+        torch.cuda.synchronize()
+        found["graph_ms"] = 1e3 * (time.perf_counter() - start) / 64
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--work", type=Path)
+    arguments = parser.parse_args()
+    work = arguments.work or Path(tempfile.mkdtemp())
+    model = make_model(arguments.layers)
+    began = time.perf_counter()
+    made = work / "fp16"
+    if not (made / "accel.json").is_file():
+        model.save_pretrained(work / "source")
+        print("saved", round(time.perf_counter() - began, 1), flush=True)
+        plain = work / "fp32"
+        exported = Artifact.load(plain) if plain.is_dir() else export(work / "source", plain, task="text-generation")
+        print("exported", round(time.perf_counter() - began, 1), flush=True)
+        optimize(exported, made, backend="cuda", level="O4")
+        print("optimized", round(time.perf_counter() - began, 1), flush=True)
+    accelerated = ORTModelForCausalLM.from_pretrained(made, device="cuda:0")
+    draw = torch.Generator().manual_seed(1)
+    prompts = {batch: torch.randint(10, 150000, (batch, PROMPT), generator=draw).cuda() for batch in (1, 8)}
+    with torch.inference_mode():
+        reference = model(prompts[1].cpu(), logits_to_keep=1).logits[0, -1]
+    half = model.half().cuda()
+    result: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "onnxruntime": ort.__version__,
+            "python": platform.python_version(),
+        },
+        "shape": {"layers": arguments.layers, "prompt": PROMPT, "new": NEW},
+        "rounds": ROUNDS,
+        "errors": {},
+        "batches": {},
+    }
+    for name, one in (("transformers eager", half), ("accel", accelerated)):
+        with torch.inference_mode():
+            logits = one(input_ids=prompts[1], logits_to_keep=1).logits[0, -1].float().cpu()
+        result["errors"][name] = float((logits - reference).norm() / reference.norm())
+    print(result["errors"], flush=True)
+    for batch, ids in prompts.items():
+        variants = {"transformers eager": generator(half)}
+        if batch == 1 and not arguments.no_compile:
+            variants["transformers static cache, torch.compile"] = generator(half, cache_implementation="static")
+        variants["accel"] = generator(accelerated)
+        found: dict[str, Any] = dict(measure(variants, ids))
+        found["accel"] |= steps_alone(accelerated, ids)
+        result["batches"][str(batch)] = found
+        eager = found["transformers eager"]["tokens_per_s"]
+        for name, row in found.items():
+            row["against_eager"] = row["tokens_per_s"] / eager
+            print(
+                f"batch {batch} | {name} | {row['tokens_per_s']:.0f} tokens/s ({row['tokens_per_s_lowest']:.0f} to "
+                f"{row['tokens_per_s_highest']:.0f}) | {row['ms_per_token']:.2f} ms a token | prefill "
+                f"{row['prefill_ms']:.1f} ms | {row['against_eager']:.2f}",
+                flush=True,
+            )
+        print({key: round(value, 3) for key, value in found["accel"].items()}, flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

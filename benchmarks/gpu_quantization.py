@@ -1,0 +1,44 @@
+"""Accuracy of the Q/DQ graphs for GPUs, on the CPU: the pairs mean the same on every runtime.
+
+    python benchmarks/gpu_quantization.py MODEL_FOLDER TEST.csv CALIBRATION.csv
+
+Prints one JSON object with the accuracy of the float16 artifact and of each variant of each scheme.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import accel
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "feed-forward layers": {"exclude": ("re:attention",)},
+    "all linear layers": {},
+    "attention's products too": {"operators": ("MatMul", "Gemm", "Attention")},
+}
+
+
+def main(model: str, test: str, calibration: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        exported = accel.export(model, folder / "float")
+        half = accel.optimize(exported, folder / "float16", backend="tensorrt", level="O4")
+        found = {"float16": round(100 * accel.evaluate(half, test, max_length=64, backend="cpu").value, 2)}
+        for scheme in ("static-int8", "static-fp8"):
+            for variant, settings in VARIANTS.items():
+                made = accel.quantize(
+                    half, folder / f"{scheme} {variant}", backend="tensorrt", scheme=scheme, calibration=calibration,
+                    samples=256, max_length=64, **settings,
+                )  # fmt: skip
+                value = accel.evaluate(made, test, max_length=64, backend="cpu").value
+                found[f"{scheme}, {variant}"] = round(100 * value, 2)
+                print(scheme, variant, found[f"{scheme}, {variant}"], file=sys.stderr)
+        print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Throughput of `accel.pipeline`, which sorts batches by length, against the stock pipeline over the same model.
+
+    python benchmarks/length_sorting.py [MODEL_FOLDER] [--rows 3080] [--rounds 3]
+
+BANKING77's test queries, batch 32, both pipelines taking turns in one process (they share the session); prints medians of
+texts per second, and checks that the results agree in order. Without a folder it takes the model that ships with accel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import transformers
+
+import accel
+from accel import ORTModelForSequenceClassification
+from accel.demo import MODEL, read_test_set
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", nargs="?", default=MODEL)
+parser.add_argument("--rows", type=int, default=3080)
+parser.add_argument("--rounds", type=int, default=3)
+args = parser.parse_args()
+
+texts = read_test_set()[0][: args.rows]
+model = ORTModelForSequenceClassification.from_pretrained(args.model)
+tokenizer = transformers.AutoTokenizer.from_pretrained(model.artifact.path)
+variants = {
+    "stock": transformers.pipeline("text-classification", model=model, tokenizer=tokenizer),
+    "sorted": accel.pipeline("text-classification", model=model, tokenizer=tokenizer),
+}
+rates: dict[str, list[float]] = {name: [] for name in variants}
+results = {}
+for _ in range(args.rounds):
+    for name, classify in variants.items():
+        started = time.perf_counter()
+        results[name] = classify(texts, batch_size=32)
+        rates[name].append(len(texts) / (time.perf_counter() - started))
+labels = {name: [result["label"] for result in found] for name, found in results.items()}
+assert labels["stock"] == labels["sorted"], "sorting changed the results"
+medians = {name: statistics.median(values) for name, values in rates.items()}
+print(
+    json.dumps(
+        {
+            "model": Path(args.model).name,
+            "rows": len(texts),
+            "texts_per_s": medians,
+            "all": rates,
+            "ratio": medians["sorted"] / medians["stock"],
+        }
+    )
+)

@@ -1,0 +1,215 @@
+"""Time of a call, ours on the OpenVINO backend against optimum-intel's in an environment of its own.
+
+    python benchmarks/optimum_intel.py --work FOLDER --peer-python PYTHON_OF_OPTIMUM_INTEL [--model MODEL_FOLDER --sequence 16]
+
+Without `--model`: DistilBERT's shape, 1x128, as `openvino_backend.py` makes it. Both sides run the same model on the same inputs
+with the same precision, threads, performance hint and pinning, in one process each, and take turns. They call what their users
+call, `model(**inputs)` with torch tensors in and out. In float32 and bfloat16 each runs its own export; the int8 graph is ours, loaded
+by both, and so is the graph in the rows that say so. The processes are started anew several times, since where memory comes to lie
+decides some percent. Prints one JSON object; `speed` is their time over ours, so above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HINTS = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def feeds(types: bool, sequence: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1000, 30000, (1, sequence), generator=torch.Generator().manual_seed(0))
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return row | ({"token_type_ids": torch.zeros_like(ids)} if types else {})
+
+
+# In the processes
+
+
+def load_ours(spec: dict[str, Any]) -> Any:
+    from accel import ORTModelForSequenceClassification, SessionOptions
+
+    return ORTModelForSequenceClassification.from_pretrained(
+        spec["path"],
+        backend="openvino",
+        session_options=SessionOptions(
+            threads=spec["threads"], compute_dtype=spec["precision"], buckets=tuple(spec["buckets"])
+        ),
+    )
+
+
+def load_theirs(spec: dict[str, Any]) -> Any:
+    from optimum.intel import OVModelForSequenceClassification
+
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": spec["threads"],
+        "INFERENCE_PRECISION_HINT": HINTS[spec["precision"]],
+        "ENABLE_CPU_PINNING": False,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    }
+    path = Path(spec["path"])
+    if not (path / "openvino_model.xml").is_file():
+        OVModelForSequenceClassification.from_pretrained(spec["source"], export=True, compile=False).save_pretrained(
+            str(path)
+        )
+    model = OVModelForSequenceClassification.from_pretrained(str(path), ov_config=settings)
+    model.compile()
+    return model
+
+
+def serve(spec: dict[str, Any]) -> None:
+    """Answer a number of calls with their times, until the input ends."""
+    # What the libraries print must not get between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(spec["threads"])
+    model = (load_ours if spec["side"] == "ours" else load_theirs)(spec)
+    inputs = feeds(spec["types"], spec["sequence"])
+    clock = time.perf_counter_ns
+    with torch.inference_mode():
+        for _ in range(30):
+            logits = model(**inputs).logits
+        print(json.dumps(logits.tolist()), file=answers, flush=True)
+        for line in sys.stdin:
+            times = []
+            for _ in range(int(line)):
+                started = clock()
+                model(**inputs)
+                times.append((clock() - started) / 1e6)
+            print(json.dumps(times), file=answers, flush=True)
+
+
+class Side:
+    """A process that answers."""
+
+    def __init__(self, python: str, spec: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [python, __file__, "--serve", json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.logits = torch.tensor(self._answer())
+
+    def time(self, calls: int) -> list[float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{calls}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a side failed; its error is above")
+        return json.loads(line)
+
+
+# In the parent
+
+
+def compare(
+    args: argparse.Namespace, types: bool, ours: dict[str, Any], theirs: dict[str, Any], precision: str
+) -> dict[str, Any]:
+    """Both sides in turns, several times with new processes."""
+    same = {"precision": precision, "threads": args.threads, "types": types, "sequence": args.sequence}
+    specs = {
+        "ours": (sys.executable, {"side": "ours", "buckets": [], **ours, **same}),
+        "theirs": (args.peer_python, {"side": "theirs", **theirs, **same}),
+    }
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    ratios: list[float] = []
+    difference = 0.0
+    for again in range(args.processes):
+        sides = {name: Side(*specs[name]) for name in (specs if again % 2 == 0 else reversed(specs))}
+        difference = max(difference, float((sides["ours"].logits - sides["theirs"].logits).abs().max()))
+        for turn in range(args.rounds):
+            medians = {}
+            for name in ("ours", "theirs") if turn % 2 == 0 else ("theirs", "ours"):
+                found = sides[name].time(args.calls)
+                times[name] += found
+                medians[name] = statistics.median(found)
+            ratios.append(medians["theirs"] / medians["ours"])
+        for side in sides.values():
+            side.close()
+    low, middle, high = statistics.quantiles(ratios, n=4)
+
+    def summary(column: list[float]) -> dict[str, float]:
+        ordered = sorted(column)
+        return {
+            "median_ms": round(statistics.median(ordered), 3),
+            "p5_ms": round(ordered[len(ordered) // 20], 3),
+            "p95_ms": round(ordered[-1 - len(ordered) // 20], 3),
+        }
+
+    return {
+        **{name: summary(column) for name, column in times.items()},
+        "speed": round(middle, 3),
+        "speed_quartiles_of_rounds": [round(low, 3), round(high, 3)],
+        "max_abs_difference": round(difference, 6),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="folder for what is exported and quantized")
+    parser.add_argument("--peer-python", help="the interpreter of the environment with optimum-intel")
+    parser.add_argument("--model", type=Path, help="a transformers folder for text classification")
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=3, help="how often the processes are started anew")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--calls", type=int, default=25)
+    parser.add_argument("--rows", nargs="*", help="names of the rows to measure; all when left out")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(json.loads(args.serve))
+        return
+    if args.work is None or args.peer_python is None:
+        parser.error("--work and --peer-python are needed")
+    from openvino_backend import distilbert, int8_of, made
+
+    from accel import export
+
+    args.work.mkdir(parents=True, exist_ok=True)
+    source = distilbert(args.work / "distilbert") if args.model is None else args.model
+    name = source.name
+    ir = made(args.work / f"{name}-ir", lambda out: export(source, out, backend="openvino"))
+    types = any(spec.name == "token_type_ids" for spec in ir.component().inputs)
+    int8 = int8_of(ir, args.work / f"{name}-int8", args.sequence, types)
+    peer = {"source": str(source), "path": str(args.work / f"{name}-optimum-intel")}
+    buckets = {"buckets": [args.sequence // 2, args.sequence]}
+    ours, both, quantized = {"path": str(ir.path)}, {"path": str(ir.path)}, {"path": str(int8.path)}
+    rows = {
+        "float32": (ours, peer, "float32"),
+        "float32, our graph in both": (ours, both, "float32"),
+        "float32, ours with buckets": (ours | buckets, peer, "float32"),
+        "bfloat16": (ours, peer, "bfloat16"),
+        "bfloat16, our graph in both": (ours, both, "bfloat16"),
+        "bfloat16, ours with buckets": (ours | buckets, peer, "bfloat16"),
+        "int8": (quantized, quantized, "float32"),
+        "int8, ours with buckets": (quantized | buckets, quantized, "float32"),
+        "int8, bfloat16 elsewhere": (quantized, quantized, "bfloat16"),
+        "int8, bfloat16 elsewhere, ours with buckets": (quantized | buckets, quantized, "bfloat16"),
+    }
+    result = {}
+    for title, row in rows.items():
+        if not args.rows or title in args.rows:
+            result[title] = compare(args, types, *row)
+            print(title, result[title], file=sys.stderr)
+    print(json.dumps({"model": name, "shape": [1, args.sequence], **result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

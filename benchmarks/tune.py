@@ -1,0 +1,192 @@
+"""The bars of `accel benchmark` and `accel tune`, as JSON: A/A test, harness cost, the search, its resumption, its winner.
+
+    python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts cost,tune,resume,winner,aa] [--tuned FOLDER]
+    python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json --parts page       # writes OUT.md from OUT.json
+
+Run it on a quiet machine, with an `ACCEL_HOME` that does not exist yet; each part adds its numbers to OUT.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import accel
+from accel.artifact.manifest import Artifact
+from accel.backends import registry
+from accel.backends.machine import machine
+from accel.measuring.latency.benchmarking import benchmark
+from accel.measuring.latency.calls import timed
+from accel.measuring.latency.variants import Variant
+from accel.tuning.report import render
+
+
+def cost() -> dict[str, float]:
+    """Microseconds that the timed region adds to a call: a call that does nothing, timed as any other."""
+    runs = [statistics.median(timed(lambda **_: None, [{"a": 1}] * 20_000)) * 1000 for _ in range(5)]
+    started = time.perf_counter()
+    timed(lambda **_: None, [{"a": 1}] * 200_000)
+    return {"inside_us": min(runs), "per_call_us": (time.perf_counter() - started) / 0.2}
+
+
+def a_a(folder: Path, runs: int) -> dict[str, object]:
+    """Two copies of one variant, several times."""
+    ratios = []
+    for _ in range(runs):
+        pair = [Variant(name=name, path=folder, task="text-classification") for name in ("A", "A again")]
+        found = benchmark(pair, sequence=[32]).variants[1].cells[0].ratio
+        assert found is not None
+        ratios.append([found.value, found.low, found.high])
+    return {
+        "runs": runs,
+        "covers_one": sum(low <= 1 <= high for _, low, high in ratios),
+        "largest_difference": max(abs(value - 1) for value, _, _ in ratios),
+        "median_difference": statistics.median(abs(value - 1) for value, _, _ in ratios),
+        "ratios": ratios,
+    }
+
+
+def winner(folder: Path, data: str) -> dict[str, object]:
+    """The winner in new processes: latency beside PyTorch, and accuracy."""
+    artifact = Artifact.load(folder)
+    run = artifact.manifest.run
+    assert run is not None
+    found = benchmark(artifact, sequence=[32, 128])
+    base, tuned = found.variants
+    evaluation = accel.evaluate(folder, data)
+    return {
+        "name": json.loads((folder / "tune.json").read_text())["winner"],
+        "recorded_ms": dict(run.measured["median_ms"]),
+        "recorded_pytorch_ms": dict(run.measured["pytorch_float32_ms"]),
+        "measured_ms": {cell.workload: cell.latency.median for cell in tuned.cells},
+        "measured_pytorch_ms": {cell.workload: cell.latency.median for cell in base.cells},
+        "ratio": {
+            cell.workload: [cell.ratio.value, cell.ratio.low, cell.ratio.high] for cell in tuned.cells if cell.ratio
+        },
+        "recorded_accuracy": run.measured["value"],
+        "measured_accuracy": evaluation.value,
+        "drop": run.measured["drop"],
+        "rows": evaluation.rows,
+    }
+
+
+def page(values: dict[str, Any]) -> str:
+    """The page about OUT.json: what was found beside the bar."""
+    rows: list[tuple[str, str, str]] = []
+    if "cost" in values:
+        cost = values["cost"]
+        found = f"{cost['per_call_us']:.2f} us a call, of which {cost['inside_us']:.2f} in the timed region"
+        rows.append(("harness: a call that does nothing", "5 us", found))
+    if "tune" in values:
+        tuned = values["tune"]
+        rows += [
+            (
+                "tune, cold",
+                "600 s",
+                f"{tuned['seconds']:.0f} s: {tuned['candidates']} candidates, {tuned['timed']} timed",
+            ),
+            ("its winner", "4.2 times PyTorch float32", f"{tuned['speed']:.2f} times: {tuned['winner']}"),
+            ("points lost by it", "0.28", f"{tuned['drop']:.2f} on {tuned['rows']} rows"),
+        ]
+    if "resume" in values:
+        rows.append(("the same search again", "60 s", f"{values['resume']['seconds']:.1f} s"))
+    if "winner" in values:
+        won = values["winner"]
+        for name, recorded in won["recorded_ms"].items():
+            measured = won["measured_ms"][name]
+            change = f"{recorded:.2f} ms recorded, {measured:.2f} ms measured ({measured / recorded - 1:+.1%})"
+            rows.append((f"the winner in a new process, {name}", "10 %", change))
+        equal = f"{won['recorded_accuracy']:.4f} recorded, {won['measured_accuracy']:.4f} measured"
+        rows.append(("its accuracy", "equal", equal))
+    if "aa" in values:
+        aa = values["aa"]
+        middle, largest = aa["median_difference"], aa["largest_difference"]
+        rows += [
+            (
+                "A/A: difference of two copies",
+                "2 %",
+                f"{middle:.1%} (median of {aa['runs']} runs), at most {largest:.1%}",
+            ),
+            ("A/A: the interval covers 1", "18 of 20", f"{aa['covers_one']} of {aa['runs']}"),
+        ]
+    table = "\n".join(f"| {what} | {bar} | {found} |" for what, bar, found in rows)
+    machine = values["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
+    front = "\n".join(f"| {n} | {s:.2f} | {d:.2f} |" for n, s, d in values.get("tune", {}).get("front", []))
+    stages = "\n".join(f"| {name} | {took} |" for name, took in values.get("tune", {}).get("stages", {}).items())
+    return f"""# Bars of benchmark and tune
+
+Written by `benchmarks/tune.py` from `tune.json`: MiniLM with BANKING77, 3,080 test queries, calls of 1x32 and 1x128 tokens,
+{machine["processors"]} processors, {machine.get("processor", "")}, Python {machine["python"]}, {versions}.
+
+| what | bar | found |
+|---|---|---|
+{table}
+
+Where the cold search spent its time:
+
+| stage | seconds |
+|---|---|
+{stages}
+
+The Pareto front, every candidate on it measured on all rows:
+
+| candidate | times PyTorch float32 | points lost |
+|---|---|---|
+{front}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("model", "data", "calibration", "out"):
+        parser.add_argument(name)
+    parser.add_argument("--parts", default="cost,tune,winner,aa")
+    parser.add_argument("--tuned", default="tuned")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--time-limit", type=float, default=600.0)
+    given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("accel.tuning").setLevel(logging.INFO)
+    out, tuned = Path(given.out), Path(given.tuned)
+    values = json.loads(out.read_text()) if out.is_file() else {}
+    if given.parts != "page":
+        facts = machine()
+        values["machine"] = {key: facts[key] for key in ("accel", "python", "processors", "libraries")}
+        values["machine"]["processor"] = registry.probe(registry.describe("cpu")).devices[0].arch
+    for part in given.parts.split(","):
+        if part == "cost":
+            values["cost"] = cost()
+        elif part == "tune":
+            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
+            values["tune"] = {
+                "seconds": found.seconds, "stages": dict(found.stages), "winner": found.winner.name,
+                "speed": found.winner.speed, "drop": found.winner.drop, "rows": found.rows,
+                "candidates": len(found.trials), "timed": sum(trial.speed is not None for trial in found.trials),
+                "front": [[trial.name, round(trial.speed or 0, 2), trial.drop] for trial in found.front],
+            }  # fmt: skip
+            print(render(found))
+        elif part == "resume":
+            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            again = accel.tune(
+                given.model, tuned.with_name(f"{tuned.name}-again"), time_limit_s=given.time_limit, **how
+            )
+            values["resume"] = {"seconds": again.seconds, "winner": again.winner.name, "resumed": again.resumed}
+        elif part == "winner":
+            values["winner"] = winner(tuned, given.data)
+        elif part == "aa":
+            values["aa"] = a_a(tuned, given.runs)
+        elif part == "page":
+            out.with_suffix(".md").write_text(page(values), encoding="utf-8")
+            continue
+        out.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

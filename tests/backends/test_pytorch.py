@@ -1,0 +1,165 @@
+"""PyTorch as a backend: the contract, generation by transformers' own cache, types, options."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.errors import ConfigError
+from accel.stages.export import weights_of
+from accel.stages.resolving import resolve
+from accel.testing.conformance import BackendConformance
+from accel.testing.generators import save_generator
+from accel.testing.models import tiny_model, tiny_tokenizer
+from accel_plugins.pytorch.session import CapturedModule
+
+
+class TestPytorch(BackendConformance):
+    backend = "pytorch"
+
+    def stateful_artifact(self, folder: Path) -> Artifact | None:
+        return accel.export(save_generator(folder.parent / "llama", "llama"), folder, format="torch")
+
+
+def inputs(rows: int = 2) -> dict[str, torch.Tensor]:
+    texts = ["where is my card", "i lost it please help"][:rows]
+    return dict(tiny_tokenizer()(texts, padding=True, return_tensors="pt"))
+
+
+def test_answers_are_those_of_transformers(tiny_folder: Callable[..., Path]) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
+    with torch.inference_mode():
+        expected = tiny_model("bert")(**inputs()).logits
+    assert torch.equal(model(**inputs()).logits, expected)
+    assert (model.backend, model.dtype, model.compute_dtype) == ("pytorch", torch.float32, "float32")
+
+
+def test_it_is_not_chosen_for_a_folder_that_holds_a_graph(tiny_artifact: Callable[..., Artifact]) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+    assert model.backend != "pytorch"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_keeps_the_declared_types(tiny_folder: Callable[..., Path], dtype: str) -> None:
+    exact = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
+    model = accel.ORTModelForSequenceClassification.from_pretrained(
+        tiny_folder(), backend="pytorch", session_options=SessionOptions(compute_dtype=dtype)
+    )
+    assert model.compute_dtype == dtype
+    found, expected = model(**inputs()).logits, exact(**inputs()).logits
+    assert found.dtype is torch.float32
+    # Logits are of order 1; bfloat16 has 8 bits.
+    assert 0 < (found - expected).abs().max() < 0.1
+
+
+def test_saved_models_load_with_transformers_and_with_us(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
+    model.save_pretrained(tmp_path / "saved")
+    again = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert (again.backend, again.artifact.format) == ("pytorch", "torch")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    with torch.inference_mode():
+        expected = theirs(**inputs()).logits
+    assert torch.equal(again(**inputs()).logits, expected)
+
+
+def test_exporters_read_torch_artifacts(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    weights = accel.export(tiny_folder(), tmp_path / "torch", format="torch")
+    assert weights.manifest.steps[-1].validation["max_abs_difference"] == 0
+    graph = accel.export(weights.path, tmp_path / "onnx")
+    assert (graph.format, graph.manifest.source.id) == ("onnx", str(weights.path))
+
+
+def test_embeddings_are_pooled_as_in_an_export(tiny_folder: Callable[..., Path]) -> None:
+    how = {"task": "sentence-similarity", "pooling": "cls", "normalize": True}
+    folder = tiny_folder("bert", "feature-extraction")
+    ours, theirs = (
+        accel.ORTModelForFeatureExtraction.from_pretrained(folder, backend=name, **how) for name in ("pytorch", "cpu")
+    )
+    found, expected = ours(**inputs()), theirs(**inputs())
+    assert set(found) == set(expected)
+    assert (found.sentence_embedding - expected.sentence_embedding).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart"])
+def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / family, family)
+    task = resolve(folder).task
+    weights = weights_of(resolve(folder))
+    cls = {"text-generation": accel.ORTModelForCausalLM, "text2text-generation": accel.ORTModelForSeq2SeqLM}[task]
+    auto = {
+        "text-generation": transformers.AutoModelForCausalLM,
+        "text2text-generation": transformers.AutoModelForSeq2SeqLM,
+    }[task]
+    model, original = cls(weights), auto.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(5, 100, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for how in ({}, {"num_beams": 3}, {"use_cache": False}):
+        settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
+        found = model.generate(input_ids=ids, attention_mask=mask, **settings)
+        expected = original.generate(input_ids=ids, attention_mask=mask, **settings)
+        assert torch.equal(found, expected), how
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"provider_options": {"cuda_graph": True}}, "needs an NVIDIA GPU"),
+        ({"provider_options": {"compiled": True}}, "no option 'compiled'.* Did you mean 'compile'"),
+        ({"session_options": SessionOptions(graph_optimization="none")}, "SessionOptions.graph_optimization"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(tiny_folder: Callable[..., Path], options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch", **options)
+
+
+def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for `torch.cuda`, whose graphs call again what was captured: the buffers and the order of things."""
+    calls: list[torch.Tensor] = []
+
+    class Graph:
+        def replay(self) -> None:
+            self.result.copy_(self.buffers["x"] * 2)
+
+    @contextlib.contextmanager
+    def graph(made: Graph) -> Iterator[None]:
+        captured.append(made)
+        yield
+
+    def model(*, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        result = x * 2
+        if captured and not hasattr(captured[-1], "result"):
+            captured[-1].buffers, captured[-1].result = {"x": x}, result
+        return result
+
+    captured: list[Graph] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    call = CapturedModule(model)
+    given = torch.tensor([1.0, 2.0])
+    assert call(x=given)["output"].tolist() == [2.0, 4.0]
+    assert call(x=torch.tensor([5.0, 6.0]))["output"].tolist() == [10.0, 12.0]
+    assert given.tolist() == [1.0, 2.0], "a graph's buffers are its own"
+    assert len(calls) == 4, "three calls to warm up and the captured one"
+    assert call(x=torch.ones(3))["output"].tolist() == [2.0, 2.0, 2.0]
+    assert len(captured) == 2

@@ -1,0 +1,85 @@
+"""What a reader should see from the tree: few rooms, few arrows, modules of a size to be read, no vendor in the core.
+
+Which room may import which is import-linter's business (`make check`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted((ROOT / "accel").rglob("*.py"))
+ALL = [*CORE, *sorted((ROOT / "accel_plugins").rglob("*.py"))]
+ROOMS = {path.name for path in (ROOT / "accel").iterdir() if (path / "__init__.py").is_file()}
+# `capture` calls transformers' exporters by their names; the reader of foreign folders is about other tools' formats.
+ABOUT_VENDORS = ("accel/capture/", "accel/stages/foreign.py", "accel/compat/", "accel/deploying/")
+VENDORS = re.compile(r"onnxruntime|openvino|tensorrt|nncf|neural_compressor", re.IGNORECASE)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "accel").parts[0]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms whose modules a module imports, type checking included."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            parts = [*base, *(node.module.split(".") if node.module else [])]
+            if parts[:1] == ["accel"]:
+                found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return found & ROOMS
+
+
+def test_rooms_are_few_and_so_are_the_arrows_between_them() -> None:
+    assert len(ROOMS) <= 16
+    pairs = {(room_of(path), room) for path in CORE if room_of(path) in ROOMS for room in imported_rooms(path)}
+    assert len({pair for pair in pairs if pair[0] != pair[1]}) <= 60
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_says_what_lives_there(room: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "accel" / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    assert "In: " in text
+    assert "Out: " in text
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_a_long_module_says_why_it_is_long(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 500 or "Long because" in lines[0], f"{len(lines)} lines: does it hold one thing?"
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_the_core_holds_no_vendors_name(path: Path) -> None:
+    if name_of(path).startswith(ABOUT_VENDORS):
+        pytest.skip("its subject is another tool's format")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_docstring(node)}
+    found = {
+        f"line {node.lineno}: {word}"
+        for node in ast.walk(tree)
+        if id(node) not in said and (word := _word(node)) and VENDORS.search(word)
+    }
+    assert not found
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    return ast.get_docstring(node) is not None  # type: ignore[arg-type]
+
+
+def _word(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return str(getattr(node, "id", getattr(node, "attr", "")))

@@ -1,0 +1,99 @@
+"""A wrong call is refused with the same error on every backend, with and without buckets, and the next right one is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.backends.opening import RunSettings, open_artifact
+from accel.config import SessionOptions
+from accel.errors import AccelError
+from accel.stages.export import weights_of
+from accel.stages.resolving import resolve
+
+Feeds = dict[str, torch.Tensor]
+
+
+def right(batch: int = 2, sequence: int = 6) -> Feeds:
+    ids = torch.randint(4, 100, (batch, sequence), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A call that must be refused."""
+
+    feeds: Callable[[Feeds], Feeds] = lambda feeds: feeds
+    more: Mapping[str, Any] | None = None
+
+
+WRONG = {
+    "missing": Wrong(lambda f: {k: v for k, v in f.items() if k != "attention_mask"}),
+    "extra": Wrong(lambda f: {**f, "pixel_values": torch.zeros(1)}),
+    "renamed": Wrong(lambda f: {"ids": f["input_ids"], **{k: v for k, v in f.items() if k != "input_ids"}}),
+    "one axis": Wrong(lambda f: {k: v[0] for k, v in f.items()}),
+    "three axes": Wrong(lambda f: {k: v[None] for k, v in f.items()}),
+    "scalar": Wrong(lambda f: {**f, "input_ids": torch.tensor(5)}),
+    "float ids": Wrong(lambda f: {**f, "input_ids": f["input_ids"].float()}),
+    "short mask": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"][:, :4]}),
+    "long mask": Wrong(lambda f: {**f, "attention_mask": torch.ones(2, 8, dtype=torch.int64)}),
+    "mask of one row": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"][:1]}),
+    "ids of one row": Wrong(lambda f: {**f, "input_ids": f["input_ids"][:1]}),
+    "no rows": Wrong(lambda f: {k: v[:0] for k, v in f.items()}),
+    "no tokens": Wrong(lambda f: {k: v[:, :0] for k, v in f.items()}),
+    "unknown output": Wrong(more={"outputs": ["logit"]}),
+    "state without cache": Wrong(more={"state": object()}),
+}
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> Iterator[dict[str, Any]]:
+    """One model on every backend that is here, and with buckets."""
+    onnx, weights = tiny_artifact(), weights_of(resolve(tiny_folder()))
+    ways = {
+        "cpu": (onnx, RunSettings(backend="cpu")),
+        "openvino": (onnx, RunSettings(backend="openvino")),
+        "pytorch": (weights, RunSettings(backend="pytorch")),
+        "cpu with buckets": (onnx, RunSettings(backend="cpu", options=SessionOptions(buckets=(8, 16)))),
+        "openvino with buckets": (onnx, RunSettings(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
+    }
+    opened = {name: open_artifact(artifact, settings) for name, (artifact, settings) in ways.items()}
+    yield {name: one.sessions["model"] for name, one in opened.items()}
+    for one in opened.values():
+        one.close()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_equal_on_every_backend(sessions: dict[str, Any], name: str) -> None:
+    wrong = WRONG[name]
+    expected = {who: session.run(right())["logits"] for who, session in sessions.items()}
+    found = {}
+    for who, session in sessions.items():
+        with pytest.raises(AccelError) as caught:
+            session.run(wrong.feeds(right()), **(wrong.more or {}))
+        found[who] = (type(caught.value), str(caught.value))
+        assert caught.value.fix
+        assert torch.equal(session.run(right())["logits"], expected[who]), "a refused call leaves nothing behind"
+    assert len(set(found.values())) == 1, found
+
+
+def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact], tiny_folder: Any) -> None:
+    found = set()
+    for artifact, backend in (
+        (tiny_artifact(), "cpu"),
+        (tiny_artifact(), "openvino"),
+        (weights_of(resolve(tiny_folder())), "pytorch"),
+    ):
+        opened = open_artifact(artifact, RunSettings(backend=backend))
+        opened.close()
+        with pytest.raises(accel.AccelError) as caught:
+            opened.sessions["model"].run(right())
+        found.add(str(caught.value))
+    assert len(found) == 1

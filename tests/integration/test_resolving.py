@@ -1,0 +1,185 @@
+"""What the user named is decided once, and how it is reached travels along: revision, token, permission to run its code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact, HubOptions, Location
+from accel.errors import AccelError, ArtifactNotFoundError, ConfigError
+from accel.stages import resolving
+from accel.stages.resolving import original, resolve
+from accel.testing.models import save_tiny, tiny_model
+
+HUB = {"revision": "abc123", "token": "hf_secret", "trust_remote_code": True}
+ROWS = [{"text": text, "label": 0} for text in ("where is my card", "i lost it", "please help")]
+FEW = {"processes": 1, "rounds": 1, "calls": 1, "warmup": 0, "threads": 1}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Path], list[HubOptions]]:
+    """A Hub of local folders, and how each was asked for."""
+    folders: dict[str, Path] = {}
+    asked: list[HubOptions] = []
+
+    def locate(name: Any, options: HubOptions, **_: Any) -> Location:
+        asked.append(options)
+        folder = folders.get(str(name), Path(str(name)))
+        return Location(str(name), folder, options.revision if str(name) in folders else None)
+
+    monkeypatch.setattr(resolving, "locate", locate)
+    return folders, asked
+
+
+class TestKinds:
+    def test_artifact(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        for named in (tiny_artifact(), tiny_artifact().path, str(tiny_artifact().path)):
+            found = resolve(named)
+            assert (found.kind, found.format, found.task) == ("artifact", "onnx", "text-classification")
+            assert found.artifact == tiny_artifact()
+
+    def test_weights(self, tiny_folder: Callable[..., Path]) -> None:
+        found = resolve(tiny_folder())
+        assert (found.kind, found.format, found.task) == ("weights", "torch", "text-classification")
+        assert found.has_weights
+
+    def test_a_graph_comes_before_weights_unless_weights_are_wanted(
+        self, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+    ) -> None:
+        both = tmp_path / "both"
+        shutil.copytree(tiny_folder(), both)
+        for name in ("model.onnx", "model.onnx.data"):
+            shutil.copy(tiny_artifact().path / name, both / name)
+        assert resolve(both).kind == "foreign"
+        assert resolve(both, weights=True).kind == "weights"
+
+    def test_module(self) -> None:
+        found = resolve(tiny_model("bert"))
+        assert (found.kind, found.task) == ("module", "text-classification")
+        assert resolve(torch.nn.Linear(2, 2)).task == "custom"
+
+    def test_our_own_model(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+        assert resolve(model).artifact == tiny_artifact()
+
+    def test_a_resolved_model_stays_what_it_is(self, tiny_folder: Callable[..., Path]) -> None:
+        found = resolve(tiny_folder())
+        assert resolve(found) is found
+
+    def test_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactNotFoundError, match=r"neither config\.json nor adapter_config\.json"):
+            resolve(tmp_path)
+        with pytest.raises(ConfigError, match="is not a model"):
+            resolve(7)
+
+    def test_original(self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
+        found = original(resolve(tiny_artifact()))
+        assert (found.kind, found.folder) == ("weights", tiny_folder())
+        with pytest.raises(ArtifactNotFoundError, match="does not say what it was made from"):
+            original(resolve(tiny_model("bert")))
+
+
+class TestHubArguments:
+    """Every door passes on how the model is to be reached."""
+
+    def test_pipeline(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
+        folders, asked = hub
+        folders["org/model"] = tiny_folder()
+        accel.pipeline("text-classification", model="org/model", **HUB)
+        accel.pipeline(model="org/model", **HUB)
+        assert asked
+        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
+
+    def test_evaluate(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
+        folders, asked = hub
+        folders["org/model"] = tiny_folder()
+        accel.evaluate("org/model", ROWS, against="org/model", **HUB)
+        assert len(asked) == 2
+        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
+
+    def test_benchmark(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
+        folders, asked = hub
+        folders["org/model"] = tiny_folder()
+        found = accel.benchmark("org/model", sequence=[5], **FEW, **HUB)
+        assert all(variant.error is None for variant in found.variants)
+        assert all((o.revision, o.token) == (HUB["revision"], HUB["token"]) for o in asked)
+
+    def test_an_original_is_asked_for_at_its_own_revision(
+        self, hub: Any, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+    ) -> None:
+        folders, asked = hub
+        made = shutil.copytree(tiny_artifact().path, tmp_path / "made")
+        manifest = json.loads((made / "accel.json").read_text())
+        folders["org/original"] = Path(manifest["source"]["id"])
+        manifest["source"] |= {"id": "org/original", "revision": "f00"}
+        (made / "accel.json").write_text(json.dumps(manifest))
+        accel.evaluate(made, ROWS, against=True, token="hf_secret")
+        assert (asked[-1].revision, asked[-1].token) == ("f00", "hf_secret")
+
+
+_CONFIG = """
+from transformers import BertConfig
+
+class StrangeConfig(BertConfig):
+    model_type = "strange"
+"""
+_MODEL = """
+from transformers import BertForSequenceClassification
+from .configuration_strange import StrangeConfig
+
+class StrangeForSequenceClassification(BertForSequenceClassification):
+    config_class = StrangeConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that comes with its code."""
+    folder = save_tiny(tmp_path_factory.mktemp("strange") / "model", "bert", "text-classification")
+    (folder / "configuration_strange.py").write_text(_CONFIG)
+    (folder / "modeling_strange.py").write_text(_MODEL)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "strange",
+        "architectures": ["StrangeForSequenceClassification"],
+        "auto_map": {
+            "AutoConfig": "configuration_strange.StrangeConfig",
+            "AutoModelForSequenceClassification": "modeling_strange.StrangeForSequenceClassification",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class TestRemoteCode:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def artifact(cls, strange: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+        return accel.export(strange, tmp_path_factory.mktemp("made") / "artifact", trust_remote_code=True)
+
+    def test_it_runs_only_when_it_may(self, strange: Path, tmp_path: Path) -> None:
+        with pytest.raises(AccelError):
+            accel.export(strange, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_every_door_lets_it_run(self, strange: Path, artifact: Artifact, tmp_path: Path) -> None:
+        trust = {"trust_remote_code": True}
+        classifier = accel.ORTModelForSequenceClassification
+        assert classifier.from_pretrained(artifact.path, **trust).config.model_type == "strange"
+        assert classifier.from_pretrained(strange, backend="pytorch", **trust).backend == "pytorch"
+        assert accel.pipeline(model=artifact.path, **trust)("my card")
+        found = accel.evaluate(artifact, ROWS, against=True, **trust)
+        assert found.comparison is not None
+        assert found.comparison.agreement == 1.0
+        assert accel.validate(artifact, hub=HubOptions(**trust)).passed
+        timed = accel.benchmark(artifact, sequence=[5], **FEW, **trust)
+        assert [variant.error for variant in timed.variants] == [None, None]
+        made = accel.tune(strange, tmp_path / "tuned", data=ROWS, backends=["cpu"], sequence=[5], max_drop=100, **trust)
+        assert made.winner.drop is not None
