@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 # In rising order of what they give to matrix products.
@@ -36,3 +37,10 @@ def cpu_flags() -> tuple[str, ...]:
             words.update(value.split())
             break
     return tuple(flag for flag in RELEVANT if flag in words) or (platform.machine(),)
+
+
+def adds_in_16_bits(flags: Sequence[str]) -> bool:
+    """Whether 8-bit products are added in pairs in 16 bits, which saturates at the full range of signed weights: x86
+    without VNNI or AMX.
+    """
+    return "avx2" in flags and not {"avx_vnni", "avx512_vnni", "amx_int8"} & set(flags)

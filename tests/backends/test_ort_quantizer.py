@@ -16,7 +16,7 @@ import torch
 
 from accel.artifact import Artifact
 from accel.backends.opening import open_artifact
-from accel.config import QuantizeConfig
+from accel.config import QuantizeConfig, SessionOptions
 from accel.errors import ConfigError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
@@ -58,6 +58,13 @@ def logits(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
         return session.run({spec.name: feeds[spec.name] for spec in session.inputs})["logits"]
     finally:
         session.close()
+
+
+def exact_session(path: Path) -> ort.InferenceSession:
+    """A session that multiplies signed weights of full range exactly on every processor, as `CpuBackend.open` does."""
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    return ort.InferenceSession(str(path), options)
 
 
 def fix_input(model: ir.Model, name: str, array: np.ndarray) -> None:
@@ -284,6 +291,34 @@ def test_auto_says_why(tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCap
     assert len(lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "preset", "exact"),
+    [
+        (("avx2",), "avx512_vnni", True),
+        (("avx2", "avx512f"), "arm64", True),
+        (("avx2",), "avx2", False),
+        (("avx2", "avx_vnni"), "avx512_vnni", False),
+        (("asimd",), "arm64", False),
+    ],
+)
+def test_full_range_weights_do_not_saturate_on_older_processors(
+    tiny_artifact: Get,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    preset: str,
+    exact: bool,
+) -> None:
+    from accel_plugins.cpu import backend
+
+    made = make(tiny_artifact("bert"), tmp_path / "q", scheme="dynamic-int8", preset=preset)
+    monkeypatch.setattr(backend, "cpu_flags", lambda: flags)
+    native = backend.with_exact_sums(SessionOptions(), made).native
+    assert native == ({"session.x64quantprecision": "1"} if exact else {})
+    own = SessionOptions(native={"session.x64quantprecision": "0"})
+    assert backend.with_exact_sums(own, made).native == own.native
+
+
 def test_a_preset_this_cpu_cannot_run_warns(caplog: pytest.LogCaptureFixture) -> None:
     preset, _ = choose_preset("amx", ("avx2",))
     assert preset.name == "amx"
@@ -434,7 +469,7 @@ def test_smoothing_tames_outlier_channels(tmp_path: Path) -> None:
         ranges = {name: limits, f"{name}.smoothed": limits}
         Rewriter(per_channel=True, symmetric=True, reduce_range=False).static(layers, ranges, signed=False)
         save_graph(model, tmp_path / "model.onnx")
-        found = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"x": x})[0]
+        found = exact_session(tmp_path / "model.onnx").run(None, {"x": x})[0]
         return float(np.abs(found - x @ weight).max())
 
     assert error(0.5) < 0.2 * error(None)
@@ -465,7 +500,7 @@ def test_subgraphs(tmp_path: Path) -> None:
     assert len(layers) == 1
     Rewriter(per_channel=True, symmetric=True, reduce_range=False).dynamic(layers)
     save_graph(model, tmp_path / "model.onnx")
-    session = ort.InferenceSession(str(tmp_path / "model.onnx"))
+    session = exact_session(tmp_path / "model.onnx")
     x = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
     assert np.abs(session.run(None, {"x": x, "c": np.array(True)})[0] - x @ weight).max() < 0.2
     assert np.array_equal(session.run(None, {"x": x, "c": np.array(False)})[0], x)

@@ -118,10 +118,9 @@ def choose_preset(name: str, flags: Sequence[str]) -> tuple[Preset, str]:
     missing = [flag for flag in preset.requires if flag not in flags]
     if missing:
         logger.warning(
-            "This CPU has no %s: the artifact for the preset %s will run here, with slower kernels%s. "
+            "This CPU has no %s: the artifact for the preset %s will run here, with slower kernels. "
             "Use preset='auto' for this machine.",
             ", ".join(missing),
             name,
-            "" if preset.reduce_range else " that may saturate 16-bit sums where weights use all 8 bits",
         )
     return preset, f"asked for: {preset.why}"
