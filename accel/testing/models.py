@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "electra": ("Electra", {**_COMMON, "embedding_size": 16}),
+    "megatron-bert": ("MegatronBert", _COMMON),
     "modernbert": (
         "ModernBert",
         {

@@ -208,6 +208,10 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         ("bert", "feature-extraction"),
         ("xlm-roberta", "fill-mask"),
         ("electra", "question-answering"),
+        # An activation that is spelled out, and residuals around the norms.
+        ("albert", "text-classification"),
+        ("megatron-bert", "text-classification"),
+        ("megatron-bert", "feature-extraction"),
     ],
 )
 def test_packed_form(fused: Fused, family: str, task: str) -> None:
@@ -216,7 +220,10 @@ def test_packed_form(fused: Fused, family: str, task: str) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     general = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    graph = without_packed_attention(in_form(path, "packed"))
+    form = in_form(path, "packed")
+    attention = Counter(node.op_type for node in ir.from_proto(onnx.load_from_string(form)).graph)
+    assert (attention["PackedAttention"], attention["Attention"]) == (LAYERS, 0)
+    graph = without_packed_attention(form)
     packed = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     feeds = feeds_of(artifact, 4, 20)
     mask = torch.ones(4, 20, dtype=torch.int64)

@@ -147,11 +147,12 @@ def in_form(path: Path, form: Form) -> bytes:
                 replace_value(rows.outputs[0], rows.inputs[1])
         if form == "packed":
             pack(model, mask)
-        lengths = _lengths(model.graph, mask) if form == "lengths" else None
-        for node in _uses_of(mask):
-            position = _MASK_INPUT.get(node.op_type)
-            if node.domain == MICROSOFT and position is not None and node.inputs[position] is mask:
-                node.replace_input_with(position, lengths)
+        else:
+            lengths = _lengths(model.graph, mask) if form == "lengths" else None
+            for node in _uses_of(mask):
+                position = _MASK_INPUT.get(node.op_type)
+                if node.domain == MICROSOFT and position is not None and node.inputs[position] is mask:
+                    node.replace_input_with(position, lengths)
         passes.RemoveUnusedNodesPass()(model)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return serialized

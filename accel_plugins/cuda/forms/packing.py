@@ -1,8 +1,9 @@
 """Packed execution: an encoder's layers computed on the tokens alone, without the padding between them.
 
 The graph is rewritten from the first attention on. What is `(batch, sequence, hidden)` there becomes `(tokens, hidden)`: the
-rows of all texts one after another. Attention becomes `PackedAttention`, which is told where each text starts; everything
-else treats each token alike. What needs the old layout again gets it back, with zeros in the padded places.
+rows of all texts one after another. Every attention becomes `PackedAttention`, which is told where each text starts; what
+treats each token alike follows, and what comes past an attention in the old layout (a residual) is packed where they meet.
+Everything else gets the old layout back, with zeros in the padded places.
 
 ONNX Runtime's own `RemovePadding` reads the number of tokens on the host in the middle of a run, which no CUDA graph can
 hold. Here the number of rows is chosen before the run, rounded up, and the indices are inputs of the graph (`Packing`
@@ -119,10 +120,10 @@ class _Packer:
         order = list(self._graph)
         # Read before anything changes: it looks at shapes.
         tokens = {id(node): token_inputs(node, more_outputs=True) for node in order}
-        first = next(node for node in order if self._is_attention(node))
-        self._remove_padding(first.inputs[0])
         for node in order:
-            if any(id(value) in self._packed for value in node.inputs if value is not None):
+            if self._is_attention(node):
+                self._pack_attention(node)
+            elif any(id(value) in self._packed for value in node.inputs if value is not None):
                 self._visit(node, tokens[id(node)])
         for position, value in enumerate(list(self._graph.outputs)):
             if id(value) in self._packed:
@@ -140,13 +141,11 @@ class _Packer:
 
     def _visit(self, node: ir.Node, positions: list[int]) -> None:
         """Let a node that reads packed values compute in the packed layout, or give it the old one."""
-        if self._is_attention(node):
-            self._pack_attention(node)
-        elif self._reads_first_token(node):
+        if self._reads_first_token(node):
             self._pack_first_token(node)
-        elif positions and all(id(node.inputs[position]) in self._packed for position in positions):
+        elif positions and all(self._holds_tokens(node.inputs[position]) for position in positions):
             for position in positions:
-                node.replace_input_with(position, self._packed[id(node.inputs[position])])
+                node.replace_input_with(position, self._packed_of(node.inputs[position]))
             if "axis" in node.attributes:
                 node.attributes["axis"] = ir.AttrInt64("axis", -1)
             for output in node.outputs:
@@ -168,14 +167,26 @@ class _Packer:
             self._inputs[name] = value
         return self._inputs[name]
 
-    def _remove_padding(self, value: ir.Value | None) -> None:
+    def _holds_tokens(self, value: ir.Value | None) -> bool:
+        """Whether a value is packed, or has a place for each place of the mask: what a residual brings past an attention."""
+        if value is None or value.shape is None:
+            return False
+        return id(value) in self._packed or list(value.shape[:2]) == [self._batch, self._sequence]
+
+    def _packed_of(self, value: ir.Value | None) -> ir.Value:
+        """A value in the packed layout; its padding is removed where it is still in the old one."""
         assert value is not None
+        if id(value) not in self._packed:
+            self._remove_padding(value)
+        return self._packed[id(value)]
+
+    def _remove_padding(self, value: ir.Value) -> None:
         assert value.shape is not None
         hidden = value.shape[2]
         flat_shape = add_initializer(self._graph, "accel.flat", np.array([-1, hidden], np.int64))
-        flat = ir.node("Reshape", [value, flat_shape], name="accel.places")
+        flat = ir.node("Reshape", [value, flat_shape], name=f"{value.name}.flat")
         index = self._input(INDEX, ir.DataType.INT64, _TOKENS)
-        rows = ir.node("Gather", [flat.outputs[0], index], {"axis": 0}, name="accel.remove_padding")
+        rows = ir.node("Gather", [flat.outputs[0], index], {"axis": 0}, name=f"{value.name}.remove_padding")
         flat.outputs[0].type = rows.outputs[0].type = value.type
         flat.outputs[0].shape = ir.Shape(["accel.places", hidden])
         rows.outputs[0].shape = ir.Shape([_TOKENS, hidden])
@@ -189,7 +200,7 @@ class _Packer:
         attributes = {a.name: a.value for a in node.attributes.values() if a.name in ("num_heads", "scale")}
         fused = ir.node(
             "PackedAttention",
-            [self._packed[id(x)], weight, bias, offsets, starts],
+            [self._packed_of(x), weight, bias, offsets, starts],
             attributes,
             domain=MICROSOFT,
             name=f"{node.name}.packed",

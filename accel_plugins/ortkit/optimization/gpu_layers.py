@@ -123,12 +123,13 @@ _TOKENWISE = {
     ("", "LayerNormalization"): (0,),
     ("", "MatMul"): (0,),
     ("", "Add"): (0, 1),
-    ("", "Gelu"): (0,),
-    ("", "Tanh"): (0,),
-    ("", "Relu"): (0,),
+    **{("", name): (0, 1) for name in ("Sub", "Mul", "Div", "Pow")},
+    **{
+        ("", name): (0,) for name in ("Gelu", "Tanh", "Relu", "Erf", "Sigmoid", "Exp", "Sqrt", "Neg", "Abs", "Softplus")
+    },
+    **{("", name): (0,) for name in ("Swish", "Mish", "HardSigmoid", "HardSwish", "Elu", "Selu", "LeakyRelu", "Cast")},
     (MICROSOFT, "SkipLayerNormalization"): (0, 1),
-    (MICROSOFT, "BiasGelu"): (0,),
-    (MICROSOFT, "FastGelu"): (0,),
+    **{(MICROSOFT, name): (0,) for name in ("BiasGelu", "FastGelu", "QuickGelu", "Gelu")},
 }
 """Operators that treat every token alike, and which of their inputs hold tokens."""
 
@@ -165,7 +166,7 @@ def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
     for position in _TOKENWISE.get((node.domain, node.op_type), ()):
         value = node.inputs[position] if position < len(node.inputs) else None
         sizes = dims(value)
-        if value is None or sizes is None or (constant(value) is not None and len(sizes) == 1):
+        if value is None or sizes is None or (constant(value) is not None and len(sizes) <= 1):
             continue
         if len(sizes) != 3:
             return []
