@@ -7,14 +7,18 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import IntegrityError
 from .home import accel_home
 
 logger = logging.getLogger(__name__)
+
+_VERIFIED = "verified.json"
+_KEPT = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,35 +60,39 @@ def verify(folder: Path, record: FileRecord) -> None:
             f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=remedy
         )
     key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-    verified = _verified()
-    if verified.get(key) == record.sha256:
+    if recall(_VERIFIED).get(key) == record.sha256:
         return
     found = sha256(path)
     if found != record.sha256:
         raise IntegrityError(
             f"{path} has checksum {found[:12]}… instead of {record.sha256[:12]}…: changed.", fix=remedy
         )
-    _remember_verified({**verified, key: found})
+    remember(_VERIFIED, key, found)
 
 
-def _verified() -> dict[str, str]:
+def recall(name: str) -> dict[str, Any]:
+    """What `remember` kept in the home's file of that name; empty where it is damaged or missing."""
     try:
-        values = json.loads((accel_home() / "verified.json").read_text(encoding="utf-8"))
+        values = json.loads((accel_home() / name).read_text(encoding="utf-8"))
         return values if isinstance(values, dict) else {}
     except (OSError, ValueError):
         return {}
 
 
-def _remember_verified(entries: Mapping[str, str]) -> None:
-    """Best effort: a read-only home only costs the next load another checksum."""
-    path = accel_home() / "verified.json"
+def remember(name: str, key: str, value: object) -> None:
+    """Keep the result of a check in a file of the home, so that it is not done again.
+
+    Best effort: with a read-only home, or when another process writes at the same time, the check is done once more.
+    """
+    path = accel_home() / name
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(dict(list(entries.items())[-2000:])), encoding="utf-8")
+        kept = list({**recall(name), key: value}.items())[-_KEPT:]
+        temporary.write_text(json.dumps(dict(kept)), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        logger.debug("cannot remember verified checksums in %s: %s", path, error)
+        logger.debug("cannot remember checks in %s: %s", path, error)
 
 
 def folder_digest(folder: Path) -> str:

@@ -44,7 +44,7 @@ def entries() -> list[Entry]:
 
 
 def clear(name: str | None = None) -> list[Entry]:
-    """Remove what is kept; the checksums remembered about it too, where nothing is named.
+    """Remove what is kept; and where nothing is named, what was found when files and forms were checked.
 
     Args:
         name: Only entries whose name starts with this.
@@ -64,7 +64,8 @@ def clear(name: str | None = None) -> list[Entry]:
     for entry in removed:
         shutil.rmtree(entry.path)
     if name is None:
-        (accel_home() / "verified.json").unlink(missing_ok=True)
+        for remembered in ("verified.json", "forms.json"):
+            (accel_home() / remembered).unlink(missing_ok=True)
     return removed
 
 

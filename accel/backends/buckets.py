@@ -2,12 +2,13 @@
 
 One wrapper for every backend: it pads with the values that the specs name, runs the session opened for that length, and
 cuts the result. Padding is masked, so results are those of the unpadded call; models for which the export found
-otherwise are refused.
+otherwise are refused, and a bucket that differs from dynamic shapes on the device at hand is not used (`forms`).
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..artifact.tensors import TensorSpec
 from ..errors import ConfigError, InputError
 from .checks import ShapeCheck, no_state, wrong_names
+from .forms import Form, FormChecks, FormVerdict
 from .interfaces import Feeds, Session, State
 from .specs import DeviceSpec
 
@@ -29,7 +31,12 @@ class BucketedSession:
     """A session that rounds the sequence up to the next bucket. Longer calls run with dynamic shapes."""
 
     def __init__(
-        self, component: Component, buckets: Sequence[int], open_bucket: Callable[[int | None], Session]
+        self,
+        component: Component,
+        buckets: Sequence[int],
+        open_bucket: Callable[[int | None], Session],
+        open_plain: Callable[[], Mapping[str, Session]],
+        checks: Callable[[Session], FormChecks],
     ) -> None:
         if not any(spec.role == "mask" for spec in component.inputs):
             raise ConfigError(
@@ -37,16 +44,28 @@ class BucketedSession:
                 fix="leave buckets out.",
             )
         self._buckets = tuple(buckets)
+        self._name = component.name
         self._open = open_bucket
+        self._open_plain = open_plain
         self._first = open_bucket(self._buckets[0])
         self._sessions: dict[int | None, Session] = {self._buckets[0]: self._first}
         self._inputs = {spec.name: spec for spec in component.inputs}
         self._outputs = {spec.name: spec for spec in component.outputs}
         self._check_shapes = ShapeCheck(component.inputs)
+        self._forms = checks(self._first)
 
     @classmethod
-    def open_all(cls, artifact: Artifact, open_shapes: OpenShapes, buckets: Sequence[int]) -> dict[str, Session]:
-        """Every component of an artifact as a bucketed session; a bucket is opened when it is first needed."""
+    def open_all(
+        cls, artifact: Artifact, open_shapes: OpenShapes, buckets: Sequence[int], versions: Mapping[str, str]
+    ) -> dict[str, Session]:
+        """Every component of an artifact as a bucketed session; a bucket is opened when it is first needed.
+
+        Args:
+            artifact: What is run.
+            open_shapes: Opens its components with fixed sizes for some axes, or with dynamic ones for `None`.
+            buckets: Lengths, rising.
+            versions: Of what runs it.
+        """
         changed = max(
             (float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0
         )
@@ -62,8 +81,19 @@ class BucketedSession:
                 opened[bucket] = open_shapes(None if bucket is None else {_AXIS: bucket})
             return opened[bucket][name]
 
+        def checks(component: Component, session: Session) -> FormChecks:
+            return FormChecks(
+                artifact, component, device=session.device, compute_dtype=session.compute_dtype, versions=versions
+            )
+
         return {
-            c.name: cls(c, buckets, lambda bucket, name=c.name: open_bucket(name, bucket))  # type: ignore[misc]
+            c.name: cls(
+                c,
+                buckets,
+                functools.partial(open_bucket, c.name),
+                functools.partial(open_shapes, None),
+                functools.partial(checks, c),
+            )
             for c in artifact.components
         }
 
@@ -96,8 +126,6 @@ class BucketedSession:
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
         """Pad, run, cut; see `Session.run`. Buffers in `out` are not supported: their size is the bucket's."""
-        from torch.nn.functional import pad
-
         if out is not None:
             raise InputError(
                 "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
@@ -109,12 +137,44 @@ class BucketedSession:
         length = self._length(feeds)
         position = bisect.bisect_left(self._buckets, length)
         bucket = self._buckets[position] if position < len(self._buckets) else None
+        if bucket is not None and not self._forms.allows(
+            self._form(bucket), functools.partial(self._run_in, bucket), self._run_plain
+        ):
+            bucket = None
+        return self._run_in(bucket, feeds, outputs=outputs, state=state)
+
+    def _run_in(
+        self, bucket: int | None, feeds: Feeds, *, outputs: Sequence[str] | None = None, state: State | None = None
+    ) -> dict[str, torch.Tensor]:
+        length = self._length(feeds)
         if bucket is not None and bucket != length:
-            feeds = {name: self._padded(pad, name, tensor, bucket) for name, tensor in feeds.items()}
+            feeds = {name: self._padded(name, tensor, bucket) for name, tensor in feeds.items()}
         result = self._session(bucket).run(feeds, outputs=outputs, state=state)
         if bucket is None or bucket == length:
             return result
         return {name: self._cut(name, tensor, length) for name, tensor in result.items()}
+
+    def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        """One call with dynamic shapes; sessions that are opened for it alone are closed again."""
+        if None in self._sessions:
+            return self._sessions[None].run(feeds)
+        opened = self._open_plain()
+        try:
+            return opened[self._name].run(feeds)
+        finally:
+            for session in opened.values():
+                session.close()
+
+    def _form(self, bucket: int) -> Form:
+        shorter = max(1, bucket - 1)
+        return Form(name=f"bucket of {bucket}", sizes={"batch": 2, _AXIS: shorter}, padding="right")
+
+    def check_forms(self) -> list[FormVerdict]:
+        """Compare every bucket with dynamic shapes."""
+        return [
+            self._forms.check(self._form(bucket), functools.partial(self._run_in, bucket), self._run_plain)
+            for bucket in self._buckets
+        ]
 
     def _session(self, bucket: int | None) -> Session:
         if bucket not in self._sessions:
@@ -127,7 +187,9 @@ class BucketedSession:
                 return int(feeds[name].shape[spec.shape.index(_AXIS)])
         raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
 
-    def _padded(self, pad: Callable[..., torch.Tensor], name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
+    def _padded(self, name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
+        from torch.nn.functional import pad
+
         spec = self._inputs.get(name)
         if spec is None or _AXIS not in spec.shape:
             return tensor

@@ -107,7 +107,8 @@ def open_artifact(
                 f"The bucket {options.buckets[-1]} is longer than the model's {limit} positions.",
                 fix=f"use buckets up to {limit}.",
             )
-    return Opened(BucketedSession.open_all(artifact, open_shapes, options.buckets), spec, where, options)
+    versions = registry.probe(spec).versions
+    return Opened(BucketedSession.open_all(artifact, open_shapes, options.buckets, versions), spec, where, options)
 
 
 def _measured_device(run: RunRecord | None) -> DeviceSpec | None:

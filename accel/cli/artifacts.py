@@ -103,12 +103,14 @@ def validate(
         hub = HubOptions(trust_remote_code=trust_remote_code)
         result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
         word = "passed" if result.passed else "FAILED"
-        emit(
-            result,
-            as_json,
+        lines = [
             f"{word}: differs by {result.max_abs_difference:.3g} at most, accepted {result.tolerance:.3g}, "
-            f"{len(result.shapes)} shapes, run by {result.backend}",
-        )
+            f"{len(result.shapes)} shapes, run by {result.backend}"
+        ]
+        for form in result.forms:
+            found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
+            lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
+        emit(result, as_json, "\n".join(lines))
         if not result.passed:
             raise typer.Exit(1)
 

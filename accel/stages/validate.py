@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import capture, progress
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
+from ..backends.forms import FormVerdict, HasForms
 from ..backends.opening import RunSettings, open_artifact
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError
@@ -31,6 +32,8 @@ class Validation:
         tolerance: What was accepted.
         shapes: Sizes that were compared.
         backend: What ran the artifact.
+        forms: The forms in which that backend computes the graph on that device, each beside the plain one; those that
+            differ are not used there.
     """
 
     passed: bool
@@ -38,6 +41,7 @@ class Validation:
     tolerance: float
     shapes: tuple[Mapping[str, int], ...]
     backend: str
+    forms: tuple[FormVerdict, ...] = ()
 
 
 def validate(
@@ -86,6 +90,9 @@ def validate(
         found = merged(
             {name: differences(session, cases[name], atol, artifact.dtype) for name, session in opened.sessions.items()}
         )
+        forms = [
+            v for session in opened.sessions.values() if isinstance(session, HasForms) for v in session.check_forms()
+        ]
     finally:
         opened.close()
     progress.report("compared", 2, 2)
@@ -95,4 +102,5 @@ def validate(
         tolerance=found["tolerance"],
         shapes=tuple(found["shapes"]),
         backend=opened.backend.name,
+        forms=tuple(forms),
     )

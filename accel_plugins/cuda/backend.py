@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import onnxruntime as ort
+import torch
 
 from accel.artifact import Artifact, Component
+from accel.backends.forms import FormChecks
 from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
@@ -106,8 +108,12 @@ class CudaBackend:
         ort.set_default_logger_severity(_ERRORS_ONLY)
         opened: dict[str, CudaSession] = {}
         for component in artifact.components:
-            runtime = self._runtime(artifact, component, device, checked, session)
             dtype = _compute_dtype(artifact, component, checked)
+            checks = FormChecks(
+                artifact, component, device=device, compute_dtype=dtype,
+                versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
+            )  # fmt: skip
+            runtime = self._runtime(artifact, component, device, checked, session, checks)
             if isinstance(runtime, DecoderRuntime):
                 opened[component.name] = DecoderSession(runtime, device, dtype)
             else:
@@ -121,11 +127,12 @@ class CudaBackend:
         device: DeviceSpec,
         options: CudaOptions,
         session: SessionOptions,
+        checks: FormChecks,
     ) -> Runtime:
         path = artifact.path / component.file
         kind = DecoderRuntime if component.stateful else Runtime
         if OPTIONS_OBJECT in session.native:
-            return kind(path, component, device, options, session)
+            return kind(path, component, device, options, session, checks)
         key = json.dumps(
             [str(path), component.files[0].sha256, device.index, options.cuda_graphs, options.padding,
              options.packing, dict(options.provider), session.to_dict()],
@@ -133,7 +140,7 @@ class CudaBackend:
         )  # fmt: skip
         found = self._runtimes.get(key)
         if found is None:
-            found = self._runtimes[key] = kind(path, component, device, options, session)
+            found = self._runtimes[key] = kind(path, component, device, options, session, checks)
         return found
 
 

@@ -10,6 +10,7 @@ import torch
 
 from accel.artifact import Component
 from accel.backends.checks import check_state, wanted_outputs
+from accel.backends.forms import FormChecks
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
@@ -18,8 +19,8 @@ from accel.errors import SessionError
 from .forms.causal import causal_form
 from .forms.masks import Form
 from .options import CudaOptions
-from .runtime import Runtime
-from .session import RUN_ERRORS, CudaSession
+from .runtime import RUN_ERRORS, Runtime
+from .session import CudaSession
 from .slots import Slots
 from .state import CudaState
 
@@ -38,7 +39,13 @@ class DecoderRuntime(Runtime):
     disabled_optimizers = ("GroupQueryAttentionFusion",)
 
     def __init__(
-        self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
+        self,
+        path: Path,
+        component: Component,
+        device: DeviceSpec,
+        options: CudaOptions,
+        session: SessionOptions,
+        checks: FormChecks,
     ) -> None:
         dtype = next(spec.dtype for spec in component.inputs if spec.pair is not None)
         if dtype not in _CACHE_TYPES:
@@ -48,7 +55,7 @@ class DecoderRuntime(Runtime):
                 fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
             )
         self._form = causal_form(path)
-        super().__init__(path, component, device, options, session)
+        super().__init__(path, component, device, options, session, checks)
 
     @property
     def windowed(self) -> bool:

@@ -22,6 +22,7 @@ def captured(
     enqueue: Callable[[], None],
     outputs: Mapping[str, torch.Tensor],
     current: torch.cuda.Stream,
+    varied: Sequence[torch.Tensor] = (),
 ) -> torch.cuda.CUDAGraph:
     """A run as a CUDA graph. Takes a few runs.
 
@@ -30,6 +31,7 @@ def captured(
         enqueue: Puts the run on the runtime's stream; the same each time.
         outputs: The fixed buffers that it writes.
         current: The stream that its inputs are written on.
+        varied: Buffers of inputs that other calls fill with other values: the replay is compared on such, too.
 
     Raises:
         CaptureError: It cannot be captured, or replays something else than it ran.
@@ -59,10 +61,46 @@ def captured(
     except Exception as error:
         raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
     torch.cuda.synchronize(runtime.device)
-    for name, tensor in outputs.items():
-        if not _agree(tensor, expected[name]):
-            raise CaptureError(f"replaying the captured run gives another {name}")
+    _compare(outputs, expected, "replaying the captured run")
+    if varied:
+        _compare_on_others(runtime, enqueue, graph, outputs, varied)
     return graph
+
+
+def _compare_on_others(
+    runtime: Runtime,
+    enqueue: Callable[[], None],
+    graph: torch.cuda.CUDAGraph,
+    outputs: Mapping[str, torch.Tensor],
+    varied: Sequence[torch.Tensor],
+) -> None:
+    """Replay a graph on other inputs than it was captured with: what the capture baked in shows there alone.
+
+    Raises:
+        CaptureError: The run itself gives something else on them.
+    """
+    before = [buffer.clone() for buffer in varied]
+    torch.cuda.synchronize(runtime.device)
+    try:
+        with torch.cuda.stream(runtime.stream):
+            for buffer, value in zip(varied, before, strict=True):
+                buffer.copy_(value.roll(1, dims=-1))
+            enqueue()
+            expected = {name: tensor.clone() for name, tensor in outputs.items()}
+            graph.replay()
+        torch.cuda.synchronize(runtime.device)
+        _compare(outputs, expected, "replaying it on other inputs")
+    finally:
+        with torch.cuda.stream(runtime.stream):
+            for buffer, value in zip(varied, before, strict=True):
+                buffer.copy_(value)
+        torch.cuda.synchronize(runtime.device)
+
+
+def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    for name, tensor in found.items():
+        if not _agree(tensor, expected[name]):
+            raise CaptureError(f"{what} gives another {name}")
 
 
 class MaskCheck:
@@ -151,7 +189,8 @@ class ShapeGraphs:
         runtime = self._runtime
         enqueue = self._prepared(plan)
         # Behind the inputs and what was just prepared, which are written on the current stream.
-        graph = captured(runtime, enqueue, self.outputs, torch.cuda.current_stream(runtime.device))
+        varied = [buffer for buffer in self.input_list if buffer is not self._mask]
+        graph = captured(runtime, enqueue, self.outputs, torch.cuda.current_stream(runtime.device), varied)
         self.graphs[plan] = graph
         # From now on calls of this shape wait for their mask: 40 microseconds that a wrong guess costs many times over.
         self.waits = self.waits or plan.form == "packed"

@@ -10,15 +10,21 @@ from typing import Any, ClassVar
 
 import onnxruntime as ort
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Component
+from accel.backends.forms import Form as Described
+from accel.backends.forms import FormChecks, FormVerdict
+from accel.backends.interfaces import Feeds
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
 
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
-from .forms.masks import Form, Held, Plan, in_form, mask_input, packs, plan_for
+from ..ortkit.runtime.values import ort_value_as_tensor
+from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
+from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
 from .weights import SharedWeights
 
@@ -39,6 +45,19 @@ ELEMENT_TYPES: Mapping[torch.dtype, int] = {
 }
 
 
+RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+
+# Which form computes a call instead, where one is not right.
+_INSTEAD: Mapping[Form, Form] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
+# At which length each is compared: one that calls of that form have.
+_CHECKED_LENGTH: Mapping[Form, int] = {
+    "packed": 128,
+    "short": SHORT_UP_TO // 2,
+    "full": 80,
+    "lengths": 80,
+    "general": 80,
+}
+_CHECKED_ROWS = 4
 _KERNELS = "sdpa_kernel"
 _MEMORY_EFFICIENT = "2"
 _HOPPER = 90
@@ -79,15 +98,23 @@ class Runtime:
         device: The GPU.
         options: The backend's options.
         session: How to run.
+        checks: The verdicts on its forms.
     """
 
     disabled_optimizers: ClassVar[tuple[str, ...]] = ()
     """ONNX Runtime's graph optimizers that are wrong for such graphs."""
 
     def __init__(
-        self, path: Path, component: Component, device: DeviceSpec, options: CudaOptions, session: SessionOptions
+        self,
+        path: Path,
+        component: Component,
+        device: DeviceSpec,
+        options: CudaOptions,
+        session: SessionOptions,
+        checks: FormChecks,
     ) -> None:
         self.component = component
+        self.checks = checks
         self.options = options
         self.device = torch.device("cuda", device.index)
         self.lock = threading.RLock()
@@ -108,6 +135,8 @@ class Runtime:
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle: str | None = None if options.cuda_graphs else "cuda_graphs=0"
+        # Forms that were found right; the general one is what they are compared with.
+        self._right: set[Form] = {"general"}
         # Whether all of the graph runs on the GPU, as far as is known.
         self._whole = True
         self._run_options = ort.RunOptions()
@@ -134,13 +163,92 @@ class Runtime:
         return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
 
     def plan(self, held: Held, mask: torch.Tensor) -> Plan:
-        """The fastest way to compute a call whose mask holds that."""
-        return plan_for(held, mask.shape, packs=self.packs, short=self._short)
+        """The fastest way to compute a call whose mask `(batch, sequence)` holds that, of those that were found right here."""
+        plan = plan_for(held, mask.shape, packs=self.packs, short=self._short)
+        while plan.form not in self._right:
+            if self._verdict(plan.form).passed:
+                self._right.add(plan.form)
+            else:
+                plan = Plan(_INSTEAD[plan.form])
+        return plan
+
+    def check_forms(self) -> list[FormVerdict]:
+        """Compare every form that calls may get with the general one."""
+        if self.mask is None:
+            return []
+        forms: list[Form] = ["lengths"]
+        if self.options.padding == "check":
+            forms.append("full")
+            if self._short:
+                forms.append("short")
+            if self.packs:
+                forms.append("packed")
+        return [self._verdict(form) for form in forms]
+
+    def _verdict(self, form: Form) -> FormVerdict:
+        """Whether a form may answer; compared with the general one when that was not done here before."""
+        limit = self.component.max_sizes.get("sequence", _CHECKED_LENGTH[form])
+        sequence = min(_CHECKED_LENGTH[form], limit)
+        batch = max(_CHECKED_ROWS, 2 * PACKED_FROM // sequence) if form == "packed" else _CHECKED_ROWS
+        described = Described(
+            name=form,
+            sizes={"batch": batch, "sequence": sequence},
+            padding="right" if form in ("lengths", "packed") else "none",
+            context={"provider": dict(self.options.provider), "kernels": _MEMORY_EFFICIENT if form == "short" else ""},
+        )
+
+        def compute(feeds: Feeds, form: Form = form) -> dict[str, torch.Tensor]:
+            assert self.mask is not None
+            rows = packed_rows(int(feeds[self.mask].sum()), batch * sequence) if form == "packed" else 0
+            return self._computed(Plan(form, rows), feeds)
+
+        return self.checks.check(described, compute, lambda feeds: compute(feeds, "general"))
+
+    def _computed(self, plan: Plan, feeds: Feeds) -> dict[str, torch.Tensor]:
+        """Copies of all outputs of one run, kernel by kernel; waits for it.
+
+        Raises:
+            SessionError: It failed.
+        """
+        names = [spec.name for spec in self.component.outputs]
+        inputs = {name: tensor.to(self.device) for name, tensor in feeds.items()}
+        try:
+            binding = self.launch(plan, inputs, dict.fromkeys(names), self.follow())
+        except RUN_ERRORS as error:
+            raise SessionError(" ".join(str(error).split())[:600]) from error
+        values = zip(names, binding.get_outputs(), strict=True)
+        return {name: ort_value_as_tensor(value).to("cpu", copy=True) for name, value in values}
+
+    def launch(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor | None],
+        current: torch.cuda.Stream,
+    ) -> Any:
+        """ONNX Runtime's binding of a run that is on its way, kernel by kernel; `current` is behind it.
+
+        Args:
+            plan: How to compute it.
+            inputs: On the GPU.
+            results: Buffers for the outputs, or `None` where ONNX Runtime allocates.
+            current: torch's current stream.
+        """
+        if plan.form == "packed" and self.mask is not None:
+            mask = inputs[self.mask]
+            packing = Packing(mask.shape, plan.rows, self.device)
+            packing.fill(mask)
+            inputs = {**inputs, **packing.inputs}
+        binding = self.bind(plan.form, inputs, results)
+        self.stream.wait_stream(current)
+        self.enqueue(plan.form, binding)
+        current.wait_stream(self.stream)
+        return binding
 
     def without_packing(self, held: Held, error: Exception) -> Plan:
         """How to compute a call after its packed form failed. It is not tried again."""
         self.packs = False
-        logger.warning("no packed execution for %s: %s", self._path.name, str(error)[:300])
+        self.checks.refuse("packed", error)
         return Plan(held.form)
 
     def session(self, form: Form) -> ort.InferenceSession:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import TensorSpec
 from accel.backends.checks import (
@@ -21,19 +20,18 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
+from accel.backends.forms import FormVerdict
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
 
 from ..ortkit.runtime.values import ort_value_as_tensor
 from .forms.masks import Form, Held, Plan, held_by
-from .forms.packing import Packing
 from .graphs import CaptureError, ShapeGraphs
-from .runtime import ELEMENT_TYPES, Runtime, device_tensor, on_device
+from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device
 
 logger = logging.getLogger(__name__)
 
-RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
 _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
     "full": ("full",),
     "short": ("full",),
@@ -180,6 +178,14 @@ class CudaSession:
             shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
             raise self._failed(error, shapes) from error
 
+    def check_forms(self) -> list[FormVerdict]:
+        """Compare every form in which this graph is computed with the general one, on this GPU."""
+        runtime = self._runtime
+        if runtime is None:
+            self._closed()
+        with runtime.lock, torch.cuda.device(self._where):
+            return runtime.check_forms()
+
     # Replaying
 
     def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
@@ -312,37 +318,17 @@ class CudaSession:
                     check_buffer_shape(name, given, shapes[name])
                 results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
         try:
-            binding = self._enqueued(runtime, plan, inputs, results, current)
+            binding = runtime.launch(plan, inputs, results, current)
         except (SessionError, *RUN_ERRORS) as error:
             if plan.form != "packed":
                 raise
-            binding = self._enqueued(runtime, runtime.without_packing(held, error), inputs, results, current)
+            binding = runtime.launch(runtime.without_packing(held, error), inputs, results, current)
         if self._known_shapes:
             return {name: value for name, value in results.items() if value is not None}
         found = dict(zip(names, binding.get_outputs(), strict=True))
         made = {name: ort_value_as_tensor(value) for name, value in found.items()}
         # ONNX Runtime may use its memory again as soon as the tensor is gone: the caller gets a copy.
         return {name: self._copied(name, tensor, out.get(name)) for name, tensor in made.items()}
-
-    def _enqueued(
-        self,
-        runtime: Runtime,
-        plan: Plan,
-        inputs: Mapping[str, torch.Tensor],
-        results: Mapping[str, torch.Tensor | None],
-        current: torch.cuda.Stream,
-    ) -> Any:
-        """ONNX Runtime's binding of a run that is on its way; `current` is behind it."""
-        if plan.form == "packed" and runtime.mask is not None:
-            mask = inputs[runtime.mask]
-            packing = Packing(mask.shape, plan.rows, self._where)
-            packing.fill(mask)
-            inputs = {**inputs, **packing.inputs}
-        binding = runtime.bind(plan.form, inputs, results)
-        runtime.stream.wait_stream(current)
-        runtime.enqueue(plan.form, binding)
-        current.wait_stream(runtime.stream)
-        return binding
 
     def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:
         sizes: dict[int | str, int] = {}

@@ -1,0 +1,138 @@
+"""A form that computes something else than the graph is found before its first answer, turned off and named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.artifact.home import accel_home
+from accel.backends import registry
+from accel.backends.forms import Form, FormChecks
+from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.specs import DeviceSpec
+from accel.config import SessionOptions
+
+PACKED = Form(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
+
+
+def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: str) -> FormChecks:
+    return FormChecks(
+        artifact, artifact.components[0], device=DeviceSpec("cpu"), compute_dtype=compute_dtype, versions=versions
+    )
+
+
+class Counted:
+    """A way to compute that is off by `error` and counts its calls."""
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.error = error
+        self.feeds: list[Mapping[str, torch.Tensor]] = []
+
+    def __call__(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.feeds.append(feeds)
+        logits = feeds["input_ids"].float().sum(1, keepdim=True).repeat(1, 3)
+        return {"logits": logits * (1 + self.error)}
+
+
+@pytest.fixture
+def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
+    return tiny_artifact("bert")
+
+
+def test_right_forms_are_asked_once(artifact: Artifact) -> None:
+    checks, form, plain = checks_of(artifact, run="once"), Counted(), Counted()
+    assert all(checks.allows(PACKED, form, plain) for _ in range(5))
+    assert (len(form.feeds), len(plain.feeds)) == (1, 1)
+    assert form.feeds[0]["attention_mask"].sum(1).tolist() == [6, 4, 1]
+    again = checks_of(artifact, run="once")
+    assert again.allows(PACKED, form, plain)
+    assert len(form.feeds) == 1, "it is remembered"
+    assert checks_of(artifact, run="another version").allows(PACKED, form, plain)
+    assert len(form.feeds) == 2
+
+
+@pytest.mark.parametrize(("compute_dtype", "error", "allowed"), [("float32", 2e-3, False), ("float16", 2e-3, True)])
+def test_tolerance_is_that_of_the_kernels(artifact: Artifact, compute_dtype: str, error: float, allowed: bool) -> None:
+    assert checks_of(artifact, compute_dtype).allows(PACKED, Counted(error), Counted()) is allowed
+
+
+def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+        assert not checks_of(artifact, run="wrong").allows(PACKED, Counted(0.4), Counted())
+        assert "'packed'" in caplog.text
+        assert "0.4" in caplog.text
+        caplog.clear()
+        assert not checks_of(artifact, run="wrong").allows(PACKED, Counted(), Counted()), "it is remembered"
+        assert "'packed'" in caplog.text, "and said again in each process"
+
+
+def test_values_that_are_not_finite_are_wrong(artifact: Artifact) -> None:
+    assert not checks_of(artifact, run="nan").allows(PACKED, Counted(float("nan")), Counted())
+
+
+def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
+    (accel_home() / "forms.json").write_text("[", encoding="utf-8")
+    form = Counted()
+    for _ in range(2):
+        assert checks_of(artifact, run="damaged").allows(PACKED, form, Counted())
+    assert len(form.feeds) == 1
+
+
+class _OffAtFixedShapes:
+    """A session that is wrong where shapes are fixed."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, feeds: Any, *, outputs: Sequence[str] | None = None, state: Any = None) -> dict[str, torch.Tensor]:
+        found = self._session.run(feeds, outputs=outputs, state=state)
+        return {name: tensor + 1 for name, tensor in found.items()}
+
+
+def test_a_wrong_bucket_is_not_used(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeds = {
+        "input_ids": torch.arange(5, 11).repeat(2, 1),
+        "attention_mask": torch.tensor([[1] * 6, [1] * 3 + [0] * 3]),
+        "token_type_ids": torch.zeros(2, 6, dtype=torch.int64),
+    }
+    feeds = {spec.name: feeds[spec.name] for spec in artifact.components[0].inputs}
+    expected = open_artifact(artifact).sessions["model"].run(feeds)["logits"]
+    backend = registry.load(registry.describe("cpu"))
+    open_right = backend.open
+
+    def open_wrong(artifact: Artifact, **given: Any) -> dict[str, Any]:
+        sessions = open_right(artifact, **given)
+        return {n: _OffAtFixedShapes(s) for n, s in sessions.items()} if given["shapes"] else dict(sessions)
+
+    monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
+    monkeypatch.setattr(backend, "open", open_wrong)
+    session = open_artifact(artifact, RunSettings(options=SessionOptions(buckets=(8,)))).sessions["model"]
+    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+        assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-5
+    assert "'bucket of 8'" in caplog.text
+    monkeypatch.setattr(backend, "open", open_right)
+
+
+def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.backends import opening
+
+    right = opening.open_artifact
+
+    def with_buckets(artifact: Artifact, settings: RunSettings, **given: Any) -> Any:
+        return right(artifact, RunSettings(backend=settings.backend, options=SessionOptions(buckets=(8, 16))), **given)
+
+    monkeypatch.setattr("accel.stages.validate.open_artifact", with_buckets)
+    found = accel.validate(artifact)
+    assert found.passed
+    assert [(form.form, form.passed) for form in found.forms] == [("bucket of 8", True), ("bucket of 16", True)]
