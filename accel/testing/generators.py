@@ -77,6 +77,7 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-neox": ("text-generation", "GPTNeoXForCausalLM", _DECODER),
     "llama": ("text-generation", "LlamaForCausalLM", _GROUPED),
     "mistral": ("text-generation", "MistralForCausalLM", {**_GROUPED, "sliding_window": 16}),
+    "olmo3": ("text-generation", "Olmo3ForCausalLM", {**_GROUPED, "sliding_window": 8}),
     "opt": (
         "text-generation",
         "OPTForCausalLM",

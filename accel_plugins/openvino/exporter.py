@@ -59,7 +59,7 @@ class OpenVinoExporter:
         for port in (*model.inputs, *model.outputs):
             port.get_tensor().set_names({graph_name(port.any_name)})
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))
-        file = GRAPH if alone else f"openvino_{source.name}.xml"
+        file = graph_file(source.name, alone=alone)
         with quiet():
             if alone:
                 exported.save_pretrained(out)
@@ -69,13 +69,31 @@ class OpenVinoExporter:
         return Component(
             name=source.name if source.stateful or not alone else "model",
             file=file,
-            files=record_files(out, (file, str(Path(file).with_suffix(".bin")))),
+            files=record_files(out, (file, weights_file(file))),
             inputs=specs,
             outputs=outputs,
             max_sizes=source.max_sizes,
             unused_inputs=tuple(dict.fromkeys(unused)),
             stateful=source.stateful,
         )
+
+
+def graph_file(component: str, *, alone: bool) -> str:
+    """The file of a component's graph: `openvino_model.xml`, or `openvino_encoder.xml` and the like of several."""
+    return GRAPH if alone else f"openvino_{component}.xml"
+
+
+def weights_file(graph: str) -> str:
+    """The file of a graph's weights, beside it."""
+    return str(Path(graph).with_suffix(".bin"))
+
+
+def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool) -> Component:
+    """Write a component's graph and weights; gives the component with its new files."""
+    file = graph_file(component.name, alone=alone)
+    with quiet():
+        ov.save_model(model, out / file, compress_to_fp16=False)
+    return replace(component, file=file, files=record_files(out, (file, weights_file(file))))
 
 
 def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:

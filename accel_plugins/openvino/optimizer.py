@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import openvino as ov
-
-from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
-from accel.capture import quiet
+from accel.artifact import Artifact, Step, copy_companions, tool_versions
 from accel.config import OptimizeConfig
-from accel.errors import ConfigError
+from accel.errors import ConfigError, OptimizeError
 
 from . import FORMAT
-from .exporter import GRAPH, WEIGHTS
+from .exporter import write_graph
 from .runtime import read_model
 
 
@@ -25,19 +22,21 @@ class OnnxConverter:
     """Reads ONNX, writes OpenVINO IR."""
 
     def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
-        """Convert the graph as it is; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
+        """Convert the graphs as they are; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
 
         Raises:
             ConfigError: Named fusions were asked for or left out.
+            OptimizeError: A decoder with a cache.
         """
         if config.enable or config.disable:
             raise ConfigError("OpenVINO has no named fusions.", fix="leave enable and disable out.")
-        component = artifact.components[0]
-        model = read_model(artifact, component)
-        with quiet():
-            ov.save_model(model, out / GRAPH, compress_to_fp16=False)
+        refuse_onnx_decoders(artifact)
+        alone = len(artifact.components) == 1
+        components = tuple(
+            write_graph(read_model(artifact, component), component, out, alone=alone)
+            for component in artifact.components
+        )
         copy_companions(artifact.path, out)
-        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)))
         step = Step(
             stage="optimize", backend="openvino", config=config.to_dict(), versions=tool_versions("openvino"),
             parent=artifact.digest,
@@ -46,8 +45,22 @@ class OnnxConverter:
             artifact.manifest,
             format=FORMAT,
             opset=None,
-            components=(made,),
+            components=components,
             steps=(*artifact.manifest.steps, step),
             run=None,
         )
         return Artifact.create(out, manifest)
+
+
+def refuse_onnx_decoders(artifact: Artifact) -> None:
+    """Refuse ONNX graphs with a cache, which OpenVINO would have inside of its graph.
+
+    Raises:
+        OptimizeError: With the way that works.
+    """
+    stateful = [component.name for component in artifact.components if component.stateful]
+    if artifact.format == "onnx" and stateful:
+        raise OptimizeError(
+            f"{', '.join(stateful)}: an ONNX decoder keeps its cache outside of the graph, which OpenVINO IR cannot take over.",
+            fix="export the PyTorch model: accel export MODEL OUT --backend openvino.",
+        )

@@ -30,7 +30,8 @@ from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from . import FORMAT
-from .exporter import GRAPH, VERSIONS, WEIGHTS
+from .exporter import VERSIONS, write_graph
+from .optimizer import refuse_onnx_decoders
 from .runtime import one_line, port_order, read_model
 
 _PRESETS = ("auto", "performance", "mixed")
@@ -53,18 +54,35 @@ class NncfQuantizer:
         """Quantize every component; see `accel.backends.interfaces.Quantizer`. Seconds for encoders, minutes for GPTQ and AWQ."""
         nncf = _nncf()
         _check(config, evaluate)
-        component = artifact.components[0]
-        model = read_model(artifact, component)
-        batches = None if calibration is None else _rows(calibration, component, config.samples)
-        if config.scheme == "static-int8":
-            quantized = _static(nncf, model, artifact, config, batches, evaluate, out)
-        else:
-            quantized = _weights_only(nncf, model, config, batches)
-        with quiet():
-            ov.save_model(quantized, out / GRAPH, compress_to_fp16=False)
+        refuse_onnx_decoders(artifact)
+        alone = len(artifact.components) == 1
+        if not alone:
+            _check_several(artifact, config, calibration)
+        batches = None if calibration is None else _rows(calibration, artifact.components[0], config.samples)
+        made = []
+        for component in artifact.components:
+            model = read_model(artifact, component)
+            if config.scheme == "static-int8":
+                quantized = _static(nncf, model, artifact, config, batches, evaluate, out)
+            else:
+                quantized = _weights_only(nncf, model, config, batches)
+            made.append(write_graph(quantized, component, out, alone=alone))
         copy_companions(artifact.path, out)
-        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)))
-        return Artifact.create(out, _manifest(artifact, config, made, batches))
+        return Artifact.create(out, _manifest(artifact, config, tuple(made), batches))
+
+
+def _check_several(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feeds] | None) -> None:
+    """Refuse what needs data for each of several graphs: a batch holds the inputs of a model, not of its parts.
+
+    Raises:
+        QuantizeError: With the scheme that needs no data.
+    """
+    names = " and ".join(component.name for component in artifact.components)
+    if config.scheme == "static-int8" or calibration is not None:
+        raise QuantizeError(
+            f"{config.scheme} with calibration data needs data for each of the graphs {names}.",
+            fix="use weight-int8 or weight-int4 without calibration data.",
+        )
 
 
 def _nncf() -> ModuleType:
@@ -359,7 +377,10 @@ def _compiled_artifact(artifact: Artifact, compiled: ov.CompiledModel, folder: P
 
 
 def _manifest(
-    artifact: Artifact, config: QuantizeConfig, component: Component, batches: list[dict[str, Any]] | None
+    artifact: Artifact,
+    config: QuantizeConfig,
+    components: tuple[Component, ...],
+    batches: list[dict[str, Any]] | None,
 ) -> Manifest:
     used = batches is not None and (config.scheme == "static-int8" or config.scheme == "weight-int4")
     calibration = None
@@ -373,7 +394,7 @@ def _manifest(
         artifact.manifest,
         format=FORMAT,
         opset=None,
-        components=(component,),
+        components=components,
         quantization=Quantization(
             scheme=config.scheme, preset=config.preset, excluded=config.exclude, calibration=calibration
         ),

@@ -12,11 +12,13 @@ import torch
 ov = pytest.importorskip("openvino")
 pytest.importorskip("nncf")
 
-from accel import ORTModelForSequenceClassification, export
+from accel import ORTModelForSeq2SeqLM, ORTModelForSequenceClassification, export
 from accel.artifact import Artifact
 from accel.backends.opening import open_artifact
-from accel.errors import BackendUnavailableError, ConfigError, QuantizeError
+from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, QuantizeError
+from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
+from accel.testing.generators import tiny_generator
 
 
 @pytest.fixture(scope="session")
@@ -223,6 +225,28 @@ def test_onnx_artifacts_are_quantized_into_ir(tiny_artifact: Callable[..., Artif
     model = ORTModelForSequenceClassification.from_pretrained(made.path)
     assert (model.backend, model.compute_dtype) == ("openvino", "int8")
     assert 1e-4 < difference(made, onnx) < 0.5
+
+
+def test_every_graph_of_an_encoder_decoder_is_quantized(tmp_path: Path) -> None:
+    original = tiny_generator("t5")
+    whole = export(original, tmp_path / "ir", task="text2text-generation", backend="openvino")
+    made = quantize(whole, tmp_path / "int8", scheme="weight-int8")
+    assert [c.name for c in made.components] == [c.name for c in whole.components]
+    assert len({c.file for c in made.components}) == len(made.components) > 1
+    assert made.bytes < 0.7 * whole.bytes
+    ids = torch.tensor([[5, 6, 7, 8, 3]])
+    found = ORTModelForSeq2SeqLM(made).generate(input_ids=ids, max_new_tokens=8)
+    assert found.shape[0] == 1
+    with pytest.raises(QuantizeError, match="needs data for each of the graphs encoder"):
+        quantize(whole, tmp_path / "static", scheme="static-int8", calibration=rows())
+
+
+def test_onnx_decoders_are_refused(tmp_path: Path) -> None:
+    onnx = export(tiny_generator("llama"), tmp_path / "onnx", task="text-generation")
+    with pytest.raises(OptimizeError, match="keeps its cache outside of the graph"):
+        quantize(onnx, tmp_path / "int8", scheme="weight-int8", backend="openvino")
+    with pytest.raises(OptimizeError, match="keeps its cache outside of the graph"):
+        optimize(onnx, tmp_path / "ir", backend="openvino", level="O1")
 
 
 def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
