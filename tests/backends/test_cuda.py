@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from accel import capture
 from accel.artifact import Artifact
@@ -19,7 +21,7 @@ from accel.errors import ConfigError, SessionError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
-from accel.testing.models import tiny_model
+from accel.testing.models import rescale, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -366,3 +368,65 @@ def test_pytorch_in_a_cuda_graph_answers_as_pytorch_does(tiny_folder: Callable[.
     assert graph.error is None
     assert graph.max_abs_difference <= graph.tolerance
     assert [cell.workload for cell in graph.cells] == ["2x5", "2x9"]
+
+
+SHAPES = (
+    *((1, 7), (1, 64), (1, 128), (2, 33), (2, 512), (3, 100), (4, 24), (4, 128)),
+    *((8, 64), (8, 200), (16, 64), (16, 128), (16, 256), (32, 64)),
+)
+
+
+@pytest.mark.parametrize("name", ["Albert", "MegatronBert", "Bert"])
+def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open) -> None:
+    """At most three times eager float16's own error, whatever form a call gets."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
+    config = getattr(transformers, f"{name}Config")(vocab_size=120, max_position_embeddings=512, **sizes)
+    model = rescale(getattr(transformers, f"{name}ForSequenceClassification")(config)).eval()
+    artifact = optimize(
+        export(model, tmp_path / "onnx", task="text-classification"), tmp_path / "o4", backend="cuda", level="O4"
+    )
+    session: Any = open_on_gpu(artifact)
+    exact, eager = model.cuda(), copy.deepcopy(model).half().cuda()
+    for batch, sequence in SHAPES:
+        full = feeds_of(artifact, batch, sequence)
+        lengths = torch.linspace(sequence, 1, batch).round().long() if batch > 1 else torch.tensor([sequence - 1])
+        right = (torch.arange(sequence) < lengths[:, None]).long()
+        for kind, mask in (("right", right), ("left", right.flip(1)), ("none", torch.ones_like(right))):
+            feeds = on_gpu({**full, "attention_mask": mask})
+            with torch.inference_mode():
+                expected = exact(**feeds).logits
+                accepted = 3 * float((eager(**feeds).logits - expected).abs().max())
+            for _ in range(3):
+                found = float((session.run(feeds)["logits"] - expected).abs().max())
+                assert found <= max(accepted, 3e-3 * float(expected.abs().max())), (name, batch, sequence, kind)
+    assert session._runtime.packs
+    assert {verdict.form for verdict in session.check_forms() if verdict.passed} >= {"lengths", "full", "packed"}
+
+
+def test_a_wrong_form_is_found_before_its_first_answer(
+    fused: Callable[..., Artifact],
+    tiny_artifact: Callable[..., Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from accel_plugins.cuda import runtime
+
+    right = runtime.in_form
+
+    def wrong(path: Path, form: Any) -> bytes:
+        # Without its mask, as an attention that was forgotten.
+        return right(path, "full" if form == "lengths" else form)
+
+    monkeypatch.setattr(runtime, "in_form", wrong)
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    # Opened by a backend of its own, which shares no graph with other tests.
+    backend = type(registry.load(registry.describe("cuda")))()
+    artifact = fused("bert", "text-classification", "O4")
+    session: Any = backend.open(artifact, device=GPU, options={"packing": False}, session=SessionOptions())["model"]
+    feeds = with_lengths(feeds_of(artifact, 8, 40), 0.3, 0)
+    for _ in range(3):
+        assert difference(session.run(on_gpu(feeds)), on_cpu(tiny_artifact("bert"), feeds)) < 3e-2
+    assert "'lengths'" in caplog.text
+    assert {verdict.form: verdict.passed for verdict in session.check_forms()}["lengths"] is False
+    session.close()
