@@ -28,8 +28,8 @@ from accel.testing.models import rescale, tiny_model
 from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
-from accel_plugins.ortkit.optimization.gpu_attention import MASK_NAME
 from accel_plugins.ortkit.optimization.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
+from accel_plugins.ortkit.optimization.padding import MASK_NAME
 
 Fused = Callable[..., Artifact]
 LAYERS = 2

@@ -21,7 +21,7 @@ from accel.errors import SessionError
 from ...ortkit.graph.analysis import bounds, dims, shape_value
 from ...ortkit.graph.editing import MICROSOFT, nodes, scalar
 from ...ortkit.optimization.attention import producer
-from ...ortkit.optimization.gpu_attention import padding_source
+from ...ortkit.optimization.padding import padding_source
 
 LENGTHS = "accel.lengths"
 """Input `(batch,) int32`: the place of each row's last token after this call."""

@@ -22,7 +22,7 @@ import torch
 from onnx_ir.passes import common as passes
 
 from ...ortkit.graph.editing import MICROSOFT, add_initializer, replace_value
-from ...ortkit.optimization.gpu_attention import MASK_NAME, ROWS_NAME
+from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
 from .packing import can_pack, pack, packed_rows
 
 Form = Literal["general", "lengths", "full", "short", "packed"]
