@@ -78,13 +78,15 @@ class Session(Protocol):
         """Compute the outputs.
 
         Args:
-            feeds: Exactly the declared inputs. Any device, stride or integer width; converted once where needed.
+            feeds: Exactly the declared inputs, each of the shape that its `TensorSpec` has. Any device, stride or integer
+                width; converted once where needed.
             outputs: Names of the outputs wanted; all when `None`.
-            out: Buffers that receive outputs of these names.
+            out: Buffers that receive outputs of these names, each of its output's shape.
             state: From `new_state`; read and advanced.
 
         Returns:
-            Output by name, in the declared dtype, on the session's device. It does not alias the next call's
+            Output by name, of the shape that its `TensorSpec` has for these inputs, in the declared dtype, on the session's
+            device. It does not alias the next call's
             (except what was written into `out`).
 
         Raises:

@@ -115,7 +115,7 @@ class Encoded:
         ]
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The inputs of some rows: `(len(rows), longest)` int64, or `pixel_values`."""
+        """The inputs of some rows: `(rows, longest) int64`, or `pixel_values: (rows, channels, height, width)`."""
         import torch
 
         if self.images is not None:
@@ -250,7 +250,8 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def for_graph(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The feeds that a graph takes, in its order; segment ids that a tokenizer leaves out are zero.
+    """The feeds that a graph takes, in its order and of any shape; segment ids `(batch, sequence)` that a tokenizer leaves out
+    are zero.
 
     Raises:
         InputError: The processor does not make an input of the graph.

@@ -19,9 +19,9 @@ from ..ortkit.graph.editing import load_graph
 from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
 from ..ortkit.runtime.nvidia import judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8
-from .decoder import DecoderRuntime, DecoderSession
+from .decoder import DecoderSession
 from .options import CudaOptions, read_options
-from .runtime import Runtime
+from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
 
 # Kernels that multiply 8-bit integers. Quantize/Dequantize pairs and packed weights are computed in floating point.

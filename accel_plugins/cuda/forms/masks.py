@@ -73,7 +73,7 @@ def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
-    """What the mask held from which `flags` come."""
+    """What the mask held from which `flags: (batch, 2) int64` come; see `flags_of`."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
     if tokens == flags.shape[0] * sequence:

@@ -50,7 +50,7 @@ class Packing:
     Args:
         shape: Batch and sequence of the call.
         rows: To compute; see `packed_rows`.
-        device: Where.
+        device: The GPU whose memory holds the buffers; the graph's session runs there.
     """
 
     def __init__(self, shape: Sequence[int], rows: int, device: torch.device) -> None:

@@ -170,7 +170,7 @@ def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Nod
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The value as an array when it is a constant: an initializer or a `Constant` node's."""
+    """The value as an array of its own shape when it is a constant: an initializer or a `Constant` node's."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -186,7 +186,7 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """A new constant of the graph, under a name that nothing else has."""
+    """A new constant of the graph, with the array's shape and type, under a name that nothing else has."""
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1

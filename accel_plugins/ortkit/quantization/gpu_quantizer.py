@@ -42,12 +42,12 @@ class Steps:
     largest: float
 
     def scale(self, largest: np.ndarray | float) -> np.ndarray:
-        """What one step stands for when `largest` must fit; 1 where everything is 0."""
+        """What one step stands for when `largest`, a number or `(channels,)`, must fit; of the same shape, 1 where everything is 0."""
         scale = np.asarray(largest, np.float32) / self.largest
         return np.where(scale > 0, scale, 1.0).astype(np.float32)
 
     def rounded(self, array: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """An array in these steps."""
+        """An array of any shape in these steps; `scale` broadcasts to its shape."""
         steps = np.clip(array.astype(np.float32) / scale, -self.largest, self.largest)
         rounded: np.ndarray = (np.rint(steps) if self.dtype == ir.DataType.INT8 else steps).astype(self.dtype.numpy())
         return rounded

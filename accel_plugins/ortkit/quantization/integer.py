@@ -162,7 +162,7 @@ class Rewriter:
 
 
 def activation_scale(low: float, high: float, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point for a range that holds zero: `int8` is symmetric, `uint8` uses all 256 steps."""
+    """Scale and zero point, of shape `()`, for a range that holds zero: `int8` is symmetric, `uint8` uses all 256 steps."""
     if signed:
         scale = max(abs(low), abs(high)) / 127 or 1.0
         return np.array(scale, np.float32), np.array(0, np.int8)

@@ -25,7 +25,9 @@ def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
 def smoothing_divisors(
     layers: Sequence[Layer], channels: Mapping[str, ChannelRange], exponent: float
 ) -> dict[str, np.ndarray]:
-    """What each channel of an activation is divided by: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are always 0."""
+    """What each channel of an activation is divided by, `(channels,)`: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are
+    always 0.
+    """
     divisors = {}
     for name, group in grouped(layers).items():
         if name not in channels:
@@ -40,7 +42,8 @@ def smoothing_divisors(
 
 
 def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Divide activations and multiply weights; the division goes into a norm before it where nobody else reads that.
+    """Divide activations by `(channels,)` and multiply weights; the division goes into a norm before it where nobody else
+    reads that.
 
     Returns:
         How many divisions were folded into norms and how many became a product of their own.
