@@ -16,7 +16,8 @@ from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
+from ..ortkit.optimization.fusions import CUDA
+from ..ortkit.optimization.optimizer import OrtOptimizer
 from ..ortkit.runtime.nvidia import judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8
 from .decoder import DecoderSession
@@ -67,7 +68,7 @@ class CudaBackend:
 
     def optimizer(self) -> Optimizer:
         """Fusions for CUDA kernels, and float16."""
-        return GpuOptimizer("cuda")
+        return OrtOptimizer("cuda", CUDA)
 
     def quantizer(self) -> Quantizer:
         """Explicit Q/DQ pairs."""
