@@ -125,10 +125,20 @@ class Exporter(Protocol):
 class Optimizer(Protocol):
     """Rewrites a graph into a faster one that computes the same."""
 
-    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
+    def optimize(
+        self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
+    ) -> Artifact:
         """Write the optimized graph into the existing, empty folder `out`.
 
+        Args:
+            artifact: What to optimize.
+            config: How.
+            calibration: Batches of what a processor makes for the first graph (text: `(batch, sequence)`), which can be
+                iterated more than once, for changes that depend on values: half precision.
+            out: Where to write.
+
         Raises:
+            ConfigError: A setting that does not exist, or calibration data that nothing reads.
             OptimizeError: The graph could not be optimized.
         """
 

@@ -311,6 +311,7 @@ def calibration_batches(
     max_length: int | None = None,
     batch_size: int = 8,
     processor: Any = None,
+    inputs: Sequence[TensorSpec] | None = None,
 ) -> Batches | _GivenBatches:
     """Calibration data in any form as batches for an artifact's graph.
 
@@ -323,13 +324,14 @@ def calibration_batches(
         max_length: Tokens that longer rows are cut to.
         batch_size: Rows a batch.
         processor: Instead of the artifact's own.
+        inputs: What each batch holds; all inputs of the artifact's first graph when `None`.
 
     Raises:
         InputError: No rows, columns that do not map, values that are not finite.
         QuantizeError: No batches.
     """
     config = config or QuantizeConfig()
-    inputs = artifact.components[0].inputs
+    inputs = artifact.components[0].inputs if inputs is None else inputs
     if isinstance(data, Batches | _GivenBatches):
         return data
     if not is_rows(data):

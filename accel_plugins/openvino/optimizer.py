@@ -6,12 +6,14 @@ is exported from PyTorch with `backend="openvino"` is the better start, above al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import openvino as ov
 
 from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
+from accel.backends.interfaces import Feeds
 from accel.capture import quiet
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError
@@ -24,14 +26,21 @@ from .runtime import read_model
 class OnnxConverter:
     """Reads ONNX, writes OpenVINO IR."""
 
-    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
+    def optimize(
+        self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
+    ) -> Artifact:
         """Convert the graph as it is; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
 
         Raises:
-            ConfigError: Named fusions were asked for or left out.
+            ConfigError: Named fusions were asked for or left out, or there is calibration data, which nothing reads.
         """
         if config.enable or config.disable:
             raise ConfigError("OpenVINO has no named fusions.", fix="leave enable and disable out.")
+        if calibration is not None:
+            raise ConfigError(
+                "OpenVINO converts graphs as they are: calibration data changes nothing.",
+                fix="leave calibration=... (--calibration) out.",
+            )
         component = artifact.components[0]
         model = read_model(artifact, component)
         with quiet():
