@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,13 @@ def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
 
 def load_graph(artifact: Artifact, component: Component) -> ir.Model:
     """One graph; weights stay on disk until they are read."""
+    return read_graph(artifact.path / component.file)
+
+
+def read_graph(path: Path) -> ir.Model:
+    """The graph of a file; weights stay on disk until they are read."""
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
-    return ir.load(artifact.path / component.file)
+    return ir.load(path)
 
 
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
@@ -216,6 +221,28 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
         old.name, new.name = f"{name}_replaced", name
     else:
         old.replace_all_uses_with(new)
+
+
+def replace_node(old: ir.Node, new: ir.Node) -> None:
+    """Put one node in another's place, with its type and shape; what only the old one read is left to be removed later."""
+    graph = root_graph(old)
+    graph.insert_before(old, new)
+    new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
+    replace_value(old.outputs[0], new.outputs[0])
+    graph.remove(old, safe=True)
+
+
+def insert_after(value: ir.Value, graph: ir.Graph, made: Sequence[ir.Node]) -> None:
+    """Put nodes where a value is known: behind the node that makes it, or at the front for inputs, constants and what comes
+    from an outer graph.
+    """
+    maker = value.producer()
+    if maker is not None and maker.graph is graph:
+        graph.insert_after(maker, made)
+    elif len(graph):
+        graph.insert_before(graph[0], made)
+    else:
+        graph.extend(made)
 
 
 def layer_name(node: ir.Node) -> str:

@@ -16,9 +16,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
+from ..graph.analysis import Split, dims, only_user, producer, reshaped_heads, split_heads, unscaled
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
-from .attention import only_user, producer
 from .padding import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
 
 _SPLIT = (0, 2, 1, 3)
@@ -100,7 +99,7 @@ def _match(softmax: ir.Node) -> Block | None:
     product = only_user(softmax.outputs[0])
     if product is None or product.op_type != "MatMul" or product.inputs[0] is not softmax.outputs[0]:
         return None
-    value = _unsplit(product.inputs[1])
+    value = split_heads(product.inputs[1])
     if value is None or value[1:] != query[1:] or key[1:] != query[1:]:
         return None
     padding, biases, condition, low = None, [], None, 0.0
@@ -138,70 +137,27 @@ def _terms(value: ir.Value | None) -> list[ir.Value]:
     return [*_terms(add.inputs[0]), *_terms(add.inputs[1])]
 
 
-def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """What a value is a constant multiple of."""
-    factor = 1.0
-    while value is not None:
-        node = producer(value, "Mul") or producer(value, "Div")
-        if node is None:
-            break
-        right, left = scalar(node.inputs[1]), scalar(node.inputs[0]) if node.op_type == "Mul" else None
-        if right is not None:
-            factor, value = (factor * right if node.op_type == "Mul" else factor / right), node.inputs[0]
-        elif left is not None:
-            factor, value = factor * left, node.inputs[1]
-        else:
-            break
-    return value, factor
-
-
-Split = tuple[ir.Value, int, int]
-"""A value before the split into heads, their number and the size of one."""
-
-
 def _scores(term: ir.Value) -> tuple[Split, Split, float] | None:
     """Query, key and scale when a term is `scale * query @ transpose(key)`."""
-    inner, outer_scale = _unscaled(term)
+    inner, outer_scale = unscaled(term)
     product = producer(inner, "MatMul")
     if product is None:
         return None
-    left, query_scale = _unscaled(product.inputs[0])
-    right, key_scale = _unscaled(product.inputs[1])
-    query = _unsplit(left)
+    left, query_scale = unscaled(product.inputs[0])
+    right, key_scale = unscaled(product.inputs[1])
+    query = split_heads(left)
     transpose = producer(right, "Transpose")
     if query is None or transpose is None:
         return None
     perm = tuple(transpose.attributes.get_ints("perm", ()))
     if perm == (0, 1, 3, 2):
-        middle, inner_scale = _unscaled(transpose.inputs[0])
-        key, key_scale = _unsplit(middle), key_scale * inner_scale
+        middle, inner_scale = unscaled(transpose.inputs[0])
+        key, key_scale = split_heads(middle), key_scale * inner_scale
     elif perm == (0, 2, 3, 1):
-        key = _heads(transpose.inputs[0])
+        key = reshaped_heads(transpose.inputs[0])
     else:
         key = None
     return (query, key, outer_scale * query_scale * key_scale) if key is not None else None
-
-
-def _unsplit(value: ir.Value | None) -> Split | None:
-    """What `(batch, heads, sequence, depth)` was split from."""
-    transpose = producer(value, "Transpose")
-    if transpose is None or tuple(transpose.attributes.get_ints("perm", ())) != _SPLIT:
-        return None
-    return _heads(transpose.inputs[0])
-
-
-def _heads(value: ir.Value | None) -> Split | None:
-    """What `(batch, sequence, heads, depth)` was reshaped from."""
-    reshape = producer(value, "Reshape")
-    if reshape is None or reshape.inputs[0] is None:
-        return None
-    before, after = dims(reshape.inputs[0]), dims(value)
-    if before is None or after is None or len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
-        return None
-    heads, depth = after[2:]
-    if not isinstance(heads, int) or not isinstance(depth, int) or before[2] != heads * depth:
-        return None
-    return reshape.inputs[0], heads, depth
 
 
 def _after(product: ir.Node) -> tuple[ir.Value, ir.Value | None]:

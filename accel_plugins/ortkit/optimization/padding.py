@@ -6,14 +6,11 @@ take the `(batch, sequence)` mask behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.analysis import bounds, dims
-from ..graph.editing import INTEGERS, add_initializer, constant, scalar
-from .attention import producer
+from ..graph.analysis import bounds, dims, made_by_name, producer
+from ..graph.editing import INTEGERS, add_initializer, constant, insert_after, scalar
 
 MASK_NAME = "accel.key_mask"
 """Name of the `(batch, sequence) int32` value that fused attention takes its mask from; sessions that give a graph other forms
@@ -142,21 +139,9 @@ def counted_condition(empty: ir.Value) -> ir.Value | None:
 # Writing
 
 
-def _made(graph: ir.Graph, name: str) -> ir.Value | None:
-    return next((output for node in graph for output in node.outputs if output.name == name), None)
-
-
-def _insert_after(source: ir.Value, graph: ir.Graph, made: Sequence[ir.Node]) -> None:
-    maker = source.producer()
-    if maker is None:
-        graph.insert_before(graph[0], made)
-    else:
-        graph.insert_after(maker, made)
-
-
 def key_mask(source: ir.Value, graph: ir.Graph) -> ir.Value:
     """1 for the keys kept and 0 for the others, once for the whole graph: `(batch, sequence) int32`."""
-    found = _made(graph, MASK_NAME)
+    found = made_by_name(graph, MASK_NAME)
     if found is not None:
         return found
     kept = ir.node("Cast", [source], {"to": ir.DataType.BOOL}, name=f"{MASK_NAME}.kept")
@@ -164,13 +149,13 @@ def key_mask(source: ir.Value, graph: ir.Graph) -> ir.Value:
     kept.outputs[0].type, kept.outputs[0].shape = ir.TensorType(ir.DataType.BOOL), source.shape
     mask.outputs[0].name = MASK_NAME
     mask.outputs[0].type, mask.outputs[0].shape = ir.TensorType(ir.DataType.INT32), source.shape
-    _insert_after(source, graph, [kept, mask])
+    insert_after(source, graph, [kept, mask])
     return mask.outputs[0]
 
 
 def rows_with_keys(source: ir.Value, graph: ir.Graph) -> ir.Value:
     """Whether a row keeps any key, once for the whole graph: `(batch, 1, 1) bool`."""
-    found = _made(graph, ROWS_NAME)
+    found = made_by_name(graph, ROWS_NAME)
     if found is not None:
         return found
     mask = key_mask(source, graph)
@@ -186,5 +171,5 @@ def rows_with_keys(source: ir.Value, graph: ir.Graph) -> ir.Value:
     truth.outputs[0].type = rows.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
     total.outputs[0].shape = truth.outputs[0].shape = ir.Shape([sizes[0], 1])
     rows.outputs[0].shape = ir.Shape([sizes[0], 1, 1])
-    _insert_after(mask, graph, [total, truth, rows])
+    insert_after(mask, graph, [total, truth, rows])
     return rows.outputs[0]

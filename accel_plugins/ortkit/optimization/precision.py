@@ -16,7 +16,7 @@ from accel.backends.interfaces import Feeds
 from accel.capture import feeds_for
 from accel.errors import OptimizeError, QuantizeError
 
-from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes
+from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, insert_after, nodes
 from ..quantization.calibrators import Calibrator
 from .simplifications import infer_shapes
 
@@ -186,18 +186,18 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
         value.type = ir.TensorType(target)
         converted.add(id(value))
 
-    def as_half(value: ir.Value, before: ir.Node) -> ir.Value:
+    def as_half(value: ir.Value) -> ir.Value:
         if id(value) not in halves:
             array = constant(value)
             if array is not None:
                 halves[id(value)] = add_initializer(graph, f"{value.name}.{dtype}", _narrow(array, dtype))
             else:
-                halves[id(value)] = _cast(graph, value, target, before)
+                halves[id(value)] = _cast(graph, value, target)
         return halves[id(value)]
 
-    def as_single(value: ir.Value, before: ir.Node) -> ir.Value:
+    def as_single(value: ir.Value) -> ir.Value:
         if id(value) not in singles:
-            singles[id(value)] = _cast(graph, value, _FLOAT, before)
+            singles[id(value)] = _cast(graph, value, _FLOAT)
         return singles[id(value)]
 
     for node in list(graph):
@@ -206,9 +206,9 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
             if value is None or (value.dtype != _FLOAT and id(value) not in converted):
                 continue
             if half and id(value) not in converted:
-                node.replace_input_with(index, as_half(value, node))
+                node.replace_input_with(index, as_half(value))
             elif not half and id(value) in converted:
-                node.replace_input_with(index, as_single(value, node))
+                node.replace_input_with(index, as_single(value))
         if half:
             _convert_attributes(node, target, dtype)
             for value in node.outputs:
@@ -296,14 +296,10 @@ def _narrow(array: np.ndarray, dtype: str) -> np.ndarray:
     return narrowed
 
 
-def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
+def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     node = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}.to_{dtype.name.lower()}")
     node.outputs[0].type, node.outputs[0].shape = ir.TensorType(dtype), value.shape
-    producer = value.producer()
-    if producer is not None and producer.graph is graph:
-        graph.insert_after(producer, node)
-    else:
-        graph.insert_before(graph[0] if len(graph) else before, node)
+    insert_after(value, graph, [node])
     return node.outputs[0]
 
 
@@ -320,13 +316,13 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(number, dtype)))
 
 
-def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.Value, ir.Node], ir.Value]) -> None:
+def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.Value], ir.Value]) -> None:
     """Graph outputs, and what subgraphs read from here, stay float32; a cache's buffers are half as long."""
     for index, value in enumerate(list(graph.outputs)):
         producer = value.producer()
         if id(value) not in converted or producer is None or _is_cache(value, producer):
             continue
-        name, single = value.name, as_single(value, producer)
+        name, single = value.name, as_single(value)
         graph.outputs[index] = single
         value.name, single.name = f"{name}.half", name
     for node in list(graph):
@@ -334,7 +330,7 @@ def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.
             if id(value) in converted:
                 for use in list(value.uses()):
                     if use.node.graph is not graph:
-                        use.node.replace_input_with(use.idx, as_single(value, node))
+                        use.node.replace_input_with(use.idx, as_single(value))
 
 
 def _is_cache(value: ir.Value, producer: ir.Node) -> bool:

@@ -21,7 +21,7 @@ from accel.backends.interfaces import Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
-from ..graph.editing import add_initializer, constant, load_graph, nodes, root_graph, write_artifact
+from ..graph.editing import add_initializer, constant, insert_after, load_graph, nodes, root_graph, write_artifact
 from .calibrators import Calibrator
 from .integer import finish
 from .layers import OPERATORS, Layer, find_layers, split_excluded
@@ -209,11 +209,7 @@ class _Writer:
             quantize.outputs[0].type, quantize.outputs[0].shape = ir.TensorType(self._steps.dtype), source.shape
             dequantize = self._dequantized(graph, quantize.outputs[0], scale, source, f"{source.name}.dequantize")
             dequantize.outputs[0].shape = source.shape
-            maker = source.producer()
-            if maker is not None:
-                graph.insert_after(maker, [quantize, dequantize])
-            else:
-                graph.insert_before(graph[0], [quantize, dequantize])
+            insert_after(source, graph, [quantize, dequantize])
             self._pairs[id(source)] = dequantize.outputs[0]
         return self._pairs[id(source)]
 

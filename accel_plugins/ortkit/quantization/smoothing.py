@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.editing import add_initializer, constant, root_graph
+from ..graph.editing import add_initializer, constant, insert_after, root_graph
 from .calibrators import ChannelRange
 from .layers import Layer
 
@@ -75,11 +75,7 @@ def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[
             node = ir.node("Mul", [source, factor], name=f"{name}.smooth")
             node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
             node.outputs[0].name = f"{name}.smoothed"
-            producer = source.producer()
-            if producer is not None:
-                graph.insert_after(producer, node)
-            else:
-                graph.insert_before(graph[0], node)
+            insert_after(source, graph, [node])
             for layer in group:
                 layer.node.replace_input_with(0, node.outputs[0])
             report["inserted"] += 1
