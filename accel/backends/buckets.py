@@ -125,7 +125,7 @@ class BucketedSession:
         out: Mapping[str, torch.Tensor] | None = None,
         state: State | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Pad, run, cut; see `Session.run`. Buffers in `out` are not supported: their size is the bucket's."""
+        """Pad, run, cut; see `Session.run`, also for the shapes. Buffers in `out` are not supported: their size is the bucket's."""
         if out is not None:
             raise InputError(
                 "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."

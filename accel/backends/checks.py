@@ -33,7 +33,7 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
     """The inputs in the graph's order, each of its declared type; integers of any width are converted.
 
     Args:
-        feeds: What the caller gave.
+        feeds: What the caller gave; shapes are not looked at.
         dtypes: What the graph takes.
 
     Raises:
@@ -136,7 +136,7 @@ def check_buffers(
     """Check buffers that receive outputs.
 
     Args:
-        out: The buffers by name.
+        out: The buffers by name; for their shapes see `check_buffer_shape`.
         wanted: Outputs of the call.
         dtypes: Declared types of the graph's outputs.
         device: Where the session writes.
@@ -157,7 +157,7 @@ def check_buffers(
 
 
 def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
-    """Check a buffer against the size of its output, where that is known.
+    """Check the shape of a buffer against that of its output, where that is known.
 
     Raises:
         InputError: They differ.
@@ -240,7 +240,7 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
 
 
 def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:
-    """The rows that `index` chooses from a state of `batch` rows; all of them when `None`.
+    """The rows that `index: (rows,)` of integers chooses from a state of `batch` rows; all of them when `None`.
 
     Raises:
         InputError: No rows, or a row that is not there.

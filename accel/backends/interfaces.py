@@ -78,13 +78,15 @@ class Session(Protocol):
         """Compute the outputs.
 
         Args:
-            feeds: Exactly the declared inputs. Any device, stride or integer width; converted once where needed.
+            feeds: Exactly the declared inputs, each of the shape that its `TensorSpec` has. Any device, stride or integer
+                width; converted once where needed.
             outputs: Names of the outputs wanted; all when `None`.
-            out: Buffers that receive outputs of these names.
+            out: Buffers that receive outputs of these names, each of its output's shape.
             state: From `new_state`; read and advanced.
 
         Returns:
-            Output by name, in the declared dtype, on the session's device. It does not alias the next call's
+            Output by name, of the shape that its `TensorSpec` has for these inputs, in the declared dtype, on the session's
+            device. It does not alias the next call's
             (except what was written into `out`).
 
         Raises:
@@ -123,10 +125,20 @@ class Exporter(Protocol):
 class Optimizer(Protocol):
     """Rewrites a graph into a faster one that computes the same."""
 
-    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
+    def optimize(
+        self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
+    ) -> Artifact:
         """Write the optimized graph into the existing, empty folder `out`.
 
+        Args:
+            artifact: What to optimize.
+            config: How.
+            calibration: Batches of what a processor makes for the first graph (text: `(batch, sequence)`), which can be
+                iterated more than once, for changes that depend on values: half precision.
+            out: Where to write.
+
         Raises:
+            ConfigError: A setting that does not exist, or calibration data that nothing reads.
             OptimizeError: The graph could not be optimized.
         """
 

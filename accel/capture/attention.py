@@ -42,11 +42,13 @@ class FusedAttention(Protocol):
         """Write the new keys and values behind the past and attend to all of them.
 
         Args:
-            query, key, value: Of the new tokens.
+            query, key, value: Of the new tokens; the class states their shapes.
             past: `(batch, kv_heads, capacity, head_size)` buffers.
             lengths: `(batch,)` int32, the last valid position of each row.
             total: Scalar int32, tokens after this call.
-            bias, scale, softcap, sinks: As in transformers' attention functions.
+            bias: `(batch or 1, heads or 1, sequence, capacity)`, added to the scores.
+            scale, softcap: As in transformers' attention functions.
+            sinks: `(heads,)`, as there.
 
         Returns:
             The result `(batch, sequence, heads, head_size)`, and the buffers after the call.
@@ -65,7 +67,7 @@ class FusedAttention(Protocol):
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer's keys and values: graph inputs before `update`, graph outputs after it.
+    """One layer's keys and values, `(batch, kv_heads, length, head_size)`: graph inputs before `update`, graph outputs after it.
 
     All layers hold all tokens: what a sliding window hides, the mask hides. A roomy past is a buffer with room for more
     tokens; without a fused operator that writes there, backends keep exactly the tokens before the call.
@@ -87,7 +89,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         """Nothing: the tensors are there."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values so far; a fused attention reads `past` and `added` instead."""
+        """All keys and values so far, from new ones `(batch, kv_heads, new, head_size)`; a fused attention reads `past` and
+        `added` instead.
+        """
         self.added = (keys, values)
         before, length = self.past, self._total - self._new
         if self._roomy:

@@ -114,7 +114,11 @@ def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
 
 
 def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
-    """Axes of inputs whose names are a transformers model's."""
+    """Axes of inputs whose names are a transformers model's: `(batch, sequence)`, `(batch, choices, sequence)`, or images.
+
+    Raises:
+        InputError: An input of another name or rank.
+    """
     text = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
     axes: dict[str, dict[int, str]] = {}
     for name, tensor in sample.items():
@@ -131,7 +135,15 @@ def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
 
 
 def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]:
-    """Sizes that a trace can tell apart: at least 2, a sequence of at least 3, all different."""
+    """Sizes that a trace can tell apart: at least 2, a sequence of at least 3, all different.
+
+    Args:
+        sample: Inputs of any shape, by name.
+        axes: Names of the axes that vary, by input and position.
+
+    Raises:
+        InputError: An input that the sample lacks, or an axis with two sizes.
+    """
     sizes: dict[str, int] = {}
     for name, named in axes.items():
         if name not in sample:
@@ -153,7 +165,8 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
 def resize(
     example: Mapping[str, torch.Tensor], axes: Axes, sizes: Mapping[str, int], config: Any, seed: int
 ) -> Tensors:
-    """Inputs with the example's names, types and fixed axes, and `sizes` for the named ones.
+    """Inputs with the example's names, types and ranks: the shape is the example's where an axis is fixed, and `sizes` where it
+    has a name.
 
     Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. A mask
     gets padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.

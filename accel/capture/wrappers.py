@@ -28,7 +28,7 @@ class SentenceEmbedder(Wrapper):
         self.normalize = normalize
 
     def forward(self, attention_mask: torch.Tensor, **inputs: torch.Tensor) -> Tensors:
-        """Run the model, pool its last hidden state over the tokens that `attention_mask` keeps."""
+        """Run the model, pool its last hidden state over the tokens that `attention_mask: (batch, sequence)` keeps."""
         hidden = self.model(attention_mask=attention_mask, **inputs).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         if self.pooling == "cls":

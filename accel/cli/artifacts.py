@@ -123,6 +123,11 @@ def optimize(
     disable: Annotated[list[str] | None, typer.Option(help="A fusion to leave out; repeat it for more.")] = None,
     enable: Annotated[list[str] | None, typer.Option(help="A fusion to add; repeat it for more.")] = None,
     atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from ARTIFACT.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Of O4: rows to try float16 on; what leaves its range stays float32.")
+    ] = None,
+    calibration_split: CalibrationSplit = None,
+    column: Column = None,
     backend: Backend = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -134,6 +139,9 @@ def optimize(
         made = run(
             artifact,
             out,
+            calibration=calibration,
+            calibration_split=calibration_split,
+            columns=columns_of(column),
             backend=backend,
             level=level,
             disable=tuple(disable or ()),

@@ -115,7 +115,7 @@ class Encoded:
         ]
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The inputs of some rows: `(len(rows), longest)` int64, or `pixel_values`."""
+        """The inputs of some rows: `(rows, longest) int64`, or `pixel_values: (rows, channels, height, width)`."""
         import torch
 
         if self.images is not None:
@@ -250,7 +250,8 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def for_graph(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The feeds that a graph takes, in its order; segment ids that a tokenizer leaves out are zero.
+    """The feeds that a graph takes, in its order and of any shape; segment ids `(batch, sequence)` that a tokenizer leaves out
+    are zero.
 
     Raises:
         InputError: The processor does not make an input of the graph.
@@ -310,6 +311,7 @@ def calibration_batches(
     max_length: int | None = None,
     batch_size: int = 8,
     processor: Any = None,
+    inputs: Sequence[TensorSpec] | None = None,
 ) -> Batches | _GivenBatches:
     """Calibration data in any form as batches for an artifact's graph.
 
@@ -322,13 +324,14 @@ def calibration_batches(
         max_length: Tokens that longer rows are cut to.
         batch_size: Rows a batch.
         processor: Instead of the artifact's own.
+        inputs: What each batch holds; all inputs of the artifact's first graph when `None`.
 
     Raises:
         InputError: No rows, columns that do not map, values that are not finite.
         QuantizeError: No batches.
     """
     config = config or QuantizeConfig()
-    inputs = artifact.components[0].inputs
+    inputs = artifact.components[0].inputs if inputs is None else inputs
     if isinstance(data, Batches | _GivenBatches):
         return data
     if not is_rows(data):

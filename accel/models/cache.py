@@ -57,13 +57,13 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return self.get_seq_length() + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`."""
+        """Row `i` becomes row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
         if self.state is not None:
             self.state.reorder(beam_idx)
             self.constants = {name: tensor.index_select(0, beam_idx) for name, tensor in self.constants.items()}
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
+        """Keep these rows: `indices: (rows,) int64`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

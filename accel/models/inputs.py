@@ -32,7 +32,7 @@ class Inputs:
     config: Any
 
     def read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
-        """Inputs as tensors by the graph's names, whether NumPy is wanted back, and whether a tuple is."""
+        """Inputs as tensors by the graph's names and of the shapes given, whether NumPy is wanted back, and whether a tuple is."""
         feeds: dict[str, torch.Tensor] = {}
         numpy = False
         for name, value in given.items():

@@ -97,7 +97,7 @@ def prompt_inputs(
     image: Path | None = None,
     audio: Path | None = None,
 ) -> Mapping[str, torch.Tensor]:
-    """A prompt as the model's inputs.
+    """A prompt as the model's inputs: a batch of one row, `(1, tokens)`, with the pixels or features beside it.
 
     Args:
         model: A generating model.
@@ -177,7 +177,7 @@ def answer(
     Args:
         model: A generating model.
         tokenizer: Its tokenizer.
-        inputs: From `prompt_inputs`.
+        inputs: From `prompt_inputs`, one row: `(1, tokens)`.
         on_text: Called with each piece of text as soon as it is final; not with beams, which change their minds.
         **generate: Arguments of `generate`.
 

@@ -29,7 +29,7 @@ class ORTModelForImageTextToText(Generator):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
-        """Images are read with the prompt; behind it the cache holds them."""
+        """Images are read with the prompt `(batch, sequence)`; behind it the cache holds them."""
         images = kwargs.pop("pixel_values", None)
         made: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs

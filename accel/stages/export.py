@@ -118,7 +118,7 @@ def export_resolved(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     processor: Any = None,
 ) -> Artifact:
-    """Export a model that is already on this machine; see `export`."""
+    """Export a model that is already on this machine; see `export`, also for the shapes of `sample`."""
     started = time.perf_counter()
     capability = spec.capability("export")
     if capability is not None and config.dtype not in capability.dtypes:
@@ -166,7 +166,7 @@ def load_source(
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> capture.Source:
-    """The PyTorch model, loaded, and what it is traced with."""
+    """The PyTorch model, loaded, and what it is traced with; see `export` for the shapes of `sample`."""
     model = resolved.module if resolved.module is not None else resolved.location
     return capture.load_source(model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes)
 

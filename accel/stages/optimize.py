@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from .. import capture, progress
 from ..artifact.manifest import Artifact, Component
+from ..artifact.tensors import TensorSpec
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.interfaces import Session
 from ..backends.opening import open_artifact
 from ..config import OptimizeConfig
+from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
 from .checking import compare, merged
 from .resolving import artifact_of
+
+_DECODING = ("position_ids", "logits_to_keep")
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,9 @@ def optimize(
     artifact: Artifact | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    calibration: Any = None,
+    calibration_split: str | None = None,
+    columns: Mapping[str, str] | None = None,
     backend: str | None = None,
     config: OptimizeConfig | None = None,
     **settings: Any,
@@ -34,11 +42,18 @@ def optimize(
     Args:
         artifact: The artifact or its folder.
         out: Folder to make.
+        calibration: Rows on which half precision is tried out: what leaves its range stays float32. A `datasets.Dataset`, a
+            list of dictionaries, a CSV, JSON or Parquet file, the name of a data set on the Hub, or batches (dictionaries of
+            tensors, text as `(batch, sequence)`). Random inputs when `None`.
+        calibration_split: Its split.
+        columns: Its column by use, where that cannot be inferred.
         backend: Who optimizes; the owner of the artifact's format when `None`.
         config: How; its fields may also be given as keyword arguments (`level="O3"`).
         **settings: Fields of `OptimizeConfig`.
 
     Raises:
+        ConfigError: Calibration data at a level that has no use for it.
+        InputError: Calibration data without rows, or whose columns do not map.
         BackendUnavailableError: Nobody optimizes this format here.
         OptimizeError: It failed.
         ValidationError: The result differs from its parent by more than the tolerance.
@@ -50,17 +65,33 @@ def optimize(
     optimizer = registry.load(spec).optimizer()
     if optimizer is None:
         raise OptimizeError(f"The backend {spec.name!r} has no optimizer.", fix="leave backend=... out.")
+    batches = None
+    if calibration is not None:
+        batches = calibration_batches(
+            artifact, calibration, columns=columns, split=calibration_split, inputs=_processed(artifact.components[0])
+        )
     started = time.perf_counter()
     with staging(target) as folder:
         progress.report(f"optimizing ({config.level})", 0, 2)
-        made = optimizer.optimize(artifact, config=config, out=folder)
+        made = optimizer.optimize(artifact, config=config, calibration=batches, out=folder)
         progress.report("comparing with the parent", 1, 2)
         validation = _compare_with_parent(artifact, made, config)
+        report = dict(made.manifest.steps[-1].report)
+        if batches is not None:
+            report["calibration"] = dict(batches.record)
         made = made.with_step(
-            seconds=round(time.perf_counter() - started, 2), validation=validation, parent=artifact.digest
+            report=report,
+            seconds=round(time.perf_counter() - started, 2),
+            validation=validation,
+            parent=artifact.digest,
         )
     progress.report("optimized", 2, 2)
     return Artifact(target, made.manifest)
+
+
+def _processed(component: Component) -> list[TensorSpec]:
+    """The inputs that a tokenizer or image processor makes; a decoder's other ones follow from them."""
+    return [spec for spec in component.inputs if spec.pair is None and spec.name not in _DECODING]
 
 
 def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfig) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def quantize(
     Args:
         artifact: The artifact or its folder.
         out: Folder to make.
-        calibration: Batches of inputs, for schemes that need activation ranges. Its attribute `record`, where it has
+        calibration: Batches of inputs by name, each of the shape that the graph declares (text: `(batch, sequence)`), for
+            schemes that need activation ranges. Its attribute `record`, where it has
             one, says in the manifest what was read.
         evaluate: A measure of an artifact, higher is better, for backends that search with it (`max_drop=`).
         backend: Who quantizes; the owner of the artifact's format when `None`.

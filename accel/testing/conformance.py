@@ -110,7 +110,7 @@ class BackendConformance:
 
     @staticmethod
     def feeds(session: Session, batch: int = 2, sequence: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Inputs of a tiny model, with padding in the last row; a cache is not among them."""
+        """Inputs `(batch, sequence)` of a tiny model, with padding in the last row; a cache is not among them."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(4, 100, (batch, sequence), generator=generator)
         mask = torch.ones_like(ids)

@@ -18,12 +18,13 @@ from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
+from ..ortkit.optimization.fusions import CUDA
+from ..ortkit.optimization.optimizer import OrtOptimizer
 from ..ortkit.runtime.nvidia import judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8
-from .decoder import DecoderRuntime, DecoderSession
+from .decoder import DecoderSession
 from .options import CudaOptions, read_options
-from .runtime import Runtime
+from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
 
 # Kernels that multiply 8-bit integers. Quantize/Dequantize pairs and packed weights are computed in floating point.
@@ -69,7 +70,7 @@ class CudaBackend:
 
     def optimizer(self) -> Optimizer:
         """Fusions for CUDA kernels, and float16."""
-        return GpuOptimizer("cuda")
+        return OrtOptimizer("cuda", CUDA)
 
     def quantizer(self) -> Quantizer:
         """Explicit Q/DQ pairs."""

@@ -4,74 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 
-from accel.artifact import Component
 from accel.backends.checks import check_state, wanted_outputs
-from accel.backends.forms import FormChecks
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
-from accel.config import SessionOptions
-from accel.errors import SessionError
 
-from .forms.causal import causal_form
-from .forms.masks import Form
-from .options import CudaOptions
-from .runtime import RUN_ERRORS, Runtime
+from .runtime import RUN_ERRORS, DecoderRuntime
 from .session import CudaSession
 from .slots import Slots
 from .state import CudaState
-
-_CACHE_TYPES = ("float16", "bfloat16")
-
-
-class DecoderRuntime(Runtime):
-    """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
-
-    Raises:
-        SessionError: The graph has no such form, or its cache is of a type that has no kernels.
-    """
-
-    # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
-    # table of this call's angles for one of all positions (1.31).
-    disabled_optimizers = ("GroupQueryAttentionFusion",)
-
-    def __init__(
-        self,
-        path: Path,
-        component: Component,
-        device: DeviceSpec,
-        options: CudaOptions,
-        session: SessionOptions,
-        checks: FormChecks,
-    ) -> None:
-        dtype = next(spec.dtype for spec in component.inputs if spec.pair is not None)
-        if dtype not in _CACHE_TYPES:
-            raise SessionError(
-                f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "
-                f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
-                fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
-            )
-        self._form = causal_form(path)
-        super().__init__(path, component, device, options, session, checks)
-
-    @property
-    def windowed(self) -> bool:
-        """Whether a layer sees the last tokens only."""
-        return self._form.windowed
-
-    def _model(self, form: Form) -> bytes | None:
-        return self._form.model
-
-    def compute(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> None:
-        """One run behind what is on torch's current stream, which is behind it afterwards. Tensors by name, on the GPU."""
-        current = self.follow()
-        binding = self.bind("general", inputs, outputs)
-        self.stream.wait_stream(current)
-        self.enqueue("general", binding)
-        current.wait_stream(self.stream)
 
 
 class DecoderSession(CudaSession):

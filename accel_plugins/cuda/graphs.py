@@ -29,7 +29,7 @@ def captured(
     Args:
         runtime: What is captured.
         enqueue: Puts the run on the runtime's stream; the same each time.
-        outputs: The fixed buffers that it writes.
+        outputs: The fixed buffers that it writes, of any shape.
         current: The stream that its inputs are written on.
         varied: Buffers of inputs that other calls fill with other values: the replay is compared on such, too.
 
@@ -107,7 +107,7 @@ class MaskCheck:
     """Finds out what a mask on the GPU holds while the GPU is busy with the call that assumes it.
 
     Args:
-        mask: The fixed buffer that holds each call's mask.
+        mask: The fixed buffer `(batch, sequence)` that holds each call's mask.
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
@@ -171,7 +171,9 @@ class ShapeGraphs:
         self.check = MaskCheck(self._mask) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy inputs, in order, into the fixed buffers, on the current stream; see `on_device` about pinned memory."""
+        """Copy inputs, in order and of the buffers' shapes, into the fixed buffers, on the current stream; see `on_device` about
+        pinned memory.
+        """
         for buffer, value in zip(self.input_list, values, strict=True):
             buffer.copy_(value, non_blocking=not value.is_pinned())
 

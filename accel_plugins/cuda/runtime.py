@@ -23,6 +23,7 @@ from accel.errors import SessionError
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
+from .forms.causal import causal_form
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
@@ -58,6 +59,9 @@ _CHECKED_LENGTH: Mapping[Form, int] = {
     "general": 80,
 }
 _CHECKED_ROWS = 4
+# Of caches, for which ONNX Runtime has an attention on GPUs.
+_CACHE_TYPES = ("float16", "bfloat16")
+
 _KERNELS = "sdpa_kernel"
 _MEMORY_EFFICIENT = "2"
 _HOPPER = 90
@@ -70,18 +74,20 @@ def _capability(device: DeviceSpec) -> int:
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory on the GPU, not initialised."""
+    """Memory on the GPU of this shape, not initialised."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the GPU; the caller may change the original as soon as this returns."""
+    """A tensor of any shape on the GPU; the caller may change the original as soon as this returns."""
     # From pageable memory CUDA takes its copy before it returns; from pinned memory it reads later.
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a tensor into a buffer on the GPU, on the current stream; the caller may change it as soon as this returns."""
+    """Copy a tensor into a buffer of its shape on the GPU, on the current stream; the caller may change it as soon as this
+    returns.
+    """
     buffer.copy_(value, non_blocking=value.is_cuda or not value.is_pinned())
 
 
@@ -294,7 +300,8 @@ class Runtime:
         )
 
     def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:
-        """ONNX Runtime's binding of tensors by their addresses; `None` lets it allocate an output on the GPU.
+        """ONNX Runtime's binding of tensors, whose shapes are those of the call, by their addresses; `None` lets it allocate an
+        output on the GPU.
 
         Of `inputs` those are bound that this form of the graph has.
         """
@@ -331,3 +338,52 @@ class Runtime:
             if self._sessions:
                 self.stream.synchronize()
             self._sessions.clear()
+
+
+class DecoderRuntime(Runtime):
+    """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
+
+    Raises:
+        SessionError: The graph has no such form, or its cache is of a type that has no kernels.
+    """
+
+    # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
+    # table of this call's angles for one of all positions (1.31).
+    disabled_optimizers = ("GroupQueryAttentionFusion",)
+
+    def __init__(
+        self,
+        path: Path,
+        component: Component,
+        device: DeviceSpec,
+        options: CudaOptions,
+        session: SessionOptions,
+        checks: FormChecks,
+    ) -> None:
+        dtype = next(spec.dtype for spec in component.inputs if spec.pair is not None)
+        if dtype not in _CACHE_TYPES:
+            raise SessionError(
+                f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "
+                f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
+                fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
+            )
+        self._form = causal_form(path)
+        super().__init__(path, component, device, options, session, checks)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer sees the last tokens only."""
+        return self._form.windowed
+
+    def _model(self, form: Form) -> bytes | None:
+        return self._form.model
+
+    def compute(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> None:
+        """One run behind what is on torch's current stream, which is behind it afterwards. Tensors by name, on the GPU, of the
+        shapes that the graph declares.
+        """
+        current = self.follow()
+        binding = self.bind("general", inputs, outputs)
+        self.stream.wait_stream(current)
+        self.enqueue("general", binding)
+        current.wait_stream(self.stream)

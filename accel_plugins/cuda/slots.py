@@ -98,11 +98,11 @@ class Slot:
         return self._graph is not None
 
     def presents(self, row: int | None = None) -> dict[str, torch.Tensor]:
-        """The graph's cache outputs: the buffers, of all rows or of one."""
+        """The graph's cache outputs: the buffers `(rows, heads, capacity, head_size)`, of all rows or of one."""
         return {self._presents[name]: buffer for name, buffer in self.pasts(row).items()}
 
     def pasts(self, row: int | None = None) -> dict[str, torch.Tensor]:
-        """The graph's cache inputs."""
+        """The graph's cache inputs: the same buffers, `(rows, heads, capacity, head_size)`."""
         if row is None:
             return self.buffers
         return {name: buffer[row : row + 1] for name, buffer in self.buffers.items()}
@@ -120,7 +120,7 @@ class Slot:
             mine[:, :, :, :tokens].copy_(held if rows is None else held.index_select(1, rows))
 
     def set_lengths(self, lengths: torch.Tensor) -> None:
-        """Tokens of each row, known on the host; forgets the mask."""
+        """Tokens of each row, `lengths: (batch,)` on the host; forgets the mask."""
         self.lengths.copy_(lengths)
         self.mask.zero_()
 

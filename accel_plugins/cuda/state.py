@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
+from accel.artifact import Component
 from accel.backends.checks import check_rows, check_step
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
 from .forms.causal import LENGTHS, TOTAL
 from .forms.rows import Added, Rows
-from .runtime import on_device
-from .slots import Slot, capacity_for
+from .runtime import DecoderRuntime, on_device
+from .slots import Slot, Slots, capacity_for
 
-if TYPE_CHECKING:
-    from .decoder import DecoderSession
+
+class Decoder(Protocol):
+    """What a cache needs of the session that it belongs to.
+
+    Attributes:
+        component: What the artifact says about the graph.
+        slots: Buffers of caches, those that nobody uses any more among them.
+    """
+
+    component: Component
+    slots: Slots
+
+    @property
+    def runtime(self) -> DecoderRuntime:
+        """The decoder on its GPU.
+
+        Raises:
+            SessionClosedError: After `close`.
+        """
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The GPU as torch's current one."""
 
 
 class CudaState:
@@ -31,7 +53,7 @@ class CudaState:
         batch: Rows.
     """
 
-    def __init__(self, session: DecoderSession, batch: int) -> None:
+    def __init__(self, session: Decoder, batch: int) -> None:
         check_rows(batch)
         self.session = session
         component = self._component = session.component
@@ -66,7 +88,9 @@ class CudaState:
         return self._slot is not None and self._slot.captured
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine. Waits for the indices."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine. Waits
+        for the indices.
+        """
         chosen = check_rows(self._batch, index)
         if chosen == list(range(self._batch)):
             return

@@ -6,10 +6,12 @@ is exported from PyTorch with `backend="openvino"` is the better start, above al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, tool_versions
+from accel.backends.interfaces import Feeds
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError
 
@@ -21,15 +23,22 @@ from .runtime import read_model
 class OnnxConverter:
     """Reads ONNX, writes OpenVINO IR."""
 
-    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
+    def optimize(
+        self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
+    ) -> Artifact:
         """Convert the graphs as they are; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
 
         Raises:
-            ConfigError: Named fusions were asked for or left out.
+            ConfigError: Named fusions were asked for or left out, or there is calibration data, which nothing reads.
             OptimizeError: A decoder with a cache.
         """
         if config.enable or config.disable:
             raise ConfigError("OpenVINO has no named fusions.", fix="leave enable and disable out.")
+        if calibration is not None:
+            raise ConfigError(
+                "OpenVINO converts graphs as they are: calibration data changes nothing.",
+                fix="leave calibration=... (--calibration) out.",
+            )
         refuse_onnx_decoders(artifact)
         alone = len(artifact.components) == 1
         components = tuple(

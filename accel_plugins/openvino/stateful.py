@@ -16,7 +16,6 @@ from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
 BEAM_INDEX = "beam_idx"
-_LENGTH_AXIS = 2  # of keys and values: (batch, heads, length, size)
 
 
 def fold_cache(model: ov.Model, pairs: Mapping[str, str]) -> None:
@@ -102,7 +101,7 @@ class OpenVinoState:
         return self._batch
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""
         chosen = check_rows(self._batch, index)
         self._order = self._order[chosen]
         self._batch = len(chosen)
@@ -127,7 +126,7 @@ class OpenVinoState:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
 
         Args:
-            tensors: The graph's inputs, contiguous, on the host, of the declared types.
+            tensors: The graph's inputs `(batch, new, ...)`, contiguous, on the host, of the declared types.
             names: Outputs wanted.
         """
         new = check_step(self._component, tensors, self._batch, self._length)

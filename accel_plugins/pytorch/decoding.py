@@ -40,7 +40,7 @@ class CacheState:
         return int(self.cache.get_seq_length())
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers)."""
         rows = check_rows(self.batch, index)
         self.batch = len(rows)
         if self.cache.get_seq_length():

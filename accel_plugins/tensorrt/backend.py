@@ -53,9 +53,10 @@ class TensorrtBackend:
 
     def optimizer(self) -> Optimizer:
         """Constants, masks and float16, without operators of ONNX Runtime's own."""
-        from ..ortkit.optimization.gpu_optimizer import GpuOptimizer
+        from ..ortkit.optimization.fusions import TENSORRT
+        from ..ortkit.optimization.optimizer import OrtOptimizer
 
-        return GpuOptimizer("tensorrt", portable=True)
+        return OrtOptimizer("tensorrt", TENSORRT)
 
     def quantizer(self) -> Quantizer:
         """Q/DQ pairs of INT8 or FP8."""

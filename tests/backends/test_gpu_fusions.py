@@ -28,8 +28,8 @@ from accel.testing.models import rescale, tiny_model
 from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
-from accel_plugins.ortkit.optimization.gpu_attention import MASK_NAME
-from accel_plugins.ortkit.optimization.gpu_optimizer import GPU_FUSIONS, chosen_gpu_fusions
+from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, Target, chosen_fusions, fusions_for
+from accel_plugins.ortkit.optimization.padding import MASK_NAME
 
 Fused = Callable[..., Artifact]
 LAYERS = 2
@@ -355,11 +355,11 @@ def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: s
 
 
 def test_bfloat16_by_name(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    from accel_plugins.ortkit.optimization.gpu_optimizer import GpuOptimizer
+    from accel_plugins.ortkit.optimization.optimizer import OrtOptimizer
 
     config = OptimizeConfig(level="O2", enable=("bfloat16",))
     # Not through `optimize`: ONNX Runtime's CPU provider has no bfloat16 operators to compare with.
-    made = GpuOptimizer("cuda").optimize(tiny_artifact("bert"), config=config, out=tmp_path)
+    made = OrtOptimizer("cuda", CUDA).optimize(tiny_artifact("bert"), config=config, out=tmp_path)
     assert made.dtype == "bfloat16"
     kinds = {v.dtype.name for v in load_graphs(made)["model"].graph.initializers.values() if v.dtype is not None}
     assert "BFLOAT16" in kinds
@@ -386,7 +386,7 @@ def test_other_activations(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 def test_levels() -> None:
     def names(**settings: Any) -> list[str]:
-        return [fusion.name for fusion in chosen_gpu_fusions(OptimizeConfig(**settings))]
+        return [fusion.name for fusion in chosen_fusions(OptimizeConfig(**settings), CUDA)]
 
     assert "attention" not in names(level="O1")
     assert "attention" in names(level="O2")
@@ -398,11 +398,13 @@ def test_levels() -> None:
 
 def test_unknown_fusion_is_named() -> None:
     with pytest.raises(ConfigError, match="'attention'"):
-        chosen_gpu_fusions(OptimizeConfig(enable=("atention",)))
+        chosen_fusions(OptimizeConfig(enable=("atention",)), CUDA)
     with pytest.raises(ConfigError, match="both"):
-        chosen_gpu_fusions(OptimizeConfig(enable=("attention",), disable=("attention",)))
+        chosen_fusions(OptimizeConfig(enable=("attention",), disable=("attention",)), CUDA)
 
 
-def test_every_fusion_has_a_summary() -> None:
-    assert all(fusion.summary for fusion in GPU_FUSIONS)
-    assert len({fusion.name for fusion in GPU_FUSIONS}) == len(GPU_FUSIONS)
+@pytest.mark.parametrize("target", [CPU, CUDA, TENSORRT], ids=["cpu", "cuda", "tensorrt"])
+def test_every_fusion_has_a_summary_and_stands_once_for_a_target(target: Target) -> None:
+    fusions = fusions_for(target)
+    assert all(fusion.summary for fusion in fusions)
+    assert len({fusion.name for fusion in fusions}) == len(fusions)

@@ -250,6 +250,36 @@ def test_float16_keeps_what_leaves_its_range(tmp_path: Path) -> None:
     assert np.allclose(found, 1200, rtol=1e-2)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "tensorrt"])
+def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path: Path, backend: str) -> None:
+    """Pixels far outside what random inputs show: their products leave float16's range."""
+    large = [{"pixel_values": 1e6 * torch.randn(2, 3, 32, 32)}]
+    reports = []
+    for name, calibration in (("random", None), ("given", large)):
+        made = optimize(artifact_of("vit"), tmp_path / name, level="O4", calibration=calibration, backend=backend)
+        reports.append(made.manifest.steps[-1].report)
+    random, given = (report["float16"] for report in reports)
+    assert set(random["kept"]) < set(given["kept"])
+    assert (random["watched"], given["watched"]) == ("random inputs", "calibration data")
+    assert "calibration" not in reports[0]
+    assert reports[1]["calibration"] == {"source": "batches"}
+
+
+def test_calibration_data_that_nothing_reads_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no use for calibration data"):
+        optimize(tiny_artifact("bert"), tmp_path / "out", level="O2", calibration=[{"text": "lost card"}])
+
+
+def test_float16_decoders_watch_prompts(tmp_path: Path) -> None:
+    """Its positions and cache follow from the tokens that a tokenizer makes; the cache is float16, too."""
+    parent = export(save_generator(tmp_path / "model", "llama"), tmp_path / "onnx", task="text-generation")
+    for name, calibration in (("random", None), ("given", [{"text": "lost card"}, {"text": "a new pin please"}])):
+        made = optimize(parent, tmp_path / name, level="O4", calibration=calibration)
+        assert {spec.dtype for spec in made.component().inputs if spec.pair is not None} == {"float16"}
+        watched = made.manifest.steps[-1].report["float16"]["watched"]
+        assert watched == ("random inputs" if calibration is None else "calibration data")
+
+
 def test_float16_of_a_quantized_artifact_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
     quantized = quantize(tiny_artifact("bert"), tmp_path / "int8")
     with pytest.raises(OptimizeError, match="quantized already"):

@@ -61,6 +61,15 @@ def test_settings_of_quantization(tiny_artifact: Callable[..., Artifact], tmp_pa
     assert "power of two" in wrong.stderr
 
 
+def test_optimize_reads_calibration_data(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("query\nlost card\nnew pin please\n", encoding="utf-8")
+    given = ("--level", "O4", "--calibration", rows, "--column", "text=query", "--json")
+    report = json.loads(run("optimize", tiny_artifact().path, tmp_path / "half", *given).stdout)["steps"][-1]["report"]
+    assert report["float16"]["watched"] == "calibration data"
+    assert report["calibration"]["source"].endswith("rows.csv")
+
+
 def test_validate_against_another_model_fails(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     from accel.testing.models import save_tiny
 

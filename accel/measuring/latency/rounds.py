@@ -231,7 +231,7 @@ def measure(
 
     Args:
         variants: What to measure; all get the same inputs, warm-up and threads.
-        feeds: Inputs by name.
+        feeds: Inputs by name, of the shape to be timed.
         rounds: How often the variants take turns.
         calls: Calls of a variant in each round.
         warmup: Calls before the first round.

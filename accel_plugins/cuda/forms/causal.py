@@ -9,7 +9,6 @@ graph the lengths are inputs, the mask is gone, and each row's tokens stand at t
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from onnx_ir.passes import common as passes
 
 from accel.errors import SessionError
 
-from ...ortkit.graph.analysis import bounds, dims, shape_value
-from ...ortkit.graph.editing import MICROSOFT, nodes, scalar
-from ...ortkit.optimization.attention import producer
-from ...ortkit.optimization.gpu_attention import padding_source
+from ...ortkit.graph.analysis import bounds, dims, producer, shape_value
+from ...ortkit.graph.editing import MICROSOFT, nodes, read_graph, scalar
+from ...ortkit.optimization.padding import padding_source
 
 LENGTHS = "accel.lengths"
 """Input `(batch,) int32`: the place of each row's last token after this call."""
@@ -70,8 +68,7 @@ def causal_form(path: Path) -> CausalForm:
         SessionError: Its attention sees something else than the last tokens, or its result depends on the mask
             elsewhere.
     """
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)
-    model = ir.load(path)
+    model = read_graph(path)
     windowed = take_lengths(model, path.name)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return CausalForm(serialized, windowed)

@@ -10,7 +10,6 @@ file beside the general one, over the same weights, and picks by what a call's m
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
 
-from ...ortkit.graph.editing import MICROSOFT, add_initializer, replace_value
-from ...ortkit.optimization.gpu_attention import MASK_NAME, ROWS_NAME
+from ...ortkit.graph.analysis import made_by_name, readers
+from ...ortkit.graph.editing import MICROSOFT, add_initializer, insert_after, read_graph, replace_value
+from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
 from .packing import can_pack, pack, packed_rows
 
 Form = Literal["general", "lengths", "full", "short", "packed"]
@@ -73,7 +73,7 @@ def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
-    """What the mask held from which `flags` come."""
+    """What the mask held from which `flags: (batch, 2) int64` come; see `flags_of`."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
     if tokens == flags.shape[0] * sequence:
@@ -113,8 +113,8 @@ def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> P
 
 def packs(path: Path) -> bool:
     """Whether the graph of a file has a packed form that is worth it: in float16, for which there are packed kernels."""
-    model = _load(path)
-    mask = _find(model, MASK_NAME)
+    model = read_graph(path)
+    mask = made_by_name(model.graph, MASK_NAME)
     if mask is None or mask_input(path) is None or not can_pack(model, mask):
         return False
     weights = [node.inputs[1] for node in model.graph if node.op_type == "Attention"]
@@ -123,8 +123,8 @@ def packs(path: Path) -> bool:
 
 def mask_input(path: Path) -> str | None:
     """The graph input that fused attention takes its padding from, or `None` when there are no other forms."""
-    model = _load(path)
-    mask = _find(model, MASK_NAME)
+    model = read_graph(path)
+    mask = made_by_name(model.graph, MASK_NAME)
     value = mask
     while value is not None and value.producer() is not None:
         node = value.producer()
@@ -133,42 +133,28 @@ def mask_input(path: Path) -> str | None:
         value = node.inputs[0]
     if value is None or not value.is_graph_input() or mask is None:
         return None
-    takers = [use.node for use in mask.uses()]
-    return str(value.name) if any(node.op_type in _MASK_INPUT for node in takers) else None
+    return str(value.name) if any(node.op_type in _MASK_INPUT for node in readers(mask)) else None
 
 
 def in_form(path: Path, form: Form) -> bytes:
     """The graph of a file in another form, as a serialized model whose weights stay in the files beside it."""
-    model = _load(path)
-    mask = _find(model, MASK_NAME)
+    model = read_graph(path)
+    mask = made_by_name(model.graph, MASK_NAME)
     if form != "general" and mask is not None:
-        for rows in _uses_of(_find(model, ROWS_NAME)):
+        for rows in readers(made_by_name(model.graph, ROWS_NAME)):
             if rows.op_type == "Where" and rows.inputs[1] is not None:
                 replace_value(rows.outputs[0], rows.inputs[1])
         if form == "packed":
             pack(model, mask)
         else:
             lengths = _lengths(model.graph, mask) if form == "lengths" else None
-            for node in _uses_of(mask):
+            for node in readers(mask):
                 position = _MASK_INPUT.get(node.op_type)
                 if node.domain == MICROSOFT and position is not None and node.inputs[position] is mask:
                     node.replace_input_with(position, lengths)
         passes.RemoveUnusedNodesPass()(model)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return serialized
-
-
-def _load(path: Path) -> ir.Model:
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)
-    return ir.load(path)
-
-
-def _uses_of(value: ir.Value | None) -> list[ir.Node]:
-    return [use.node for use in value.uses()] if value is not None else []
-
-
-def _find(model: ir.Model, name: str) -> ir.Value | None:
-    return next((output for node in model.graph for output in node.outputs if output.name == name), None)
 
 
 def _lengths(graph: ir.Graph, mask: ir.Value) -> ir.Value:
@@ -178,7 +164,5 @@ def _lengths(graph: ir.Graph, mask: ir.Value) -> ir.Value:
     total.outputs[0].type = ir.TensorType(ir.DataType.INT32)
     assert mask.shape is not None
     total.outputs[0].shape = ir.Shape([mask.shape[0]])
-    maker = mask.producer()
-    assert maker is not None
-    graph.insert_after(maker, total)
+    insert_after(mask, graph, [total])
     return total.outputs[0]

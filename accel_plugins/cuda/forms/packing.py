@@ -19,9 +19,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
 
-from ...ortkit.graph.analysis import dims
-from ...ortkit.graph.editing import MICROSOFT, add_initializer, replace_value, scalar
-from ...ortkit.optimization.attention import producer
+from ...ortkit.graph.analysis import dims, producer
+from ...ortkit.graph.editing import MICROSOFT, add_initializer, insert_after, replace_value, scalar
 from ...ortkit.optimization.gpu_layers import token_inputs
 
 INDEX = "accel.packed_index"
@@ -51,7 +50,7 @@ class Packing:
     Args:
         shape: Batch and sequence of the call.
         rows: To compute; see `packed_rows`.
-        device: Where.
+        device: The GPU whose memory holds the buffers; the graph's session runs there.
     """
 
     def __init__(self, shape: Sequence[int], rows: int, device: torch.device) -> None:
@@ -190,7 +189,7 @@ class _Packer:
         flat.outputs[0].type = rows.outputs[0].type = value.type
         flat.outputs[0].shape = ir.Shape(["accel.places", hidden])
         rows.outputs[0].shape = ir.Shape([_TOKENS, hidden])
-        self._insert_after(value, [flat, rows])
+        insert_after(value, self._graph, [flat, rows])
         self._packed[id(value)] = rows.outputs[0]
 
     def _pack_attention(self, node: ir.Node) -> None:
@@ -239,7 +238,7 @@ class _Packer:
             for output in (rows.outputs[0], chosen.outputs[0]):
                 output.type = source.type
                 output.shape = ir.Shape([self._batch, self._sequence, *source.shape[1:]])
-            self._insert_after(source, [rows, chosen])
+            insert_after(source, self._graph, [rows, chosen])
             self._restored[id(source)] = chosen.outputs[0]
         return self._restored[id(source)]
 
@@ -253,13 +252,6 @@ class _Packer:
             node = ir.node("Unsqueeze", [kept, axis], name="accel.kept_places")
             node.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
             node.outputs[0].shape = ir.Shape([self._batch, self._sequence, 1])
-            self._insert_after(self._mask, [node])
+            insert_after(self._mask, self._graph, [node])
             self._keep = node.outputs[0]
         return self._keep
-
-    def _insert_after(self, value: ir.Value, made: list[ir.Node]) -> None:
-        maker = value.producer()
-        if maker is None:
-            self._graph.insert_before(self._graph[0], made)
-        else:
-            self._graph.insert_after(maker, made)

@@ -97,7 +97,7 @@ class Rows:
         self._mask = self._mask[:, :columns]
 
     def select(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,) int64`)."""
         self._mask = self._mask.index_select(0, index)
 
     def clone(self) -> Rows:

@@ -17,7 +17,7 @@ _HEAD_SIZE_MULTIPLE = 8
 
 
 class OrtAttention:
-    """The operators as nodes of the trace; see `accel.capture.FusedAttention`."""
+    """The operators as nodes of the trace; see `accel.capture.FusedAttention`, also for the shapes."""
 
     def cached(
         self,
@@ -33,7 +33,7 @@ class OrtAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """`GroupQueryAttention`; declines head sizes that it does not take."""
+        """`GroupQueryAttention`, `(batch, sequence, heads, head_size)`; declines head sizes that it does not take."""
         batch, heads, sequence, size = query.shape
         kv_heads = key.shape[1]
         if size % _HEAD_SIZE_MULTIPLE or value.shape[3] != size or past[0].shape[3] != size:
@@ -62,7 +62,9 @@ class OrtAttention:
         bias: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """`MultiHeadAttention`, which takes keys and values by head as the cache holds them."""
+        """`MultiHeadAttention`, `(batch, sequence, heads, head_size)`, which takes keys and values by head as the cache holds
+        them.
+        """
         batch, heads, sequence, size = query.shape
         if key.shape[1] != heads or value.shape[3] != size:
             return None

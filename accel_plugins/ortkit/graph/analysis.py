@@ -1,4 +1,6 @@
-"""What can be known about the values of a graph without running it: sizes, shapes computed from sizes, and bounds."""
+"""What can be known about the values of a graph without running it: who makes and reads them, sizes, shapes computed from
+sizes, and bounds.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,75 @@ def dims(value: ir.Value | None) -> list[Dim] | None:
         name = None if isinstance(dim, int) else dim.value
         found.append(dim if isinstance(dim, int) else str(name) if name is not None else (id(value), axis))
     return found
+
+
+def producer(value: ir.Value | None, operator: str, domain: str = "") -> ir.Node | None:
+    """The node of that operator that makes a value."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != operator or node.domain != domain:
+        return None
+    return node
+
+
+def only_user(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value, when there is exactly one and it is no graph output."""
+    uses = value.uses()
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
+    """What a value is a constant multiple of."""
+    factor = 1.0
+    while value is not None:
+        node = value.producer()
+        if node is None or node.op_type not in ("Mul", "Div") or node.domain:
+            break
+        right, left = scalar(node.inputs[1]), scalar(node.inputs[0]) if node.op_type == "Mul" else None
+        if right is not None:
+            factor = factor * right if node.op_type == "Mul" else factor / right
+            value = node.inputs[0]
+        elif left is not None:
+            factor *= left
+            value = node.inputs[1]
+        else:
+            break
+    return value, factor
+
+
+Split = tuple[ir.Value, int, int]
+"""A value `(batch, length, heads * depth)` before the split into heads, their number and the size of one."""
+
+
+def split_heads(value: ir.Value | None) -> Split | None:
+    """What `(batch, heads, length, depth)` was split from."""
+    transpose = producer(value, "Transpose")
+    if transpose is None or list(transpose.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
+        return None
+    return reshaped_heads(transpose.inputs[0])
+
+
+def reshaped_heads(value: ir.Value | None) -> Split | None:
+    """What `(batch, length, heads, depth)` was reshaped from."""
+    reshape = producer(value, "Reshape")
+    if reshape is None or reshape.inputs[0] is None:
+        return None
+    flat, split = dims(reshape.inputs[0]), dims(value)
+    if flat is None or split is None or len(flat) != 3 or len(split) != 4 or flat[:2] != split[:2]:
+        return None
+    heads, depth = split[2:]
+    if not isinstance(heads, int) or not isinstance(depth, int) or flat[2] != heads * depth:
+        return None
+    return reshape.inputs[0], heads, depth
+
+
+def made_by_name(graph: ir.Graph, name: str) -> ir.Value | None:
+    """The value of that name that a node of the graph makes."""
+    return next((output for node in graph for output in node.outputs if output.name == name), None)
+
+
+def readers(value: ir.Value | None) -> list[ir.Node]:
+    """The nodes that read a value, one for each use; none for `None`."""
+    return [use.node for use in value.uses()] if value is not None else []
 
 
 def shape_value(value: ir.Value | None, depth: int = _DEPTH) -> list[Dim] | None:

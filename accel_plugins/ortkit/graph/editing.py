@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,13 @@ def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
 
 def load_graph(artifact: Artifact, component: Component) -> ir.Model:
     """One graph; weights stay on disk until they are read."""
+    return read_graph(artifact.path / component.file)
+
+
+def read_graph(path: Path) -> ir.Model:
+    """The graph of a file; weights stay on disk until they are read."""
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
-    return ir.load(artifact.path / component.file)
+    return ir.load(path)
 
 
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
@@ -170,7 +175,7 @@ def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Nod
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The value as an array when it is a constant: an initializer or a `Constant` node's."""
+    """The value as an array of its own shape when it is a constant: an initializer or a `Constant` node's."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -186,7 +191,7 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """A new constant of the graph, under a name that nothing else has."""
+    """A new constant of the graph, with the array's shape and type, under a name that nothing else has."""
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1
@@ -216,6 +221,28 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
         old.name, new.name = f"{name}_replaced", name
     else:
         old.replace_all_uses_with(new)
+
+
+def replace_node(old: ir.Node, new: ir.Node) -> None:
+    """Put one node in another's place, with its type and shape; what only the old one read is left to be removed later."""
+    graph = root_graph(old)
+    graph.insert_before(old, new)
+    new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
+    replace_value(old.outputs[0], new.outputs[0])
+    graph.remove(old, safe=True)
+
+
+def insert_after(value: ir.Value, graph: ir.Graph, made: Sequence[ir.Node]) -> None:
+    """Put nodes where a value is known: behind the node that makes it, or at the front for inputs, constants and what comes
+    from an outer graph.
+    """
+    maker = value.producer()
+    if maker is not None and maker.graph is graph:
+        graph.insert_after(maker, made)
+    elif len(graph):
+        graph.insert_before(graph[0], made)
+    else:
+        graph.extend(made)
 
 
 def layer_name(node: ir.Node) -> str:

@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
-from ..graph.editing import MICROSOFT, constant, nodes, replace_value, root_graph, scalar
-from .attention import producer
+from ..graph.analysis import dims, producer
+from ..graph.editing import MICROSOFT, constant, nodes, replace_node, scalar
 
 _TANH_GELU_OPSET = 20
 
@@ -74,7 +73,7 @@ def fuse_rms_norms(model: ir.Model) -> int:
             {"axis": -1, "epsilon": epsilon, "stash_type": 1},
             name=f"{scaled.name}.rms_norm",
         )
-        _replace(scaled, norm)
+        replace_node(scaled, norm)
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
@@ -121,7 +120,7 @@ def fuse_layer_norms(model: ir.Model) -> int:
             {"axis": -1, "epsilon": found[1], "stash_type": 1},
             name=f"{shifted.name}.layer_norm",
         )
-        _replace(shifted, norm)
+        replace_node(shifted, norm)
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
@@ -147,7 +146,7 @@ def fuse_gelus(model: ir.Model) -> int:
             gelu = ir.node("Gelu", [source], {"approximate": "none"}, name=f"{error.name}.gelu")
         else:
             gelu = ir.node("Gelu", [source], domain=MICROSOFT, name=f"{error.name}.gelu")
-        _replace(end, gelu)
+        replace_node(end, gelu)
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
@@ -193,7 +192,7 @@ def fuse_silus(model: ir.Model) -> int:
                 silu = ir.node(
                     "QuickGelu", [sigmoid.inputs[0]], {"alpha": 1.0}, domain=MICROSOFT, name=f"{product.name}.silu"
                 )
-                _replace(product, silu)
+                replace_node(product, silu)
                 count += 1
                 break
     passes.RemoveUnusedNodesPass()(model)
@@ -206,17 +205,8 @@ def approximate_gelus(model: ir.Model) -> int:
     exact = [n for n in nodes(model, "Gelu") if n.attributes.get_string("approximate", "none") == "none"]
     for node in [*exact, *nodes(model, "Gelu", domain=MICROSOFT)]:
         if node.domain == MICROSOFT:
-            _replace(node, ir.node("FastGelu", [node.inputs[0]], domain=MICROSOFT, name=f"{node.name}.fast"))
+            replace_node(node, ir.node("FastGelu", [node.inputs[0]], domain=MICROSOFT, name=f"{node.name}.fast"))
         else:
             node.attributes["approximate"] = ir.AttrString("approximate", "tanh")
         count += 1
     return count
-
-
-def _replace(old: ir.Node, new: ir.Node) -> None:
-    """Put one node in another's place; what the old one read is removed later when nothing else reads it."""
-    graph = root_graph(old)
-    graph.insert_before(old, new)
-    new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
-    replace_value(old.outputs[0], new.outputs[0])
-    graph.remove(old, safe=True)

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
-from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from ..graph.analysis import dims, only_user, producer, split_heads, unscaled
+from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_node, replace_value, root_graph, scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,42 +29,9 @@ class Scores:
     scale: float
 
 
-def producer(value: ir.Value | None, operator: str, domain: str = "") -> ir.Node | None:
-    """The node of that operator that makes a value."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != operator or node.domain != domain:
-        return None
-    return node
-
-
-def only_user(value: ir.Value) -> ir.Node | None:
-    """The one node that reads a value, when there is exactly one and it is no graph output."""
-    uses = value.uses()
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-
-
-def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """What a value is a constant multiple of."""
-    factor = 1.0
-    while value is not None:
-        node = value.producer()
-        if node is None or node.op_type not in ("Mul", "Div") or node.domain:
-            break
-        right, left = scalar(node.inputs[1]), scalar(node.inputs[0]) if node.op_type == "Mul" else None
-        if right is not None:
-            factor = factor * right if node.op_type == "Mul" else factor / right
-            value = node.inputs[0]
-        elif left is not None:
-            factor *= left
-            value = node.inputs[1]
-        else:
-            break
-    return value, factor
-
-
 def _match_scores(node: ir.Node) -> Scores | None:
-    query, query_scale = _unscaled(node.inputs[0])
-    transposed, key_scale = _unscaled(node.inputs[1])
+    query, query_scale = unscaled(node.inputs[0])
+    transposed, key_scale = unscaled(node.inputs[1])
     transpose = producer(transposed, "Transpose")
     if query is None or transpose is None:
         return None
@@ -75,7 +42,7 @@ def _match_scores(node: ir.Node) -> Scores | None:
     key = transpose.inputs[0]
     if key is None:
         return None
-    key, inner_scale = _unscaled(key)
+    key, inner_scale = unscaled(key)
     if key is None or constant(key) is not None or constant(query) is not None:
         return None
     return Scores(node, query, key, query_scale * key_scale * inner_scale)
@@ -88,7 +55,6 @@ def fuse_scores(model: ir.Model) -> int:
         found = _match_scores(node)
         if found is None:
             continue
-        graph = root_graph(node)
         fused = ir.node(
             "FusedMatMul",
             [found.query, found.key],
@@ -96,9 +62,7 @@ def fuse_scores(model: ir.Model) -> int:
             domain=MICROSOFT,
             name=f"{node.name}.scores",
         )
-        graph.insert_before(node, fused)
-        replace_value(node.outputs[0], fused.outputs[0])
-        graph.remove(node, safe=True)
+        replace_node(node, fused)
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
@@ -121,10 +85,7 @@ def multiply_masked_rows(model: ir.Model) -> int:
         graph = root_graph(node)
         if id(condition) not in keeps:
             keeps[id(condition)] = _kept_rows(graph, condition, node)
-        multiplied = ir.node("Mul", [kept, keeps[id(condition)]], name=f"{node.name}.keep")
-        graph.insert_before(node, multiplied)
-        replace_value(node.outputs[0], multiplied.outputs[0])
-        graph.remove(node, safe=True)
+        replace_node(node, ir.node("Mul", [kept, keeps[id(condition)]], name=f"{node.name}.keep"))
         count += 1
     return count
 
@@ -149,22 +110,6 @@ def _kept_rows(graph: ir.Graph, masked: ir.Value, before: ir.Node, *, squeeze: b
     return made[-1].outputs[0]
 
 
-def split_heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
-    """`x: (batch, length, heads * depth)` and the heads, when the value is `x` as `(batch, heads, length, depth)`."""
-    transpose = producer(value, "Transpose")
-    reshape = producer(transpose.inputs[0], "Reshape") if transpose is not None else None
-    if transpose is None or reshape is None or list(transpose.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
-        return None
-    flat, split = dims(reshape.inputs[0]), dims(reshape.outputs[0])
-    if flat is None or split is None or len(flat) != 3 or len(split) != 4 or flat[:2] != split[:2]:
-        return None
-    heads, depth = split[2:]
-    if not isinstance(heads, int) or not isinstance(depth, int) or flat[2] != heads * depth:
-        return None
-    source = reshape.inputs[0]
-    return None if source is None else (source, heads)
-
-
 def fuse_attention(model: ir.Model) -> int:
     """Whole attentions as `MultiHeadAttention`: one operator instead of ten, and each head stays in the cache.
 
@@ -185,7 +130,7 @@ def fuse_attention(model: ir.Model) -> int:
         end = _merged(product)
         if end is None or any(part is None for part in parts):
             continue
-        (query, heads), (key, key_heads), (value, value_heads) = (part for part in parts if part is not None)
+        (query, heads, _), (key, key_heads, _), (value, value_heads, _) = (part for part in parts if part is not None)
         mask = added.inputs[1] if added is not None else None
         if not heads == key_heads == value_heads or not _mask_fits(mask, query, key, heads):
             continue

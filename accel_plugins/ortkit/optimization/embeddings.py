@@ -6,9 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
+from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
-from .attention import only_user, producer
 
 
 def fold_single_rows(model: ir.Model) -> int:

@@ -16,14 +16,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import bounds, dims
-from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
-from .attention import only_user, producer
+from ..graph.analysis import Split, dims, only_user, producer, reshaped_heads, split_heads, unscaled
+from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from .padding import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
 
-MASK_NAME = "accel.key_mask"
-"""Name of the `(batch, sequence) int32` value that fused attention takes its mask from; `masks` finds it by this."""
-ROWS_NAME = "accel.rows_with_keys"
-"""Name of the `(batch, 1, 1) bool` value that is false for rows without any key."""
 _SPLIT = (0, 2, 1, 3)
 
 
@@ -103,12 +99,12 @@ def _match(softmax: ir.Node) -> Block | None:
     product = only_user(softmax.outputs[0])
     if product is None or product.op_type != "MatMul" or product.inputs[0] is not softmax.outputs[0]:
         return None
-    value = _unsplit(product.inputs[1])
+    value = split_heads(product.inputs[1])
     if value is None or value[1:] != query[1:] or key[1:] != query[1:]:
         return None
     padding, biases, condition, low = None, [], None, 0.0
     for term in other_terms:
-        keep, number = _keep_condition(term)
+        keep, number = keep_condition(term)
         source = padding_source(keep) if keep is not None else None
         if source is not None and padding is None:
             padding, condition, low = source, keep, number
@@ -120,7 +116,7 @@ def _match(softmax: ir.Node) -> Block | None:
     zero_empty = False
     if empty is not None:
         # Rows without a key: told by the padding alone, or by a condition of their own that is kept.
-        if condition is not None and _counts(empty) is condition:
+        if condition is not None and counted_condition(empty) is condition:
             zero_empty, empty = True, None
         elif (dims(empty) or [0, 0])[1] != 1 or len(dims(empty) or ()) != 4:
             return None
@@ -141,70 +137,27 @@ def _terms(value: ir.Value | None) -> list[ir.Value]:
     return [*_terms(add.inputs[0]), *_terms(add.inputs[1])]
 
 
-def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """What a value is a constant multiple of."""
-    factor = 1.0
-    while value is not None:
-        node = producer(value, "Mul") or producer(value, "Div")
-        if node is None:
-            break
-        right, left = scalar(node.inputs[1]), scalar(node.inputs[0]) if node.op_type == "Mul" else None
-        if right is not None:
-            factor, value = (factor * right if node.op_type == "Mul" else factor / right), node.inputs[0]
-        elif left is not None:
-            factor, value = factor * left, node.inputs[1]
-        else:
-            break
-    return value, factor
-
-
-Split = tuple[ir.Value, int, int]
-"""A value before the split into heads, their number and the size of one."""
-
-
 def _scores(term: ir.Value) -> tuple[Split, Split, float] | None:
     """Query, key and scale when a term is `scale * query @ transpose(key)`."""
-    inner, outer_scale = _unscaled(term)
+    inner, outer_scale = unscaled(term)
     product = producer(inner, "MatMul")
     if product is None:
         return None
-    left, query_scale = _unscaled(product.inputs[0])
-    right, key_scale = _unscaled(product.inputs[1])
-    query = _unsplit(left)
+    left, query_scale = unscaled(product.inputs[0])
+    right, key_scale = unscaled(product.inputs[1])
+    query = split_heads(left)
     transpose = producer(right, "Transpose")
     if query is None or transpose is None:
         return None
     perm = tuple(transpose.attributes.get_ints("perm", ()))
     if perm == (0, 1, 3, 2):
-        middle, inner_scale = _unscaled(transpose.inputs[0])
-        key, key_scale = _unsplit(middle), key_scale * inner_scale
+        middle, inner_scale = unscaled(transpose.inputs[0])
+        key, key_scale = split_heads(middle), key_scale * inner_scale
     elif perm == (0, 2, 3, 1):
-        key = _heads(transpose.inputs[0])
+        key = reshaped_heads(transpose.inputs[0])
     else:
         key = None
     return (query, key, outer_scale * query_scale * key_scale) if key is not None else None
-
-
-def _unsplit(value: ir.Value | None) -> Split | None:
-    """What `(batch, heads, sequence, depth)` was split from."""
-    transpose = producer(value, "Transpose")
-    if transpose is None or tuple(transpose.attributes.get_ints("perm", ())) != _SPLIT:
-        return None
-    return _heads(transpose.inputs[0])
-
-
-def _heads(value: ir.Value | None) -> Split | None:
-    """What `(batch, sequence, heads, depth)` was reshaped from."""
-    reshape = producer(value, "Reshape")
-    if reshape is None or reshape.inputs[0] is None:
-        return None
-    before, after = dims(reshape.inputs[0]), dims(value)
-    if before is None or after is None or len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
-        return None
-    heads, depth = after[2:]
-    if not isinstance(heads, int) or not isinstance(depth, int) or before[2] != heads * depth:
-        return None
-    return reshape.inputs[0], heads, depth
 
 
 def _after(product: ir.Node) -> tuple[ir.Value, ir.Value | None]:
@@ -236,120 +189,6 @@ def _is_bias(value: ir.Value, heads: int) -> bool:
     # The operators broadcast a bias over texts and heads, not over queries.
     sizes = dims(value)
     return sizes is not None and len(sizes) == 4 and sizes[1] in (1, heads) and sizes[2] != 1
-
-
-def _keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
-    """The truth value of an additive mask that is 0 where it holds and a large negative number elsewhere; that number.
-
-    `(1 - mask) * number` counts as such a mask too: a padding mask of 0 and 1 is its own truth value.
-    """
-    choice = producer(term, "Where")
-    if choice is not None:
-        low = _low(choice.inputs[2])
-        return (choice.inputs[0], low) if scalar(choice.inputs[1]) == 0.0 and low < 0 else (None, 0.0)
-    product = producer(term, "Mul")
-    if product is None:
-        return None, 0.0
-    for one, other in ((0, 1), (1, 0)):
-        cast = producer(product.inputs[one], "Cast")
-        negation = producer(cast.inputs[0], "Not") if cast is not None else None
-        low = _low(product.inputs[other])
-        if negation is not None and low < 0:
-            return negation.inputs[0], low
-        difference = producer(product.inputs[one], "Sub")
-        if difference is not None and low < 0 and scalar(difference.inputs[0]) == 1.0:
-            mask = producer(difference.inputs[1], "Cast")
-            if mask is not None and mask.inputs[0] is not None and mask.inputs[0].dtype in INTEGERS:
-                return mask.inputs[0], low
-    return None, 0.0
-
-
-def _low(value: ir.Value | None) -> float:
-    """The value when it is a constant that stands for minus infinity, else 0."""
-    number = scalar(value)
-    return number if number is not None and number <= -1e4 else 0.0
-
-
-def padding_source(keep: ir.Value) -> ir.Value | None:
-    """The `(batch, sequence)` value whose non-zero entries are the keys kept, when the condition says just that.
-
-    Entry `[b, 0, q, k]` of the condition is then `source[b, k]`, for every query.
-    """
-    both = producer(keep, "And")
-    if both is not None:
-        certain = [bounds(item) == (1.0, 1.0) for item in both.inputs]
-        if certain == [True, False]:
-            return padding_source(both.inputs[1]) if both.inputs[1] is not None else None
-        if certain == [False, True]:
-            return padding_source(both.inputs[0]) if both.inputs[0] is not None else None
-        return None
-    for operator in ("Expand", "Unsqueeze"):
-        node = producer(keep, operator)
-        # Only ever as (batch, 1, 1, sequence): the key is the last axis.
-        if node is not None and node.inputs[0] is not None and _key_shaped(keep, node.inputs[0], operator):
-            return padding_source(node.inputs[0])
-    gather = producer(keep, "GatherND")
-    if gather is not None:
-        if gather.attributes.get_int("batch_dims", 0) or not _addresses_keys(gather.inputs[1]):
-            return None
-        return _truth(gather.inputs[0])
-    sizes = dims(keep)
-    return _truth(keep) if sizes is not None and len(sizes) == 2 else None
-
-
-def _key_shaped(value: ir.Value, source: ir.Value, operator: str) -> bool:
-    have, want = dims(source), dims(value)
-    if have is None or want is None or len(want) != 4:
-        return False
-    if operator == "Expand":
-        return len(have) == 4 and have[0] == want[0] and have[3] == want[3] and have[1] == have[2] == 1
-    return len(have) == 2 and want == [have[0], 1, 1, have[1]]
-
-
-def _truth(value: ir.Value | None) -> ir.Value | None:
-    """What a `(batch, sequence)` truth value was cast from; a mask of integers is one itself."""
-    sizes = dims(value)
-    if value is None or sizes is None or len(sizes) != 2:
-        return None
-    cast = producer(value, "Cast")
-    if cast is not None and value.dtype == ir.DataType.BOOL:
-        return cast.inputs[0]
-    return value if value.dtype == ir.DataType.BOOL or value.dtype in INTEGERS else None
-
-
-def _addresses_keys(indices: ir.Value | None) -> bool:
-    """Whether indices of shape `(batch, 1, 1, sequence, 2)` are just (row, key)."""
-    concat = producer(indices, "Concat")
-    if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (-1, 4):
-        return False
-    for item, axis in zip(concat.inputs, (0, 3), strict=True):
-        unsqueeze = producer(item, "Unsqueeze")
-        expand = producer(unsqueeze.inputs[0], "Expand") if unsqueeze is not None else None
-        if expand is None:
-            return False
-        counted = expand.inputs[0]
-        sizes = dims(counted)
-        if sizes is None or len(sizes) != 4 or any(size != 1 for i, size in enumerate(sizes) if i != axis):
-            return False
-        while (node := producer(counted, "Unsqueeze")) is not None:
-            counted = node.inputs[0]
-        counting = producer(counted, "Range")
-        if counting is None or scalar(counting.inputs[0]) != 0.0 or scalar(counting.inputs[2]) != 1.0:
-            return False
-    return True
-
-
-def _counts(empty: ir.Value) -> ir.Value | None:
-    """The condition of which a row holds none: `sum(cast(condition)) < 1`."""
-    less = producer(empty, "Less")
-    if less is None or scalar(less.inputs[1]) != 1.0:
-        return None
-    total = producer(less.inputs[0], "ReduceSum")
-    axes = constant(total.inputs[1]) if total is not None and len(total.inputs) > 1 else None
-    if total is None or axes is None or axes.reshape(-1).tolist() not in ([-1], [3]):
-        return None
-    cast = producer(total.inputs[0], "Cast")
-    return cast.inputs[0] if cast is not None else None
 
 
 # Replacing
@@ -384,7 +223,7 @@ def _replace(block: Block, softmax: ir.Node, packed: dict[tuple[int | None, ...]
     if block.padding is not None and not block.zero_empty:
         # A row without any key attends to all of them alike, if the number swallows the scores as the model's own does.
         attributes["mask_filter_value"] = max(block.low, float(np.finfo(np.float32).min))
-    mask = _mask(block.padding, graph) if block.padding is not None else None
+    mask = key_mask(block.padding, graph) if block.padding is not None else None
     bias = _sum(block.biases, made)
     name = f"{softmax.name}.attention"
     parts = [linear(value) for value in (block.query, block.key, block.value)]
@@ -409,7 +248,7 @@ def _replace(block: Block, softmax: ir.Node, packed: dict[tuple[int | None, ...]
     result.type, result.shape = block.result.type, block.result.shape
     zero = add_initializer(graph, "accel.zero", np.zeros((), _numpy(block.result)))
     if block.zero_empty and block.padding is not None:
-        keep = _rows(block.padding, graph)
+        keep = rows_with_keys(block.padding, graph)
         made.append(ir.node("Where", [keep, result, zero], name=f"{name}.rows"))
     elif block.empty is not None:
         axis = add_initializer(graph, "accel.axis_1", np.array([1], np.int64))
@@ -463,51 +302,3 @@ def _pack_bias(
             arrays.append(array if array is not None else np.zeros(weight.shape[1], weight.dtype))
         packed[key] = add_initializer(graph, name, np.concatenate(arrays))
     return packed[key]
-
-
-def _made(graph: ir.Graph, name: str) -> ir.Value | None:
-    return next((output for node in graph for output in node.outputs if output.name == name), None)
-
-
-def _insert_after(source: ir.Value, graph: ir.Graph, made: Sequence[ir.Node]) -> None:
-    maker = source.producer()
-    if maker is None:
-        graph.insert_before(graph[0], made)
-    else:
-        graph.insert_after(maker, made)
-
-
-def _mask(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """1 for the keys kept and 0 for the others, once for the whole graph: `(batch, sequence) int32`."""
-    found = _made(graph, MASK_NAME)
-    if found is not None:
-        return found
-    kept = ir.node("Cast", [source], {"to": ir.DataType.BOOL}, name=f"{MASK_NAME}.kept")
-    mask = ir.node("Cast", [kept.outputs[0]], {"to": ir.DataType.INT32}, name=MASK_NAME)
-    kept.outputs[0].type, kept.outputs[0].shape = ir.TensorType(ir.DataType.BOOL), source.shape
-    mask.outputs[0].name = MASK_NAME
-    mask.outputs[0].type, mask.outputs[0].shape = ir.TensorType(ir.DataType.INT32), source.shape
-    _insert_after(source, graph, [kept, mask])
-    return mask.outputs[0]
-
-
-def _rows(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """Whether a row keeps any key, once for the whole graph: `(batch, 1, 1) bool`."""
-    found = _made(graph, ROWS_NAME)
-    if found is not None:
-        return found
-    mask = _mask(source, graph)
-    axis = add_initializer(graph, "accel.axis_1", np.array([1], np.int64))
-    total = ir.node("ReduceMax", [mask, axis], {"keepdims": 1}, name=f"{ROWS_NAME}.any")
-    truth = ir.node("Cast", [total.outputs[0]], {"to": ir.DataType.BOOL}, name=f"{ROWS_NAME}.truth")
-    last = add_initializer(graph, "accel.axis_2", np.array([2], np.int64))
-    rows = ir.node("Unsqueeze", [truth.outputs[0], last], name=ROWS_NAME)
-    rows.outputs[0].name = ROWS_NAME
-    sizes = mask.shape
-    assert sizes is not None
-    total.outputs[0].type = ir.TensorType(ir.DataType.INT32)
-    truth.outputs[0].type = rows.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
-    total.outputs[0].shape = truth.outputs[0].shape = ir.Shape([sizes[0], 1])
-    rows.outputs[0].shape = ir.Shape([sizes[0], 1, 1])
-    _insert_after(mask, graph, [total, truth, rows])
-    return rows.outputs[0]

@@ -9,9 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
+from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
-from .attention import only_user, producer
 
 _HEADS_FIRST = [0, 2, 1, 3]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
-from ..graph.editing import MICROSOFT, constant, nodes, replace_value, root_graph, scalar
-from .attention import only_user, producer
+from ..graph.analysis import dims, only_user, producer
+from ..graph.editing import MICROSOFT, constant, nodes, replace_node, replace_value, root_graph, scalar
 
 
 def _like(value: ir.Value, other: ir.Value) -> None:
@@ -92,12 +91,8 @@ def fuse_bias_gelus(model: ir.Model) -> int:
         found = _bias(producer(value, "Add"))
         if value is None or found is None or not _feeds_only(value, gelu):
             continue
-        fused = ir.node("FastGelu" if tanh else "BiasGelu", list(found), domain=MICROSOFT, name=f"{gelu.name}.bias")
-        _like(fused.outputs[0], gelu.outputs[0])
-        graph = root_graph(gelu)
-        graph.insert_before(gelu, fused)
-        replace_value(gelu.outputs[0], fused.outputs[0])
-        graph.remove(gelu, safe=True)
+        operator = "FastGelu" if tanh else "BiasGelu"
+        replace_node(gelu, ir.node(operator, list(found), domain=MICROSOFT, name=f"{gelu.name}.bias"))
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
@@ -107,12 +102,7 @@ def approximate_gelus(model: ir.Model) -> int:
     """`FastGelu`, the tanh form, for the exact one: at most 5e-4 off (Hendrycks and Gimpel, 2016)."""
     count = 0
     for node in (*nodes(model, "BiasGelu", domain=MICROSOFT), *nodes(model, "Gelu")):
-        fused = ir.node("FastGelu", list(node.inputs), domain=MICROSOFT, name=f"{node.name}.fast")
-        _like(fused.outputs[0], node.outputs[0])
-        graph = root_graph(node)
-        graph.insert_before(node, fused)
-        replace_value(node.outputs[0], fused.outputs[0])
-        graph.remove(node, safe=True)
+        replace_node(node, ir.node("FastGelu", list(node.inputs), domain=MICROSOFT, name=f"{node.name}.fast"))
         count += 1
     return count
 

@@ -1,23 +1,23 @@
-"""Optimization of ONNX artifacts for ONNX Runtime."""
+"""Optimization of ONNX artifacts: the fusions that a target's kernels want, then half precision."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
-from accel.artifact import Artifact, Component, Step, tool_versions
-from accel.capture import feeds_for, quiet
+from accel.artifact import Artifact, Step, tool_versions
+from accel.backends.interfaces import Feeds
+from accel.capture import quiet
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError
 
 from ..graph.editing import load_graphs, write_artifact
-from .fusions import chosen_fusions
-from .precision import clamp_fills, to_half, values_out_of_range
-from .simplifications import count_nodes, infer_shapes
+from .fusions import CPU, Target, chosen_fusions
+from .precision import convert
+from .simplifications import count_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +27,38 @@ class OrtOptimizer:
 
     Args:
         backend: Name of the backend that owns it, for the manifest.
-        half_dtypes: The half precisions that the backend runs.
+        target: Who will run the graphs; see `fusions`.
     """
 
-    def __init__(self, backend: str, half_dtypes: tuple[str, ...] = ("float16",)) -> None:
+    def __init__(self, backend: str, target: Target = CPU) -> None:
         self._backend = backend
-        self._half_dtypes = half_dtypes
+        self._target = target
 
-    def optimize(self, artifact: Artifact, *, config: OptimizeConfig, out: Path) -> Artifact:
-        """Write the optimized graphs; see `accel.backends.interfaces.Optimizer`. Takes seconds."""
-        fusions = chosen_fusions(config)
+    def optimize(
+        self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
+    ) -> Artifact:
+        """Write the optimized graphs; see `accel.backends.interfaces.Optimizer`. Takes seconds.
+
+        Raises:
+            ConfigError: A fusion that does not exist, or calibration data that nothing reads.
+            OptimizeError: A quantized artifact that the fusions cannot read, or one that is not float32 for half precision.
+        """
+        if artifact.manifest.quantization is not None and not self._target.rewrites_quantized:
+            raise OptimizeError(
+                f"{artifact.path} is quantized; its graph is no longer the one that fusions look for.",
+                fix="optimize first, then quantize.",
+            )
+        fusions = chosen_fusions(config, self._target)
         dtype = self._half(artifact, [fusion.name for fusion in fusions if fusion.apply is None])
+        if calibration is not None and dtype is None:
+            raise ConfigError(
+                f"Level {config.level} has no use for calibration data: only half precision has.",
+                fix="leave calibration=... (--calibration) out, or use level O4.",
+            )
         models = load_graphs(artifact)
         counts: Counter[str] = Counter()
-        report: dict[str, Any] = {"fused": counts, "nodes": {}}
-        before, after = 0, 0
+        report: dict[str, Any] = {}
+        before = after = 0
         for component in artifact.components:
             model = models[component.name]
             before += count_nodes(model)
@@ -51,20 +68,16 @@ class OrtOptimizer:
                         counts[fusion.name] += fusion.apply(model)
             after += count_nodes(model)
             if dtype is not None:
-                report[dtype] = _to_half(artifact, component, model, dtype)
+                found = convert(artifact, component, model, dtype, calibration)
+                report[dtype] = found if dtype not in report else _added(report[dtype], found)
         report |= {"fused": dict(counts), "nodes": {"before": before, "after": after}}
-        logger.info(
-            "%s: %d nodes became %d (%s)",
-            config.level,
-            before,
-            after,
-            ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing fused",
-        )
+        done = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing fused"
+        logger.info("%s: %d nodes became %d (%s)", config.level, before, after, done)
         step = Step(
             stage="optimize",
             backend=self._backend,
             config=config.to_dict(),
-            versions=tool_versions("onnx_ir", "onnxscript", "onnxruntime"),
+            versions=tool_versions("onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
             report=report,
         )
         return write_artifact(artifact, models, out, step=step, dtype=dtype)
@@ -73,7 +86,7 @@ class OrtOptimizer:
         """The precision to convert to, if any.
 
         Raises:
-            ConfigError: Two precisions at once, or one that the backend cannot run.
+            ConfigError: Two precisions at once, or one that the target cannot run.
             OptimizeError: The artifact is no float32 graph.
         """
         if not names:
@@ -82,10 +95,11 @@ class OrtOptimizer:
             raise ConfigError(
                 f"{' and '.join(names)} exclude each other.", fix=f"disable one: disable=({names[0]!r},)."
             )
-        if names[0] not in self._half_dtypes:
+        half_dtypes = self._target.half_dtypes
+        if names[0] not in half_dtypes:
             raise ConfigError(
                 f"The backend {self._backend!r} has no {names[0]} kernels.",
-                fix=f"use {' or '.join(self._half_dtypes) or 'a lower level'}.",
+                fix=f"use {' or '.join(half_dtypes) or 'a lower level'}.",
             )
         if artifact.dtype != "float32" or artifact.manifest.quantization is not None:
             what = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
@@ -96,11 +110,6 @@ class OrtOptimizer:
         return names[0]
 
 
-def _to_half(artifact: Artifact, component: Component, model: ir.Model, dtype: str) -> dict[str, Any]:
-    """Find what must stay float32 on random inputs of two shapes, and convert the rest."""
-    clamped = clamp_fills(model, dtype)
-    infer_shapes(model)
-    sizes = [{"batch": 2, "sequence": 5}, {"batch": 3, "sequence": min(32, component.max_sizes.get("sequence", 32))}]
-    batches = [feeds_for(component.inputs, size, seed=seed, folder=artifact.path) for seed, size in enumerate(sizes)]
-    found = values_out_of_range(model.clone(), component, batches, dtype)
-    return {"clamped": clamped, **to_half(model, dtype, found)}
+def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What was converted in several graphs together."""
+    return {name: one[name] + other[name] if name != "watched" else one[name] for name in one}

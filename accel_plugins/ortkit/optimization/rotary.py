@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims
+from ..graph.analysis import dims, producer, split_heads
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
-from .attention import producer, split_heads
 
 
 @dataclass(frozen=True, slots=True)

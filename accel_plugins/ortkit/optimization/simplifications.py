@@ -8,7 +8,7 @@ from onnx_ir.passes import common as passes
 
 from accel.capture import make_rewrites_exact
 
-from ..graph.analysis import Dim, bounds, dims, shape_value
+from ..graph.analysis import Dim, bounds, dims, producer, shape_value
 from ..graph.editing import add_initializer, constant, nodes, replace_value, root_graph
 
 
@@ -84,8 +84,8 @@ def fix_key_transposes(model: ir.Model) -> int:
     """Swap the last two axes of a key with one `Transpose`; `torch.export` goes through three axes and two reshapes."""
     count = 0
     for outer in nodes(model, "Reshape"):
-        swap = _producer(outer.inputs[0], "Transpose")
-        inner = _producer(swap.inputs[0], "Reshape") if swap is not None else None
+        swap = producer(outer.inputs[0], "Transpose")
+        inner = producer(swap.inputs[0], "Reshape") if swap is not None else None
         if swap is None or inner is None or list(swap.attributes.get_ints("perm", [])) != [0, 2, 1]:
             continue
         key = inner.inputs[0]
@@ -165,8 +165,3 @@ def _certain(node: ir.Node) -> ir.Value | None:
 def _same_shape(kept: ir.Value, old: ir.Value) -> bool:
     have, want = dims(kept), dims(old)
     return have is not None and have == want
-
-
-def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == operator and not node.domain else None

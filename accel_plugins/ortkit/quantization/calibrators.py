@@ -45,7 +45,7 @@ class ChannelRange:
 
     @property
     def largest(self) -> np.ndarray:
-        """Largest absolute value of each channel."""
+        """Largest absolute value of each channel: `(channels,) float32`."""
         largest: np.ndarray = np.maximum(np.abs(self.low), np.abs(self.high))
         return largest
 
@@ -245,7 +245,14 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def percentile_range(counts: np.ndarray, low: float, high: float, percentile: float) -> tuple[float, float]:
-    """The range that holds a share of the values, the rest cut off half on each side; zero is kept inside."""
+    """The range that holds a share of the values, the rest cut off half on each side; zero is kept inside.
+
+    Args:
+        counts: `(bins,)` how many values fell into each of equal bins between `low` and `high`.
+        low: Where the first bin begins.
+        high: Where the last bin ends.
+        percentile: The share, in percent.
+    """
     edges = np.linspace(low, high, len(counts) + 1)
     share = np.cumsum(counts) / max(int(counts.sum()), 1)
     tail = (1 - percentile / 100) / 2
@@ -258,7 +265,7 @@ def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, f
     """The range whose 8-bit version tells least apart from the whole distribution (Kullback-Leibler divergence).
 
     As in Migacz, "8-bit Inference with TensorRT" (GTC 2017): thresholds on the absolute value are tried from 128 bins
-    upwards; what is cut off counts at the threshold.
+    upwards; what is cut off counts at the threshold. `counts: (bins,)` are as for `percentile_range`.
     """
     edges = np.linspace(low, high, len(counts) + 1)
     centers = np.abs((edges[:-1] + edges[1:]) / 2)

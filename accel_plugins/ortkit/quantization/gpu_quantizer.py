@@ -21,7 +21,7 @@ from accel.backends.interfaces import Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
-from ..graph.editing import add_initializer, constant, load_graph, nodes, root_graph, write_artifact
+from ..graph.editing import add_initializer, constant, insert_after, load_graph, nodes, root_graph, write_artifact
 from .calibrators import Calibrator
 from .integer import finish
 from .layers import OPERATORS, Layer, find_layers, split_excluded
@@ -42,12 +42,12 @@ class Steps:
     largest: float
 
     def scale(self, largest: np.ndarray | float) -> np.ndarray:
-        """What one step stands for when `largest` must fit; 1 where everything is 0."""
+        """What one step stands for when `largest`, a number or `(channels,)`, must fit; of the same shape, 1 where everything is 0."""
         scale = np.asarray(largest, np.float32) / self.largest
         return np.where(scale > 0, scale, 1.0).astype(np.float32)
 
     def rounded(self, array: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """An array in these steps."""
+        """An array of any shape in these steps; `scale` broadcasts to its shape."""
         steps = np.clip(array.astype(np.float32) / scale, -self.largest, self.largest)
         rounded: np.ndarray = (np.rint(steps) if self.dtype == ir.DataType.INT8 else steps).astype(self.dtype.numpy())
         return rounded
@@ -209,11 +209,7 @@ class _Writer:
             quantize.outputs[0].type, quantize.outputs[0].shape = ir.TensorType(self._steps.dtype), source.shape
             dequantize = self._dequantized(graph, quantize.outputs[0], scale, source, f"{source.name}.dequantize")
             dequantize.outputs[0].shape = source.shape
-            maker = source.producer()
-            if maker is not None:
-                graph.insert_after(maker, [quantize, dequantize])
-            else:
-                graph.insert_before(graph[0], [quantize, dequantize])
+            insert_after(source, graph, [quantize, dequantize])
             self._pairs[id(source)] = dequantize.outputs[0]
         return self._pairs[id(source)]
 

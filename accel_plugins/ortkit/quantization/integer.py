@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.editing import MICROSOFT, add_initializer, constant, replace_value, root_graph
+from ..graph.analysis import only_user
+from ..graph.editing import MICROSOFT, add_initializer, constant, insert_after, replace_value, root_graph
 from .layers import Layer
 from .weights import Int8Weight, quantize_int8
 
@@ -145,7 +146,7 @@ class Rewriter:
             scale_value = add_initializer(graph, f"{source.name}.scale", scale)
             zero_value = add_initializer(graph, f"{source.name}.zero_point", zero)
             quantize = ir.node("QuantizeLinear", [source, scale_value, zero_value], name=f"{source.name}.quantize")
-            _insert_after(source, graph, quantize)
+            insert_after(source, graph, [quantize])
             quantize.outputs[0].shape = source.shape
             quantize.outputs[0].type = ir.TensorType(ir.DataType.INT8 if signed else ir.DataType.UINT8)
             self._activations[key] = (quantize.outputs[0], scale_value, zero_value)
@@ -156,13 +157,13 @@ class Rewriter:
         key = (id(graph), id(source))
         if key not in self._activations:
             quantize = ir.node("DynamicQuantizeLinear", [source], num_outputs=3, name=f"{source.name}.quantize")
-            _insert_after(source, graph, quantize)
+            insert_after(source, graph, [quantize])
             self._activations[key] = quantize.outputs
         return self._activations[key]
 
 
 def activation_scale(low: float, high: float, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point for a range that holds zero: `int8` is symmetric, `uint8` uses all 256 steps."""
+    """Scale and zero point, of shape `()`, for a range that holds zero: `int8` is symmetric, `uint8` uses all 256 steps."""
     if signed:
         scale = max(abs(low), abs(high)) / 127 or 1.0
         return np.array(scale, np.float32), np.array(0, np.int8)
@@ -180,25 +181,13 @@ def _bias_of(layer: Layer, outer: int) -> tuple[ir.Node, ir.Value] | None:
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         plain = node.attributes.get_float("beta", 1.0) == 1.0
         return (node, bias) if bias is not None and plain and bias.is_initializer() and bias.shape == (outer,) else None
-    uses = node.outputs[0].uses()
-    if len(uses) != 1 or node.outputs[0].is_graph_output():
-        return None
-    add = uses[0].node
-    if add.op_type != "Add" or add.graph is not node.graph:
+    add = only_user(node.outputs[0])
+    if add is None or add.op_type != "Add" or add.graph is not node.graph:
         return None
     for value in add.inputs:
         if value is not None and value.is_initializer() and value.shape == (outer,):
             return add, value
     return None
-
-
-def _insert_after(source: ir.Value, graph: ir.Graph, node: ir.Node) -> None:
-    """Put a node where its input is known: behind its producer, or at the front for inputs and outer values."""
-    producer = source.producer()
-    if producer is not None and producer.graph is graph:
-        graph.insert_after(producer, node)
-    elif len(graph):
-        graph.insert_before(graph[0], node)
 
 
 def finish(layer: Layer, product: ir.Value, added: tuple[ir.Node, ir.Value] | None = None) -> None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
+from ..graph.analysis import producer
 from ..graph.editing import constant, layer_name, nodes
 
 OPERATORS = ("MatMul", "Gemm")
@@ -73,8 +74,8 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
 def _matrix(value: ir.Value | None) -> np.ndarray | None:
     """A constant matrix, or a transposed one: a last layer that shares its weights with the embeddings."""
     array = constant(value)
-    transpose = value.producer() if value is not None and array is None else None
-    if transpose is None or transpose.op_type != "Transpose" or transpose.domain:
+    transpose = producer(value, "Transpose") if array is None else None
+    if transpose is None:
         return array
     source = constant(transpose.inputs[0])
     flipped = list(transpose.attributes.get_ints("perm", [1, 0])) == [1, 0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.editing import add_initializer, constant, root_graph
+from ..graph.editing import add_initializer, constant, insert_after, root_graph
 from .calibrators import ChannelRange
 from .layers import Layer
 
@@ -25,7 +25,9 @@ def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
 def smoothing_divisors(
     layers: Sequence[Layer], channels: Mapping[str, ChannelRange], exponent: float
 ) -> dict[str, np.ndarray]:
-    """What each channel of an activation is divided by: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are always 0."""
+    """What each channel of an activation is divided by, `(channels,)`: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are
+    always 0.
+    """
     divisors = {}
     for name, group in grouped(layers).items():
         if name not in channels:
@@ -40,7 +42,8 @@ def smoothing_divisors(
 
 
 def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Divide activations and multiply weights; the division goes into a norm before it where nobody else reads that.
+    """Divide activations by `(channels,)` and multiply weights; the division goes into a norm before it where nobody else
+    reads that.
 
     Returns:
         How many divisions were folded into norms and how many became a product of their own.
@@ -72,11 +75,7 @@ def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[
             node = ir.node("Mul", [source, factor], name=f"{name}.smooth")
             node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
             node.outputs[0].name = f"{name}.smoothed"
-            producer = source.producer()
-            if producer is not None:
-                graph.insert_after(producer, node)
-            else:
-                graph.insert_before(graph[0], node)
+            insert_after(source, graph, [node])
             for layer in group:
                 layer.node.replace_input_with(0, node.outputs[0])
             report["inserted"] += 1

@@ -91,7 +91,7 @@ def _half_quadratic(data: np.ndarray, scales: np.ndarray, zero: np.ndarray, top:
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """The last axis in bytes, the lower half first."""
+    """The last axis of `(..., n) uint8` in bytes, the lower half first: `(..., n / 2)` for 4 bits, `(..., n)` for 8."""
     if bits == 8:
         return values
     if values.shape[-1] % 2:

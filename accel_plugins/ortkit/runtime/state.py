@@ -59,7 +59,7 @@ class OrtState:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was; fewer or more rows than before are fine."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""
         chosen = check_rows(self._batch, index)
         if chosen == list(range(self._batch)):
             return
@@ -84,7 +84,7 @@ class OrtState:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
 
         Args:
-            feeds: The graph's inputs without the cache, contiguous, on the host, of the declared types.
+            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, on the host, of the declared types.
             names: Outputs wanted, none of the cache.
         """
         new = check_step(self._component, feeds, self._batch, self._length)
