@@ -28,7 +28,8 @@ class HubOptions:
 @dataclass(frozen=True, slots=True)
 class Location:
     """A model on this machine: what the user called it, its folder, its commit if it came from the Hub, and the folder of the
-    whole repository where its own is a subfolder of it."""
+    whole repository where its own is a subfolder of it.
+    """
 
     id: str
     folder: Path

@@ -47,7 +47,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         self._limited = None
         self._last = torch.zeros(1, dtype=torch.int64)
 
-
     # What `generate` asks a model
 
     def can_generate(self) -> bool:
