@@ -37,7 +37,7 @@ class OnnxConverter:
         with quiet():
             ov.save_model(model, out / GRAPH, compress_to_fp16=False)
         copy_companions(artifact.path, out)
-        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)))
+        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)), domains=None)
         step = Step(
             stage="optimize", backend="openvino", config=config.to_dict(), versions=tool_versions("openvino"),
             parent=artifact.digest,

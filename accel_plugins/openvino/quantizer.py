@@ -63,7 +63,7 @@ class NncfQuantizer:
         with quiet():
             ov.save_model(quantized, out / GRAPH, compress_to_fp16=False)
         copy_companions(artifact.path, out)
-        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)))
+        made = replace(component, file=GRAPH, files=record_files(out, (GRAPH, WEIGHTS)), domains=None)
         return Artifact.create(out, _manifest(artifact, config, made, batches))
 
 
