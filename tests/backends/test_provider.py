@@ -15,13 +15,14 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends.interfaces import Backend
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import BackendUnavailableError, ConfigError
+from accel.errors import BackendUnavailableError, ConfigError, SessionError
 from accel_plugins.cpu.backend import CpuBackend
 from accel_plugins.ortkit.provider import ProviderBackend
 from accel_plugins.ortkit.runtime import assignment, libraries
@@ -134,6 +135,37 @@ def test_options_reach_the_provider(monkeypatch: pytest.MonkeyPatch, open_with: 
     with pytest.raises(BackendUnavailableError, match="runs model.onnx on CPUExecutionProvider although Azure"):
         open_with(Azure(), {"color": 3})
     assert seen == [(AZURE, {"color": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (
+            RuntimeError("/src/a.cc:71 virtual void F(const A&, const B&) no driver"),
+            BackendUnavailableError,
+            f"cannot start {AZURE} for model.onnx: no driver",
+        ),
+        (ort_errors.EPFail("out of memory"), SessionError, f"{AZURE} cannot compile .*: out of memory"),
+    ],
+)
+def test_what_the_provider_says_is_the_error(
+    raised: Exception,
+    expected: type[Exception],
+    message: str,
+    open_with: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ONNX Runtime's own answer is to print it, to try the CPU and to lose it."""
+    told: list[object] = []
+
+    def session(*_: Any, **settings: Any) -> Any:
+        told.append(settings["enable_fallback"])
+        raise raised
+
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    with pytest.raises(expected, match=message):
+        open_with(Azure())
+    assert told == [0]
 
 
 # Assignment
@@ -288,3 +320,42 @@ def test_own_options_object_does_not_go_with_a_library(
 ) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         open_with(FromLibrary(), native={"onnxruntime.SessionOptions": ort.SessionOptions()})
+
+
+def test_a_real_library(tmp_path: Path) -> None:
+    """Qualcomm's provider with its simulator of the NPU, where it is installed: the CPU's answers, computed elsewhere."""
+    package = pytest.importorskip("onnxruntime_qnn")
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper
+
+    from accel.stages.foreign import adopt_onnx
+
+    run = Capability(stage="run", consumes="onnx", options=("backend_type",))
+
+    class Qnn(ProviderBackend):
+        spec = replace(SPEC, name="qnn", capabilities=(run,))
+        provider = "QNNExecutionProvider"
+        install = "pip install onnxruntime-qnn"
+
+        def library(self) -> Path:
+            return Path(package.get_library_path())
+
+    weight = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["product"]), helper.make_node("Relu", ["product"], ["y"])]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", s]) for n, s in (("x", 64), ("y", 32))]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "model.onnx")
+    artifact = adopt_onnx(tmp_path, task="custom")
+    backend = Qnn()
+    where = backend.probe().devices[0]
+    htp = {"backend_type": "htp"}
+    with pytest.raises(BackendUnavailableError, match="took 0 of the 2 nodes"):
+        backend.open(artifact, device=where, options=htp, session=SessionOptions())
+    session = backend.open(artifact, device=where, options=htp, session=SessionOptions(), shapes={"batch": 2})["model"]
+    assert session.assignment is not None
+    assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    # The simulator multiplies in single precision.
+    assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4

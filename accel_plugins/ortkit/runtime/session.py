@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,15 @@ _LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+# "/onnxruntime_src/.../file.cc:71 virtual ... Function(const A&, const B&) " before what happened.
+_SOURCE_LOCATION = re.compile(r"^\S+\.(?:cc|h):\d+ .*?\) ")
+_RUN_ERRORS = (
+    ort_errors.InvalidArgument,
+    ort_errors.Fail,
+    ort_errors.RuntimeException,
+    ort_errors.NotImplemented,
+    ort_errors.EPFail,
+)
 _NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -179,7 +188,7 @@ def open_runtime(
     Raises:
         ConfigError: An option that ONNX Runtime does not have.
         SessionError: The graph is refused.
-        BackendUnavailableError: The provider did not load, or has no kernels for the graph.
+        BackendUnavailableError: The provider does not start, or has no kernels for the graph.
     """
     if devices and OPTIONS_OBJECT in options.native:
         raise ConfigError(
@@ -210,6 +219,8 @@ def open_runtime(
             native,
             providers=None if devices else [(provider, strings), *others],
             disabled_optimizers=[*disabled_optimizers, *disabled] or None,
+            # ONNX Runtime would print what failed, try the CPU instead and lose the reason.
+            enable_fallback=0,
         )
     except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
         raise SessionError(
@@ -219,6 +230,16 @@ def open_runtime(
         raise SessionError(
             f"ONNX Runtime cannot open {path}: {_one_line(error)}",
             fix="check the session and provider options; `accel doctor` shows the versions installed.",
+        ) from error
+    except ort_errors.EPFail as error:
+        raise SessionError(
+            f"{provider} cannot compile {path}: {_one_line(error)}",
+            fix="try a graph of another precision, or of fixed shapes (SessionOptions(buckets=...)), or another backend.",
+        ) from error
+    except RuntimeError as error:
+        raise BackendUnavailableError(
+            f"ONNX Runtime cannot start {provider} for {path.name}: {_SOURCE_LOCATION.sub('', _one_line(error))}",
+            fix="check the provider's options and libraries; `accel doctor` shows what is here.",
         ) from error
     check_assignment(session, provider, path.name)
     return session
