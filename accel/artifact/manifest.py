@@ -39,6 +39,8 @@ class Component:
         max_sizes: Largest size of a named axis, where the model has a limit (its positions).
         unused_inputs: Inputs of the model that its result does not depend on; dropped when given.
         stateful: Whether its sessions keep a KV cache (`Session.new_state`).
+        domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
+            or the format has no operators.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Component:
     max_sizes: Mapping[str, int] = field(default_factory=dict)
     unused_inputs: tuple[str, ...] = ()
     stateful: bool = False
+    domains: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,11 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        for component in values["components"]:
+            if component["domains"] is None:
+                del component["domains"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: Path) -> Manifest:
@@ -164,6 +171,7 @@ def _component(values: Mapping[str, Any]) -> Component:
             "inputs": specs(values["inputs"]),
             "outputs": specs(values["outputs"]),
             "unused_inputs": tuple(values.get("unused_inputs", ())),
+            "domains": _tuple(values.get("domains")),
         }
     )
 
@@ -220,7 +228,20 @@ class Artifact:
         """Identifies graphs, weights and quantization; what was measured about them does not count."""
         manifest = self.manifest.to_dict()
         content = {key: manifest[key] for key in ("format", "task", "dtype", "components", "quantization", "target")}
+        for component in content["components"]:
+            # It follows from the graph; graphs whose manifests do not say it keep their digests.
+            component.pop("domains", None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def domains(self) -> tuple[str, ...] | None:
+        """Domains of the operators of all its graphs; `None` where that of one is unknown."""
+        found: set[str] = set()
+        for component in self.components:
+            if component.domains is None:
+                return None
+            found.update(component.domains)
+        return tuple(sorted(found))
 
     @property
     def bytes(self) -> int:

@@ -77,6 +77,7 @@ def open_artifact(
         dtype=artifact.dtype,
         device=DeviceSpec.parse(given.device) if given.device is not None else _measured_device(run),
         backend=given.backend or (run.backend if run else None),
+        domains=artifact.domains,
     )
     options = given.options
     if options is None:

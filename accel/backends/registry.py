@@ -11,12 +11,12 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 from ..errors import BackendUnavailableError, PluginError, UnknownBackendError, did_you_mean
 from .interfaces import Backend
-from .selecting import select
+from .selecting import missing_domains, select
 from .specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,13 @@ def probe(spec: BackendSpec) -> Probe:
 
 
 def choose(
-    *, format: str, task: str, dtype: str, device: DeviceSpec | None = None, backend: str | None = None
+    *,
+    format: str,
+    task: str,
+    dtype: str,
+    device: DeviceSpec | None = None,
+    backend: str | None = None,
+    domains: Sequence[str] | None = None,
 ) -> tuple[BackendSpec, DeviceSpec]:
     """`select` over what is installed here.
 
@@ -171,8 +177,9 @@ def choose(
         for spec in specs
     }
     selection = select(
-        format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend
-    )
+        format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend,
+        domains=domains,
+    )  # fmt: skip
     if selection.backend is None or selection.device is None:
         what = f"Backend {backend!r} cannot run" if backend is not None else "No backend can run"
         table = str(selection) + "".join(f"\n  {name}  broken: {reason}" for name, reason in broken.items())
@@ -196,14 +203,21 @@ def _unprobed(spec: BackendSpec) -> Probe:
     return Probe(devices=tuple(DeviceSpec(device) for device in types))
 
 
-def owner(stage: Stage, format: str, backend: str | None = None, *, scheme: str | None = None) -> BackendSpec:
+def owner(
+    stage: Stage,
+    format: str,
+    backend: str | None = None,
+    *,
+    scheme: str | None = None,
+    domains: Sequence[str] | None = None,
+) -> BackendSpec:
     """The backend that does `stage` for artifacts of `format`: the one named, or the owner of the format.
 
-    For `export`, `format` is what it produces.
+    For `export`, `format` is what it produces. `domains` are those of the graph's operators, where they are known.
 
     Raises:
         UnknownBackendError: `backend` names no plugin.
-        BackendUnavailableError: Nobody does this here.
+        BackendUnavailableError: Nobody does this here, or not for a graph with such operators.
     """
     consumes, produces = (None, format) if stage == "export" else (format, None)
 
@@ -216,7 +230,7 @@ def owner(stage: Stage, format: str, backend: str | None = None, *, scheme: str 
     ready = [spec for spec in able if _missing(spec) is None]
     if ready:
         # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
-        return max(
+        found = max(
             ready,
             key=lambda spec: (
                 spec.capability("export", produces=format) is not None,
@@ -224,6 +238,13 @@ def owner(stage: Stage, format: str, backend: str | None = None, *, scheme: str 
                 spec.priority,
             ),
         )
+        capability = found.capability(stage, consumes, produces=produces)
+        reason = capability and missing_domains(found, capability, domains, describe_all()[0])
+        if reason:
+            raise BackendUnavailableError(
+                f"The backend {found.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
+            )
+        return found
     subject = f"Backend {backend!r} cannot" if backend is not None else "No backend can"
     if able:
         why = "; ".join(f"{spec.name}: {_missing(spec)}" for spec in able)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .specs import BackendSpec, DeviceSpec, Probe, Reason
+from .specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,21 @@ def select(
     specs: Iterable[BackendSpec],
     probes: Mapping[str, Probe],
     backend: str | None = None,
+    domains: Sequence[str] | None = None,
 ) -> Selection:
     """Choose the backend that runs an artifact. A function of its arguments alone.
 
     A backend that is named is the only candidate. Otherwise the one with the highest priority wins among those whose
-    spec allows automatic choice, which are the ones that do not change numerics.
+    spec allows automatic choice, which are the ones that do not change numerics. One whose runtime lacks a domain of the
+    graph's operators (`domains`; `None` where they are unknown) is rejected.
     """
+    specs = tuple(specs)
     rows: list[tuple[BackendSpec, DeviceSpec | None, list[Reason]]] = []
     for spec in specs:
         reasons, found = _obstacles(spec, probes[spec.name], format=format, task=task, dtype=dtype, device=device)
+        capability = spec.capability("run", format, task=task)
+        if capability is not None and (missing := missing_domains(spec, capability, domains, specs)) is not None:
+            reasons.insert(0, missing)
         rows.append((spec, found, reasons))
     fitting = [
         (spec, found)
@@ -86,6 +92,43 @@ def select(
             )
             table.append(Row(spec.name, "possible", found, (why,)))
     return Selection(chosen[0].name if chosen else None, chosen[1] if chosen else None, tuple(table))
+
+
+def missing_domains(
+    spec: BackendSpec, capability: Capability, domains: Sequence[str] | None, specs: Iterable[BackendSpec]
+) -> Reason | None:
+    """Why a backend cannot read a graph with operators of these domains, and what to do instead; `None` when it can.
+
+    Args:
+        spec: The backend.
+        capability: What it is to do.
+        domains: Domains of the graph's operators; `None` where they are unknown.
+        specs: All backends, of which the remedy names those that have the operators.
+    """
+    missing = capability.foreign(domains)
+    if not missing:
+        return None
+    format = capability.consumes
+    remedies = []
+    if spec.capability("optimize", format, produces=format) is not None:
+        remedies.append(
+            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
+            "exported"
+        )
+    elif spec.capability("export") is not None:
+        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
+    else:
+        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
+    able = [
+        one.name
+        for one in specs
+        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
+    ]
+    if able:
+        remedies.append(f"or use the backend {' or '.join(able)}")
+    return Reason(
+        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
+    )
 
 
 def _obstacles(

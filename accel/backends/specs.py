@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
@@ -82,9 +82,12 @@ class Capability:
         dtypes: Artifact dtypes it accepts or makes.
         schemes: Optimization levels, or quantization schemes in the order of expected speed, fastest first.
         settings: What each scheme can be told; the core refuses everything else by name.
-        options: Options of an exporter that only this backend has (`ExportConfig.options`).
+        options: Of `export`: options that only this exporter has (`ExportConfig.options`). Of `run`: the vendor's device or
+            provider options, where the backend leaves checking their names to `ortkit`.
         tasks: Tasks it is limited to; `("*",)` for any.
         excludes: Tasks that it does not do.
+        domains: Domains of the operators that it has, of those that a graph of `consumes` may use: `("",)` for the
+            standard's alone, `None` for whatever comes. A graph with others is refused before anything is opened.
         dynamic_shapes: Whether named axes may vary from call to call.
         device_io: Whether inputs and outputs may live on the device.
         thread_safe: Whether one session may be called from several threads at once.
@@ -100,6 +103,7 @@ class Capability:
     options: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("*",)
     excludes: tuple[str, ...] = ()
+    domains: tuple[str, ...] | None = None
     dynamic_shapes: bool = True
     device_io: bool = False
     thread_safe: bool = False
@@ -107,6 +111,12 @@ class Capability:
     def takes(self, scheme: str) -> tuple[str, ...]:
         """The settings that a scheme has a use for."""
         return next((one.names for one in self.settings if one.scheme == scheme), ())
+
+    def foreign(self, domains: Iterable[str] | None) -> tuple[str, ...]:
+        """Of the operator domains of a graph, those that it does not have; none, where either side is unknown."""
+        if self.domains is None or domains is None:
+            return ()
+        return tuple(sorted(set(domains) - set(self.domains)))
 
 
 @dataclass(frozen=True, slots=True)

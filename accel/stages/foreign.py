@@ -129,6 +129,7 @@ def adopt_onnx(folder: Path, *, file_name: str | None = None, task: str | None =
         inputs=_specs(model, model.graph.input, pad if isinstance(pad, int) else 0),
         outputs=_specs(model, model.graph.output, 0),
         max_sizes=_max_sizes(config),
+        domains=_operator_domains(model),
     )
     types = {tensor.data_type for tensor in model.graph.initializer}
     half = {10: "float16", 16: "bfloat16"}
@@ -146,6 +147,21 @@ def adopt_onnx(folder: Path, *, file_name: str | None = None, task: str | None =
         quantization=Quantization(scheme=scheme) if scheme else None,
     )
     return Artifact(folder.absolute(), manifest)
+
+
+def _operator_domains(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Domains of the operators that a graph uses; functions that the file itself defines count by what they use."""
+    own = {(function.domain, function.name) for function in model.functions}
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    found = set()
+    while nodes:
+        node = nodes.pop()
+        if (node.domain, node.op_type) not in own:
+            found.add("" if node.domain == "ai.onnx" else node.domain)
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                nodes.extend(graph.node)
+    return tuple(sorted(found))
 
 
 def _pick(folder: Path, file_name: str | None) -> str:

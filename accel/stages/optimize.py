@@ -61,7 +61,7 @@ def optimize(
     artifact = artifact_of(artifact)
     config = OptimizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
     target = check_output(out, artifact.path)
-    spec = registry.owner("optimize", artifact.format, backend, scheme=config.level)
+    spec = registry.owner("optimize", artifact.format, backend, scheme=config.level, domains=artifact.domains)
     optimizer = registry.load(spec).optimizer()
     if optimizer is None:
         raise OptimizeError(f"The backend {spec.name!r} has no optimizer.", fix="leave backend=... out.")

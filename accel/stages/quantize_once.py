@@ -58,7 +58,7 @@ def quantize(
             f"{artifact.path} is quantized already ({artifact.manifest.quantization.scheme}).",
             fix="quantize the artifact that it was made from.",
         )
-    spec = registry.owner("quantize", artifact.format, backend, scheme=config.scheme)
+    spec = registry.owner("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
     _check_settings(config, spec)
     quantizer = registry.load(spec).quantizer()
     if quantizer is None:

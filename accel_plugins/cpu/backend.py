@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import onnxruntime as ort
+from accel.artifact import Artifact, Component
+from accel.backends.specs import DeviceSpec
+from accel.config import SessionOptions
 
-from accel.artifact import Artifact
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
-from accel.backends.specs import DeviceSpec, Probe, Reason
-from accel.config import ExportConfig, SessionOptions
-from accel.errors import ConfigError
-
-from ..ortkit.export.exporter import OnnxExporter
+from ..ortkit.provider import ProviderBackend
 from ..ortkit.quantization.presets import PRESETS
-from ..ortkit.runtime.session import OrtSession, for_float8, is_float8, open_session
+from . import SPEC
 from .flags import adds_in_16_bits, cpu_flags
-
-PROVIDER = "CPUExecutionProvider"
 
 # ONNX Runtime fuses Add + LayerNormalization at load by itself, into a kernel that is five times slower on the CPU
 # (12 layers: 2.6 against 0.5 ms; measured on 2 cores with AMX, onnxruntime 1.31).
@@ -45,78 +38,27 @@ def with_exact_sums(session: SessionOptions, artifact: Artifact) -> SessionOptio
     return replace(session, native={_EXACT_SUMS: "1", **session.native})
 
 
-class CpuBackend:
+class CpuBackend(ProviderBackend):
     """Runs ONNX graphs on the host."""
 
-    def probe(self) -> Probe:
+    spec = SPEC
+    provider = "CPUExecutionProvider"
+    install = 'pip install "accel-transformers[onnxruntime]"'
+    # ONNX Runtime casts half-precision graphs to float32 for its CPU kernels.
+    kernel_dtype = "float32"
+
+    def devices(self) -> tuple[DeviceSpec, ...]:
         """The host, with the instruction sets that matter to kernels."""
-        versions = {"onnxruntime": ort.__version__}
-        if PROVIDER not in ort.get_available_providers():
-            reason = Reason(
-                "provider",
-                f"this ONNX Runtime build has no {PROVIDER}",
-                'pip install "accel-transformers[onnxruntime]"',
-            )
-            return Probe(reasons=(reason,), versions=versions)
-        device = DeviceSpec("cpu", name=platform.processor() or platform.machine(), arch="+".join(cpu_flags()))
-        return Probe(devices=(device,), versions=versions)
+        return (DeviceSpec("cpu", name=platform.processor() or platform.machine(), arch="+".join(cpu_flags())),)
 
-    def exporter(self) -> Exporter:
-        """The ONNX exporter."""
-        return OnnxExporter("cpu")
+    def disabled_optimizers(self, component: Component) -> Sequence[str]:
+        """Fusions that are slower than what they replace, and for decoders one that crashes."""
+        return (*SLOW_FUSIONS, *(CRASHING if component.stateful else ()))
 
-    def optimizer(self) -> Optimizer:
-        """The ONNX optimizer."""
-        from ..ortkit.optimization.optimizer import OrtOptimizer
+    def session_options(self, artifact: Artifact, session: SessionOptions) -> SessionOptions:
+        """Exact products of 8-bit weights on processors that would saturate."""
+        return with_exact_sums(super().session_options(artifact, session), artifact)
 
-        return OrtOptimizer("cpu")
-
-    def quantizer(self) -> Quantizer:
-        """The ONNX quantizer; its presets read this CPU's flags."""
-        from ..ortkit.quantization.quantizer import OrtQuantizer
-
-        return OrtQuantizer("cpu", cpu_flags)
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """Reads no other folders."""
-        return None
-
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, OrtSession]:
-        """Open every component; see `accel.backends.interfaces.Backend.open`."""
-        if options:
-            raise ConfigError(
-                f"{PROVIDER} has no options of its own, not {sorted(options)}.",
-                fix="pass ONNX Runtime's settings as session_options=SessionOptions(native={...}).",
-            )
-        computes = "int8" if artifact.manifest.quantization and not is_float8(artifact) else "float32"
-        if session.compute_dtype not in (None, "float32"):
-            raise ConfigError(
-                f"ONNX Runtime's CPU kernels compute in float32, not in {session.compute_dtype}.",
-                fix="leave compute_dtype out, or use another backend (`accel doctor` lists them).",
-            )
-        return {
-            component.name: open_session(
-                artifact.path / component.file,
-                component,
-                device=device,
-                provider=PROVIDER,
-                provider_options=options,
-                options=with_exact_sums(for_float8(session, artifact), artifact),
-                # ONNX Runtime casts half-precision graphs to float32 for its CPU kernels.
-                compute_dtype=computes,
-                disabled_optimizers=(*SLOW_FUSIONS, *(CRASHING if component.stateful else ())),
-                shapes=shapes,
-            )
-            for component in artifact.components
-        }
+    def cpu_flags(self) -> Sequence[str]:
+        """This CPU's."""
+        return cpu_flags()

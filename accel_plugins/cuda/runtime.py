@@ -20,6 +20,7 @@ from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
 
+from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
@@ -167,6 +168,12 @@ class Runtime:
     def safe_form(self) -> Form:
         """The form that is right for every mask that the options allow."""
         return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Which provider runs which nodes of the form that was opened first; `None` where ONNX Runtime does not say."""
+        opened = next(iter(self._sessions.values()), None)
+        return assignment_of(opened, CUDA) if opened is not None else None
 
     def plan(self, held: Held, mask: torch.Tensor) -> Plan:
         """The fastest way to compute a call whose mask `(batch, sequence)` holds that, of those that were found right here."""

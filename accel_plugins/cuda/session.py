@@ -100,6 +100,12 @@ class CudaSession:
         return self._compute_dtype
 
     @property
+    def left_to_cpu(self) -> int:
+        """Nodes that run on the CPU: those about shapes do so rightly, others were warned of."""
+        found = self._runtime.assignment if self._runtime is not None else None
+        return found.left_to_cpu if found is not None else 0
+
+    @property
     def graph_count(self) -> int:
         """Input shapes that have a CUDA graph."""
         return len(self._graphs)

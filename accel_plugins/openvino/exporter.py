@@ -93,7 +93,7 @@ def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool
     file = graph_file(component.name, alone=alone)
     with quiet():
         ov.save_model(model, out / file, compress_to_fp16=False)
-    return replace(component, file=file, files=record_files(out, (file, weights_file(file))))
+    return replace(component, file=file, files=record_files(out, (file, weights_file(file))), domains=None)
 
 
 def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:

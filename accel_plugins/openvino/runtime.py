@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from accel.artifact import Artifact, Component
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
+# OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
+_UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")
 _PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
 
 
@@ -89,6 +92,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
 
     Raises:
         IntegrityError: The graph, or the file with its weights, is missing or damaged.
+        SessionError: It uses operators that OpenVINO does not have.
     """
     path = artifact.path / component.file
     weights = path.with_suffix(".bin")
@@ -98,6 +102,13 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         model = core().read_model(str(path))
         reshape(model, component, {})
     except RuntimeError as error:
+        unknown = _UNKNOWN_OPERATORS.search(one_line(error))
+        if unknown is not None:
+            raise SessionError(
+                f"OpenVINO does not have all operators of {path}: {unknown[1]}.",
+                fix="take the artifact as it was exported, before it was optimized or quantized for another backend, or "
+                "export the model with --backend openvino.",
+            ) from error
         raise IntegrityError(
             f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
         ) from error

@@ -4,6 +4,8 @@ from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 FORMAT = "tensorrt"
 _FLOATS = ("float32", "float16", "bfloat16")
+# ONNX's operators, and those of TensorRT's own plugins. ONNX Runtime's would run on CUDA, piece by piece between engines.
+_DOMAINS = ("", "trt.plugins")
 _PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 
 SPEC = BackendSpec(
@@ -20,7 +22,14 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=_FLOATS, options=("profile",)),
         Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
-        Capability(stage="run", consumes="onnx", devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        Capability(
+            stage="run",
+            consumes="onnx",
+            devices=("cuda",),
+            dtypes=(*_FLOATS, "int8"),
+            domains=_DOMAINS,
+            device_io=True,
+        ),
         Capability(
             stage="optimize",
             consumes="onnx",

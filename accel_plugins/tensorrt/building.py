@@ -70,7 +70,7 @@ def build(
             engine.close()
         file = f"{component.name}.plan"
         (out / file).write_bytes(plan)
-        components.append(replace(component, file=file, files=record_files(out, [file])))
+        components.append(replace(component, file=file, files=record_files(out, [file]), domains=None))
     copy_companions(artifact.path, out)
     step = Step(
         stage="export",

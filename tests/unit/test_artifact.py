@@ -64,6 +64,19 @@ def test_digest_ignores_how_it_was_measured(artifact: Artifact) -> None:
     assert Artifact(artifact.path, replace(artifact.manifest, quantization=None)).digest != artifact.digest
 
 
+def test_manifests_without_operator_domains_open_and_keep_their_digest(artifact: Artifact) -> None:
+    from dataclasses import replace
+
+    written = json.loads((artifact.path / "accel.json").read_text())
+    assert "domains" not in written["components"][0], "what is unknown is not written"
+    assert Artifact.load(artifact.path).domains is None
+    components = tuple(replace(c, domains=("", "com.microsoft")) for c in artifact.components)
+    told = Artifact.create(artifact.path, replace(artifact.manifest, components=components))
+    assert told.digest == artifact.digest
+    assert Artifact.load(artifact.path) == told
+    assert told.domains == ("", "com.microsoft")
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
 def test_damage_names_the_file(artifact: Artifact, damage: str) -> None:
     path = artifact.path / "weights.bin"

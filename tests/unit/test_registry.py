@@ -95,6 +95,36 @@ def test_a_limited_capability_comes_before_a_general_one() -> None:
     assert "it does not run translation" in str(select([one], [CUDA], task="translation"))
 
 
+def standard_only(name: str, *stages: Capability) -> BackendSpec:
+    run = Capability(stage="run", consumes="onnx", domains=("",))
+    return spec(name, capabilities=(run, *stages))
+
+
+def test_operators_that_a_runtime_lacks_are_an_obstacle() -> None:
+    specs = [standard_only("a"), spec("b")]
+    for domains in (("",), None):
+        assert select(specs, [CPU, CPU], backend="a", domains=domains).backend == "a"
+    found = select(specs, [CPU, CPU], backend="a", domains=("", "com.vendor"))
+    assert found.backend is None
+    assert "it has no operators of com.vendor, which this graph uses (take the artifact as it was exported" in str(
+        found
+    )
+    assert "or use the backend b)" in str(found)
+    assert select(specs, [CPU, CPU], domains=("", "com.vendor")).backend == "b"
+
+
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [
+        (Capability(stage="optimize", consumes="onnx", produces="onnx"), "accel optimize EXPORT OUT --backend a"),
+        (Capability(stage="export", produces="own"), "accel export MODEL OUT --backend a"),
+    ],
+)
+def test_the_remedy_for_operators_is_what_the_backend_can_make(stage: Capability, remedy: str) -> None:
+    found = select([standard_only("a", stage)], [CPU], backend="a", domains=("com.vendor",))
+    assert remedy in found.table[0].reasons[0].remedy
+
+
 def test_device_is_found_by_index() -> None:
     assert str(select([spec("a")], [CUDA], device=DeviceSpec("cuda", 1)).device) == "cuda:1"
 
@@ -199,5 +229,10 @@ def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.owner("quantize", "onnx", scheme="dynamic-int8").name == "b"
     with pytest.raises(BackendUnavailableError, match="Did you mean 'dynamic-int8'"):
         registry.owner("quantize", "onnx", scheme="dynamc-int8")
+    limited = Capability(stage="quantize", consumes="onnx", produces="own", schemes=("dynamic-int8",), domains=("",))
+    install(monkeypatch, ("c", "spec_c", spec("c", capabilities=(limited,))))
+    assert registry.owner("quantize", "onnx", domains=("",)).name == "c"
+    with pytest.raises(BackendUnavailableError, match="'c' cannot quantize this graph: it has no operators of x"):
+        registry.owner("quantize", "onnx", domains=("", "x"))
     with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
         registry.owner("optimize", "onnx")

@@ -11,7 +11,7 @@ from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs,
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
-from ..graph.editing import save_graphs
+from ..graph.editing import operator_domains, save_graphs
 from .decoders import OrtAttention
 
 if TYPE_CHECKING:
@@ -115,4 +115,5 @@ def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[st
         max_sizes=source.max_sizes,
         unused_inputs=tuple(dict.fromkeys((*source.unused_inputs, *unused))),
         stateful=source.stateful,
+        domains=operator_domains(model),
     )

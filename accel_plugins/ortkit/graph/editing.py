@@ -86,8 +86,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
         )
     try:
         for name, model in models.items():
-            used = {node.domain for graph in model.graphs() for node in graph} | {""}
-            if MICROSOFT in used:
+            if MICROSOFT in operator_domains(model):
                 model.opset_imports.setdefault(MICROSOFT, 1)
             ir.save(model, folder / name)
     finally:
@@ -128,9 +127,9 @@ def write_artifact(
     """Write the graphs, copy what travels with a model, and extend the parent's manifest by a step.
 
     Component specs stay the parent's: a stage never changes what goes in and out. Only the types of cache buffers, which
-    no caller sees, are those of the graphs.
+    no caller sees, and the domains of operators are those of the graphs.
     """
-    parent = _with_cache_types(parent, models)
+    parent = _as_in_graphs(parent, models)
     beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
     components = with_files(out, parent.components, [[component.file, *beside] for component in parent.components])
     copy_companions(parent.path, out)
@@ -150,8 +149,8 @@ def write_artifact(
     return Artifact.create(out, manifest)
 
 
-def _with_cache_types(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
-    """The artifact with the graphs' types of the inputs and outputs that hold a KV cache."""
+def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
+    """The artifact with the graphs' operator domains, and types of the inputs and outputs that hold a KV cache."""
 
     def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
         return spec if spec.pair is None else replace(spec, dtype=_CACHE_TYPES.get(kinds.get(spec.name), spec.dtype))
@@ -162,8 +161,21 @@ def _with_cache_types(artifact: Artifact, models: Mapping[str, ir.Model]) -> Art
         kinds = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
         inputs = tuple(typed(spec, kinds) for spec in component.inputs)
         outputs = tuple(typed(spec, kinds) for spec in component.outputs)
-        components.append(replace(component, inputs=inputs, outputs=outputs))
+        domains = operator_domains(models[component.name])
+        components.append(replace(component, inputs=inputs, outputs=outputs, domains=domains))
     return Artifact(artifact.path, replace(artifact.manifest, components=tuple(components)))
+
+
+def operator_domains(model: ir.Model) -> tuple[str, ...]:
+    """Domains of the operators that a graph uses, sorted; functions that the file itself defines count by what they use."""
+    own = {(key[0], key[1]) for key in model.functions}
+    inside = [node for function in model.functions.values() for node in function.all_nodes()]
+    used = [*(node for graph in model.graphs() for node in graph), *inside]
+    return tuple(
+        sorted(
+            {"" if node.domain == "ai.onnx" else node.domain for node in used if (node.domain, node.op_type) not in own}
+        )
+    )
 
 
 def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, SessionError, did_you_mean
 
+from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import OrtState
 from .values import as_ort_value, ort_value_as_tensor
 
@@ -46,7 +48,15 @@ _LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+# "/onnxruntime_src/.../file.cc:71 virtual ... Function(const A&, const B&) " before what happened.
+_SOURCE_LOCATION = re.compile(r"^\S+\.(?:cc|h):\d+ .*?\) ")
+_RUN_ERRORS = (
+    ort_errors.InvalidArgument,
+    ort_errors.Fail,
+    ort_errors.RuntimeException,
+    ort_errors.NotImplemented,
+    ort_errors.EPFail,
+)
 _NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -127,6 +137,7 @@ def open_session(
     compute_dtype: str,
     disabled_optimizers: Sequence[str] = (),
     shapes: Mapping[str, int] | None = None,
+    devices: Sequence[ort.OrtEpDevice] = (),
 ) -> OrtSession:
     """Open a graph on one provider and wrap it; see `open_runtime`."""
     session = open_runtime(
@@ -137,6 +148,7 @@ def open_session(
         options=options,
         disabled_optimizers=disabled_optimizers,
         shapes=shapes,
+        devices=devices,
     )
     return OrtSession(session, component, device, compute_dtype, shapes)
 
@@ -153,8 +165,12 @@ def open_runtime(
     model: bytes | None = None,
     weights: Mapping[str, ort.OrtValue] | None = None,
     others: Sequence[str] = (),
+    devices: Sequence[ort.OrtEpDevice] = (),
 ) -> ort.InferenceSession:
     """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
+
+    A provider that took none of the graph's arithmetic is an error, too; what of it was left to the CPU is warned of. For
+    providers other than the CPU's the assignment of nodes is noted, in a user's own options object as well.
 
     Args:
         path: The graph file.
@@ -167,13 +183,20 @@ def open_runtime(
         model: The serialized graph to open instead of the file's, with its weights in the file's folder.
         weights: Initializers to use where they are, instead of the graph's own; they must outlive the session.
         others: Providers that may take what this one has no kernels for.
+        devices: For a provider that is not in the build but in a library of its own: ONNX Runtime's devices of it.
 
     Raises:
         ConfigError: An option that ONNX Runtime does not have.
         SessionError: The graph is refused.
-        BackendUnavailableError: The provider did not load.
+        BackendUnavailableError: The provider does not start, or has no kernels for the graph.
     """
-    if provider not in ort.get_available_providers():
+    if devices and OPTIONS_OBJECT in options.native:
+        raise ConfigError(
+            f"{provider} comes from a library of its own, and is added to the session options for each session: your own "
+            f"{OPTIONS_OBJECT} object cannot be used.",
+            fix="pass its settings as session_options=SessionOptions(native={...}).",
+        )
+    if not devices and provider not in ort.get_available_providers():
         raise BackendUnavailableError(
             f"This build of ONNX Runtime has no {provider}, only {', '.join(ort.get_available_providers())}.",
             fix="run `accel doctor`.",
@@ -187,12 +210,17 @@ def open_runtime(
         for symbol in _symbols(path, component, axis):
             native.add_free_dimension_override_by_name(symbol, size)
     strings = {key: str(value) for key, value in provider_options.items()}
+    record(native, provider)
     try:
+        if devices:
+            native.add_provider_for_devices(list(devices), strings)
         session = ort.InferenceSession(
             str(path) if model is None else model,
             native,
-            providers=[(provider, strings), *others],
+            providers=None if devices else [(provider, strings), *others],
             disabled_optimizers=[*disabled_optimizers, *disabled] or None,
+            # ONNX Runtime would print what failed, try the CPU instead and lose the reason.
+            enable_fallback=0,
         )
     except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
         raise SessionError(
@@ -203,12 +231,17 @@ def open_runtime(
             f"ONNX Runtime cannot open {path}: {_one_line(error)}",
             fix="check the session and provider options; `accel doctor` shows the versions installed.",
         ) from error
-    active = session.get_providers()[0]
-    if active != provider:
+    except ort_errors.EPFail as error:
+        raise SessionError(
+            f"{provider} cannot compile {path}: {_one_line(error)}",
+            fix="try a graph of another precision, or of fixed shapes (SessionOptions(buckets=...)), or another backend.",
+        ) from error
+    except RuntimeError as error:
         raise BackendUnavailableError(
-            f"ONNX Runtime runs {path.name} on {active} although {provider} was asked for: its libraries did not load.",
-            fix="run `accel doctor`.",
-        )
+            f"ONNX Runtime cannot start {provider} for {path.name}: {_SOURCE_LOCATION.sub('', _one_line(error))}",
+            fix="check the provider's options and libraries; `accel doctor` shows what is here.",
+        ) from error
+    check_assignment(session, provider, path.name)
     return session
 
 
@@ -292,6 +325,21 @@ class OrtSession:
         if self._session is None:
             self._closed()
         return self._session
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Which provider runs which nodes; `None` on the CPU, which runs all of them.
+
+        Raises:
+            SessionClosedError: After `close`.
+        """
+        return assignment_of(self.runtime, self.runtime.get_providers()[0])
+
+    @property
+    def left_to_cpu(self) -> int:
+        """Nodes that run on the CPU although another provider was asked for."""
+        found = self.assignment
+        return found.left_to_cpu if found is not None else 0
 
     def run(
         self,

@@ -1,0 +1,361 @@
+"""What backends for execution providers are made from: the base, assignment of nodes, providers in libraries.
+
+ONNX Runtime's CPU wheel has two providers: the CPU's, and Azure's, which loads everywhere and takes no node of such graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from accel import capture
+from accel.artifact import Artifact
+from accel.backends.interfaces import Backend
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec
+from accel.config import SessionOptions
+from accel.errors import BackendUnavailableError, ConfigError, SessionError
+from accel_plugins.cpu.backend import CpuBackend
+from accel_plugins.ortkit.provider import ProviderBackend
+from accel_plugins.ortkit.runtime import assignment, libraries
+from accel_plugins.ortkit.runtime.assignment import CPU, Assignment
+
+AZURE = "AzureExecutionProvider"
+HOST = DeviceSpec("cpu")
+SPEC = BackendSpec(
+    name="probe",
+    summary="for tests",
+    extra="probe",
+    impl="probe:Backend",
+    capabilities=(Capability(stage="run", consumes="onnx", dtypes=("float32",), options=("color", "size")),),
+)
+
+
+class Azure(ProviderBackend):
+    spec = SPEC
+    provider = AZURE
+    install = "pip install azure"
+
+
+class FromLibrary(Azure):
+    """The CPU's devices, as if its provider came in a library."""
+
+    provider = CPU
+    path = Path("/nowhere/libprovider.so")
+
+    def library(self) -> Path:
+        return self.path
+
+
+@pytest.fixture
+def open_with(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Any]:
+    def open_(backend: ProviderBackend, options: dict[str, object] | None = None, **session: Any) -> Any:
+        made = SessionOptions(**session)
+        return backend.open(tiny_artifact(), device=HOST, options=options or {}, session=made)["model"]
+
+    return open_
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
+    """A library that ONNX Runtime takes; what it was told to load."""
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
+    FromLibrary.path.write_bytes(b"")
+    monkeypatch.setattr(libraries, "_registered", {})
+    monkeypatch.setattr(ort, "register_execution_provider_library", lambda *given: calls.append(given))
+    return calls
+
+
+# The base
+
+
+def test_it_is_a_backend() -> None:
+    assert isinstance(Azure(), Backend)
+
+
+def test_stages_are_those_that_the_spec_declares() -> None:
+    assert (Azure().exporter(), Azure().optimizer(), Azure().quantizer()) == (None, None, None)
+    assert CpuBackend().exporter() is not None
+    assert CpuBackend().optimizer() is not None
+    assert CpuBackend().quantizer() is not None
+
+
+def test_a_build_without_the_provider_is_a_reason_with_its_remedy() -> None:
+    class Missing(Azure):
+        provider = "NoSuchExecutionProvider"
+
+    probe = Missing().probe()
+    assert not probe.available
+    assert str(probe.reasons[0]) == "this ONNX Runtime build has no NoSuchExecutionProvider (pip install azure)"
+    assert probe.versions == {"onnxruntime": ort.__version__}
+
+
+def test_a_probe_that_fails_is_a_reason() -> None:
+    class Failing(Azure):
+        def devices(self) -> tuple[DeviceSpec, ...]:
+            raise OSError("the driver says no")
+
+    reason = Failing().probe().reasons[0]
+    assert "the driver says no" in reason.message
+    assert reason.remedy == "pip install azure"
+
+
+def test_options_are_those_that_the_spec_lists(open_with: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"has no option 'colour'\. Did you mean 'color'\?") as info:
+        open_with(Azure(), {"colour": 1})
+    assert "use one of color, size" in str(info.value)
+    with pytest.raises(ConfigError, match=r"CPUExecutionProvider has no options of its own, not \['colour'\]"):
+        open_with(CpuBackend(), {"colour": 1})
+
+
+def test_compute_dtype_is_the_kernels(open_with: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="ONNX Runtime's CPU kernels compute in float32, not in bfloat16"):
+        open_with(CpuBackend(), compute_dtype="bfloat16")
+    assert open_with(CpuBackend(), compute_dtype="float32").compute_dtype == "float32"
+
+
+def test_options_reach_the_provider(monkeypatch: pytest.MonkeyPatch, open_with: Callable[..., Any]) -> None:
+    seen: list[Any] = []
+
+    def session(path: str, options: ort.SessionOptions, *, providers: Any, **_: Any) -> Any:
+        seen.extend(providers)
+        return real(path, options, providers=[CPU])
+
+    real = ort.InferenceSession
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    with pytest.raises(BackendUnavailableError, match="runs model.onnx on CPUExecutionProvider although Azure"):
+        open_with(Azure(), {"color": 3})
+    assert seen == [(AZURE, {"color": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (
+            RuntimeError("/src/a.cc:71 virtual void F(const A&, const B&) no driver"),
+            BackendUnavailableError,
+            f"cannot start {AZURE} for model.onnx: no driver",
+        ),
+        (ort_errors.EPFail("out of memory"), SessionError, f"{AZURE} cannot compile .*: out of memory"),
+    ],
+)
+def test_what_the_provider_says_is_the_error(
+    raised: Exception,
+    expected: type[Exception],
+    message: str,
+    open_with: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ONNX Runtime's own answer is to print it, to try the CPU and to lose it."""
+    told: list[object] = []
+
+    def session(*_: Any, **settings: Any) -> Any:
+        told.append(settings["enable_fallback"])
+        raise raised
+
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    with pytest.raises(expected, match=message):
+        open_with(Azure())
+    assert told == [0]
+
+
+# Assignment
+
+
+def test_a_provider_that_takes_nothing_is_an_error(open_with: Callable[..., Any]) -> None:
+    assert AZURE in ort.get_available_providers(), "a wheel without it: use another provider here"
+    with pytest.raises(
+        BackendUnavailableError, match=f"{AZURE} took 0 of the .* CPUExecutionProvider would run"
+    ) as info:
+        open_with(Azure())
+    assert "Fix: " in str(info.value)
+
+
+def test_the_cpu_is_asked_for_nothing(open_with: Callable[..., Any]) -> None:
+    session = open_with(CpuBackend())
+    assert session.assignment is None
+    assert session.left_to_cpu == 0
+
+
+def assigned(**operators: dict[str, int]) -> Assignment:
+    names = {"npu": "NpuExecutionProvider", "cpu": CPU, "cuda": "CUDAExecutionProvider"}
+    return Assignment("NpuExecutionProvider", {names[key]: counts for key, counts in operators.items()})
+
+
+def test_counts() -> None:
+    found = assigned(npu={"MatMul": 3, "Add": 2}, cpu={"Shape": 4, "com.microsoft.MatMulNBits": 1}, cuda={"Gemm": 1})
+    assert (found.nodes, found.taken, found.left_to_cpu) == (11, 5, 5)
+    assert found.material_on_cpu == {"com.microsoft.MatMulNBits": 1}
+    assert not found.useless
+
+
+@pytest.mark.parametrize(
+    ("operators", "useless"),
+    [
+        ({"npu": {"MatMul": 1}, "cpu": {"MatMul": 9}}, False),
+        ({"npu": {"Cast": 5, "Reshape": 3}, "cpu": {"MatMul": 1}}, True),
+        ({"npu": {"Cast": 5}, "cuda": {"com.microsoft.Attention": 1}}, True),
+        ({"npu": {"Relu": 1}, "cpu": {"Add": 1}}, False),
+        ({"cpu": {"Relu": 1}}, True),
+        ({}, False),
+    ],
+)
+def test_what_counts_is_the_arithmetic(operators: dict[str, dict[str, int]], useless: bool) -> None:
+    assert assigned(**operators).useless is useless
+
+
+class Recorded:
+    """A session of which ONNX Runtime says who runs what."""
+
+    def __init__(self, **operators: list[str]) -> None:
+        self._operators = operators
+
+    def get_providers(self) -> list[str]:
+        return ["NpuExecutionProvider", CPU]
+
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        names = {"npu": "NpuExecutionProvider", "cpu": CPU}
+        return [
+            SimpleNamespace(
+                ep_name=names[key],
+                get_nodes=lambda types=types: [SimpleNamespace(domain="", op_type=op_type) for op_type in types],
+            )
+            for key, types in self._operators.items()
+        ]
+
+
+def test_arithmetic_on_the_cpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    assignment._warn.cache_clear()
+    session = Recorded(npu=["MatMul", "Add"], cpu=["Conv", "Conv", "Shape"])
+    with caplog.at_level(logging.INFO):
+        assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
+        assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "NpuExecutionProvider has no kernels for part of model.onnx: 2 Conv run on the CPU" in warnings[0]
+    assert "took 2 of 5 nodes; 3 run on the CPU" in caplog.text
+
+
+def test_shapes_on_the_cpu_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assignment.check_assignment(Recorded(npu=["MatMul"], cpu=["Shape"]), "NpuExecutionProvider", "model.onnx")
+    assert not caplog.records
+
+
+# Providers in libraries
+
+
+def test_a_missing_library_is_a_reason_and_an_error_with_a_remedy(open_with: Callable[..., Any]) -> None:
+    reason = FromLibrary().probe().reasons[0]
+    assert "there is no library /nowhere/libprovider.so" in reason.message
+    assert reason.remedy == "pip install azure"
+    with pytest.raises(BackendUnavailableError, match="there is no library") as info:
+        open_with(FromLibrary())
+    assert info.value.fix == "pip install azure"
+
+
+def test_a_file_that_is_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
+    FromLibrary.path.write_bytes(b"not a library")
+    probe = FromLibrary().probe()
+    assert not probe.available
+    assert f"ONNX Runtime cannot load {FromLibrary.path}" in probe.reasons[0].message
+
+
+def test_a_package_that_is_missing_is_a_reason() -> None:
+    class Unfound(Azure):
+        def library(self) -> Path:
+            import no_such_provider_package
+
+            return Path(no_such_provider_package.__file__)
+
+    reason = Unfound().probe().reasons[0]
+    assert "no_such_provider_package" in reason.message
+    assert reason.remedy == "pip install azure"
+
+
+def test_devices_are_the_librarys_and_it_is_loaded_once(
+    loaded: list[tuple[str, str]], open_with: Callable[..., Any], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    backend = FromLibrary()
+    probe = backend.probe()
+    assert [(device.type, device.index) for device in probe.devices] == [("cpu", 0)]
+    found, expected = open_with(backend), open_with(CpuBackend())
+    feeds = capture.feeds_for(found.inputs, {"batch": 2, "sequence": 5}, seed=0, folder=tiny_artifact().path)
+    assert torch.allclose(found.run(feeds)["logits"], expected.run(feeds)["logits"], atol=1e-5)
+    backend.probe()
+    assert loaded == [(CPU, str(FromLibrary.path))]
+
+
+def test_a_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifact: Callable[..., Artifact]) -> None:
+    class Npu(FromLibrary):
+        spec = replace(SPEC, capabilities=(replace(SPEC.capabilities[0], devices=("npu",)),))
+
+    reason = Npu().probe().reasons[0]
+    assert "found no device of type npu for CPUExecutionProvider (devices: cpu)" in reason.message
+    assert reason.remedy
+    with pytest.raises(BackendUnavailableError, match="has no device npu:0, only cpu"):
+        Npu().open(tiny_artifact(), device=DeviceSpec("npu"), options={}, session=SessionOptions())
+
+
+def test_two_libraries_for_one_provider(
+    loaded: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    FromLibrary().probe()
+    monkeypatch.setattr(FromLibrary, "path", tmp_path / "other.so")
+    assert "is now to load" in FromLibrary().probe().reasons[0].message
+    assert len(loaded) == 1
+
+
+def test_own_options_object_does_not_go_with_a_library(
+    loaded: list[tuple[str, str]], open_with: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_with(FromLibrary(), native={"onnxruntime.SessionOptions": ort.SessionOptions()})
+
+
+def test_a_real_library(tmp_path: Path) -> None:
+    """Qualcomm's provider with its simulator of the NPU, where it is installed: the CPU's answers, computed elsewhere."""
+    package = pytest.importorskip("onnxruntime_qnn")
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper
+
+    from accel.stages.foreign import adopt_onnx
+
+    run = Capability(stage="run", consumes="onnx", options=("backend_type",))
+
+    class Qnn(ProviderBackend):
+        spec = replace(SPEC, name="qnn", capabilities=(run,))
+        provider = "QNNExecutionProvider"
+        install = "pip install onnxruntime-qnn"
+
+        def library(self) -> Path:
+            return Path(package.get_library_path())
+
+    weight = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["product"]), helper.make_node("Relu", ["product"], ["y"])]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", s]) for n, s in (("x", 64), ("y", 32))]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "model.onnx")
+    artifact = adopt_onnx(tmp_path, task="custom")
+    backend = Qnn()
+    where = backend.probe().devices[0]
+    htp = {"backend_type": "htp"}
+    with pytest.raises(BackendUnavailableError, match="took 0 of the 2 nodes"):
+        backend.open(artifact, device=where, options=htp, session=SessionOptions())
+    session = backend.open(artifact, device=where, options=htp, session=SessionOptions(), shapes={"batch": 2})["model"]
+    assert session.assignment is not None
+    assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    # The simulator multiplies in single precision.
+    assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4

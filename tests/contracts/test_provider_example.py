@@ -1,0 +1,79 @@
+"""The example of a backend for an execution provider passes the conformance suite, over a provider that is here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import Backend
+from accel.backends.specs import BackendSpec, DeviceSpec
+from accel.errors import BackendUnavailableError
+from accel.stages.optimize import optimize
+from accel.testing.conformance import BackendConformance
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "coreml_plugin"
+MODULE = "accel_coreml_here"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example() -> Iterator[BackendSpec]:
+    """The example as an installed plugin, with ONNX Runtime's CPU provider in Core ML's place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        import accel_coreml
+        from accel_coreml.backend import CoreMlBackend
+
+        here = ModuleType(MODULE)
+        here.SPEC = replace(accel_coreml.SPEC, impl=f"{MODULE}:Here")  # type: ignore[attr-defined]
+        here.Here = type("Here", (CoreMlBackend,), {"provider": "CPUExecutionProvider"})  # type: ignore[attr-defined]
+        patch.setitem(sys.modules, MODULE, here)
+        entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", registry.ENTRY_POINT_GROUP)
+        real = metadata.entry_points
+        patch.setattr(metadata, "entry_points", lambda **asked: (*real(**asked), entry))
+        yield accel_coreml.SPEC
+    for name in [name for name in sys.modules if name.split(".")[0] == "accel_coreml"]:
+        del sys.modules[name]
+
+
+class TestExample(BackendConformance):
+    backend = "coreml"
+    device = "cpu"
+
+    def test_without_the_provider_there_is_a_remedy(self, example: BackendSpec) -> None:
+        import onnxruntime as ort
+        from accel_coreml.backend import CoreMlBackend
+
+        if CoreMlBackend.provider in ort.get_available_providers():
+            pytest.skip("this ONNX Runtime has Core ML")
+        probe = CoreMlBackend().probe()
+        assert not probe.available
+        assert probe.reasons[0].remedy
+
+    def test_the_device_decides_the_units(self, implementation: Backend, artifact: Artifact) -> None:
+        told = implementation.provider_options(  # type: ignore[attr-defined]
+            artifact, artifact.components[0], DeviceSpec("npu"), {"ModelCacheDirectory": "/tmp"}
+        )
+        assert told == {
+            "ModelCacheDirectory": "/tmp", "ModelFormat": "MLProgram", "MLComputeUnits": "CPUAndNeuralEngine",
+        }  # fmt: skip
+
+    def test_graphs_with_other_operators_are_refused_with_a_remedy(self, artifact: Artifact, tmp_path: Path) -> None:
+        fused = optimize(artifact, tmp_path / "fused", level="O2", backend="cpu")
+        with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft") as info:
+            registry.choose(format="onnx", task=fused.task, dtype="float32", backend="coreml", domains=fused.domains)
+        assert "accel optimize EXPORT OUT --backend coreml" in str(info.value.fix)
+        plain = optimize(artifact, tmp_path / "plain", level="O1", backend="coreml")
+        assert plain.domains == ("",)
+        assert plain.manifest.steps[-1].backend == "coreml"
+
+
+def test_it_is_as_short_as_promised() -> None:
+    assert len((EXAMPLE / "accel_coreml" / "backend.py").read_text(encoding="utf-8").splitlines()) < 60

@@ -1,0 +1,127 @@
+"""The manifest says whose operators a graph uses, and a runtime that lacks them is not chosen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from accel.artifact import Artifact
+from accel.artifact.tensors import TensorSpec
+from accel.backends import opening, registry
+from accel.backends.specs import DeviceSpec, Probe
+from accel.errors import BackendUnavailableError, SessionError
+from accel.stages.export import export
+from accel.stages.foreign import adopt_onnx
+from accel.stages.optimize import optimize
+from accel.stages.quantize_once import quantize
+from accel.testing.generators import tiny_generator
+
+MICROSOFT = "com.microsoft"
+
+
+@pytest.fixture(scope="module")
+def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return optimize(tiny_artifact(), tmp_path_factory.mktemp("fused") / "O2", level="O2", backend="cpu")
+
+
+def test_stages_write_it(tiny_artifact: Callable[..., Artifact], fused: Artifact, tmp_path: Path) -> None:
+    assert tiny_artifact().domains == ("",)
+    assert fused.domains == ("", MICROSOFT)
+    assert Artifact.load(fused.path).domains == fused.domains
+    packed = quantize(tiny_artifact(), tmp_path / "w", scheme="weight-int8", backend="cpu")
+    assert packed.domains == ("", MICROSOFT)
+
+
+def test_decoders_have_operators_of_the_runtimes_own(tmp_path: Path) -> None:
+    made = export(tiny_generator("llama"), tmp_path / "llama", task="text-generation")
+    assert made.domains == ("", MICROSOFT)
+
+
+def test_folders_of_other_tools_are_read(fused: Artifact, tmp_path: Path) -> None:
+    folder = shutil.copytree(fused.path, tmp_path / "plain")
+    (folder / "accel.json").unlink()
+    assert adopt_onnx(folder, task=fused.task).domains == ("", MICROSOFT)
+
+
+def test_functions_and_branches_count_by_what_they_use(tmp_path: Path) -> None:
+    def value(name: str, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, ["batch"])
+
+    branch = [
+        helper.make_graph([helper.make_node(op, ["x"], ["b"], domain=domain)], op, [], [value("b")])
+        for op, domain in (("Gelu", MICROSOFT), ("Identity", "ai.onnx"))
+    ]
+    own = helper.make_function(
+        "local", "twice", ["a"], ["b"], [helper.make_node("Scale", ["a"], ["b"], domain="org.other")],
+        [helper.make_opsetid("org.other", 1)],
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("twice", ["x"], ["t"], domain="local"),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch[0], else_branch=branch[1]),
+    ]
+    condition = helper.make_tensor_value_info("c", TensorProto.BOOL, [])
+    graph = helper.make_graph(nodes, "g", [value("x"), condition], [value("y")])
+    domains = ("", MICROSOFT, "local", "org.other")
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, 1) for d in domains], functions=[own])
+    onnx.save(model, tmp_path / "model.onnx")
+    assert adopt_onnx(tmp_path, task="custom").domains == ("", MICROSOFT, "org.other")
+
+    import onnx_ir as ir
+
+    from accel_plugins.ortkit.graph.editing import operator_domains
+
+    assert operator_domains(ir.load(tmp_path / "model.onnx")) == ("", MICROSOFT, "org.other")
+
+
+def test_tensorrt_refuses_them_before_anything_is_opened(
+    fused: Artifact, tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Probe(devices=(DeviceSpec("cuda"),))
+    real = registry.probe
+    monkeypatch.setattr(registry, "probe", lambda spec: gpu if spec.name == "tensorrt" else real(spec))
+    monkeypatch.setattr(registry, "load", lambda spec: pytest.fail("opened"))
+    with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft, which this graph uses") as info:
+        opening.open_artifact(fused, opening.RunSettings(backend="tensorrt"))
+    assert "accel optimize EXPORT OUT --backend tensorrt" in str(info.value.fix)
+    question = {"format": "onnx", "task": fused.task, "dtype": "float32", "backend": "tensorrt"}
+    assert registry.choose(**question, domains=tiny_artifact().domains)[0].name == "tensorrt"  # type: ignore[arg-type]
+
+
+def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) -> None:
+    folder = shutil.copytree(fused.path, tmp_path / "before")
+    values = json.loads((folder / "accel.json").read_text())
+    for component in values["components"]:
+        del component["domains"]
+    (folder / "accel.json").write_text(json.dumps(values))
+    before = Artifact.load(folder)
+    assert before.domains is None
+    assert before.digest == fused.digest
+    opened = opening.open_artifact(before, opening.RunSettings(backend="cpu"))
+    opened.close()
+
+
+def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path: Path) -> None:
+    """It reads many of ONNX Runtime's own operators, so its spec promises nothing about the whole domain."""
+    pytest.importorskip("openvino")
+    opening.open_artifact(fused, opening.RunSettings(backend="openvino")).close()
+    graph = helper.make_graph(
+        [helper.make_node("NoSuchOperator", ["x"], ["y"], domain=MICROSOFT)], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch"])],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)])
+    onnx.save(model, tmp_path / "model.onnx")
+    made = adopt_onnx(tmp_path, task="custom")
+    spec = TensorSpec("x", "float32", ("batch",))
+    component = replace(made.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
+    artifact = Artifact(made.path, replace(made.manifest, components=(component,)))
+    with pytest.raises(SessionError, match="NoSuchOperator") as info:
+        opening.open_artifact(artifact, opening.RunSettings(backend="openvino"))
+    assert "before it was optimized" in str(info.value.fix)
