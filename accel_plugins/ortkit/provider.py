@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,9 +100,11 @@ class ProviderBackend:
         capability = self.spec.capability("optimize", "onnx")
         if capability is None:
             return None
+        from .optimization.fusions import CPU
         from .optimization.optimizer import OrtOptimizer
 
-        return OrtOptimizer(self.spec.name, tuple(dtype for dtype in capability.dtypes if dtype in _HALF))
+        halves = tuple(dtype for dtype in capability.dtypes if dtype in _HALF)
+        return OrtOptimizer(self.spec.name, replace(CPU, half_dtypes=halves))
 
     def quantizer(self) -> Quantizer | None:
         """ONNX Runtime's schemes, where the spec declares any; the presets are chosen by `cpu_flags`."""
