@@ -239,6 +239,16 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
     return int(new)
 
 
+def check_crop(length: int, held: int) -> None:
+    """Check the length that a state of `held` tokens is cropped to.
+
+    Raises:
+        InputError: It is negative, or more than what is held.
+    """
+    if not 0 <= length <= held:
+        raise InputError(f"A state of {held} tokens cannot be cropped to {length}.")
+
+
 def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:
     """The rows that `index: (rows,)` of integers chooses from a state of `batch` rows; all of them when `None`.
 

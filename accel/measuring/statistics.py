@@ -1,15 +1,16 @@
-"""What is said about measured latencies: a summary, and a ratio with its interval."""
+"""What is said about measurements: the bootstrap, a summary of latencies, and a ratio of them with its interval."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
 RESAMPLES = 2000
+_CHUNK = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,39 @@ class Ratio:
     confidence: float = 0.95
 
 
+def bootstrap_interval(
+    statistic: Callable[[np.ndarray], np.ndarray],
+    size: int,
+    *,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    expanded: bool = False,
+) -> tuple[float, float]:
+    """The percentile interval of a statistic of `size` observations that are drawn again with replacement.
+
+    Args:
+        statistic: From which were drawn, `(samples, size) int64`, to its values `(samples,)`; those that are NaN do not count.
+        size: Number of observations.
+        confidence: Of the interval.
+        resamples: How often all are drawn.
+        seed: Of the drawing.
+        expanded: Widen it for few observations, with which percentiles of a bootstrap are too narrow (Hesterberg, What
+            Teachers Should Know About the Bootstrap, 2015, section 5.3: the expanded percentile interval).
+    """
+    generator = np.random.default_rng(seed)
+    values = np.empty(resamples)
+    # In parts: all the drawings of thousands of rows at once would take gigabytes.
+    for start in range(0, resamples, _CHUNK):
+        part = values[start : start + _CHUNK]
+        part[:] = statistic(generator.integers(0, size, (len(part), size)))
+    tail = 0.5 - confidence / 2
+    if expanded:
+        tail = NormalDist().cdf(-math.sqrt(size / (size - 1)) * _t_quantile(0.5 + confidence / 2, size - 1))
+    low, high = np.nanquantile(values, [tail, 1 - tail])
+    return float(low), float(high)
+
+
 def summarize(milliseconds: Sequence[float]) -> Summary:
     """The summary of at least one latency."""
     values = np.asarray(milliseconds, dtype=np.float64)
@@ -75,8 +109,7 @@ def ratio(
     """The ratio of two medians, with a bootstrap interval over rounds.
 
     Calls of one round share what else the machine was doing then, so rounds are resampled and not calls, and both variants keep the same
-    rounds. With few rounds percentiles of a bootstrap are too narrow; they are widened as Hesterberg does (What Teachers
-    Should Know About the Bootstrap, 2015, section 5.3: the expanded percentile interval).
+    rounds. There are few of them, so the interval is the expanded one.
 
     Args:
         baseline: Latencies of the baseline, a list for each round.
@@ -94,14 +127,14 @@ def ratio(
     # The median over rounds, which a round that another program disturbed does not move. On simulated rounds, one in ten of
     # them disturbed, such intervals cover in 96 of 100 cases; around the pooled medians it was 67, with means 91.
     logs = np.log([np.median(a) / np.median(b) for a, b in zip(baseline, other, strict=True)])
-    picks = np.random.default_rng(seed).integers(0, rounds, (resamples, rounds))
-    centres = np.median(logs[picks], axis=1)
-    tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * _t_quantile(0.5 + confidence / 2, rounds - 1))
-    low, high = np.quantile(centres, [tail, 1 - tail])
+    low, high = bootstrap_interval(
+        lambda picks: np.median(logs[picks], axis=1),
+        rounds, confidence=confidence, resamples=resamples, seed=seed, expanded=True,
+    )  # fmt: skip
     return Ratio(
         value=value,
-        low=min(value, math.exp(float(low))),
-        high=max(value, math.exp(float(high))),
+        low=min(value, math.exp(low)),
+        high=max(value, math.exp(high)),
         confidence=confidence,
     )
 

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _PROBE_ROWS = 64
 _PROBE_BATCHES = 4
-_EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +146,8 @@ class BudgetSearch:
             comparison = self.prepared.compare(measured, self.reference, "the float artifact")
             trial = replace(
                 trial,
-                value=measured.value,
-                drop=comparison.drop,
-                drop_interval=comparison.drop_interval,
-                agreement=comparison.agreement,
-                inside=comparison.drop <= self.budget + _EPSILON,
+                **comparison.in_a_table(),
+                inside=not comparison.excess(self.budget),
                 bytes=made.bytes,
             )
         trial = replace(trial, seconds=round(time.perf_counter() - started, 2))

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
 from ..backends import registry
 from ..backends.opening import RunSettings, open_artifact
@@ -20,12 +19,12 @@ from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches, load_processor
 from ..measuring.accuracy.comparing import Comparison, Scored
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
-from ..measuring.latency.variants import Variant
+from ..measuring.latency.variants import Variant, resolved_variant
 from ..models.opening import close, open_model
-from ..stages.export import artifact_for, export_resolved
+from ..stages.export import export_resolved
 from ..stages.optimize import optimize
 from ..stages.quantize_once import quantize
-from ..stages.resolving import Resolved, resolve
+from ..stages.resolving import Resolved
 from .candidates import Recipe
 
 
@@ -169,23 +168,16 @@ def accuracy(variant: Variant, data: EvaluationData, reference: Scored | None) -
         data: The rows.
         reference: What PyTorch float32 scored on them, to compare with.
     """
-    hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
-    resolved = resolve(variant.path, task=variant.task, hub=hub)
-    settings = RunSettings(
-        backend=variant.backend,
-        device=variant.device,
-        provider_options=variant.provider_options,
-        options=variant.options,
-    )
-    artifact = artifact_for(resolved, settings)
-    model = open_model(replace(resolved, kind="artifact", artifact=artifact), settings)
+    resolved, settings = resolved_variant(variant)
+    assert resolved.artifact is not None
+    model = open_model(resolved, settings)
     try:
         prepared = EvaluationSet(
             data,
             task=variant.task,
             config=model.config,
             processor=load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code),
-            limit=positions(artifact),
+            limit=positions(resolved.artifact),
         )
         scored = prepared.measure(model)
     finally:

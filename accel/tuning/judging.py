@@ -79,7 +79,7 @@ class Judge:
         assert shown is not None
         found = tried.found
         if limits.max_drop is not None and found is not None and found.comparison is not None:
-            missed["max_drop"] = found.comparison.drop - limits.max_drop
+            missed["max_drop"] = found.comparison.excess(limits.max_drop)
         if limits.min_accuracy is not None and found is not None:
             missed["min_accuracy"] = limits.min_accuracy - found.scored.value
         if limits.max_latency_ms is not None:
@@ -116,10 +116,7 @@ class Judge:
             bytes=facts.bytes,
             speed=self.speed(tried),
             result=tried.final,
-            value=found.scored.value if found is not None else None,
-            drop=compared.drop if compared is not None else None,
-            drop_interval=compared.drop_interval if compared is not None else None,
-            agreement=compared.agreement if compared is not None else None,
+            **(compared.in_a_table() if compared is not None else {}),
             front=tried in finals and not self._dominated(tried, finals),
             winner=tried is winner,
             reason=self._why_not(tried, winner, finals),

@@ -9,6 +9,8 @@ from typing import Literal, cast, get_args
 from accel.backends.specs import DeviceSpec
 from accel.errors import ConfigError, did_you_mean
 
+from ..ortkit.runtime.nvidia import CUDA, check_option_names, device_index
+
 Padding = Literal["check", "right", "any"]
 
 # https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#configuration-options
@@ -67,19 +69,8 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptio
         ConfigError: An option that does not exist, a value that cannot work, or a `device_id` other than the device's.
     """
     known = (*PROVIDER_OPTIONS, *OWN_OPTIONS)
-    for name in options:
-        if name in _TAKEN:
-            raise ConfigError(f"{name!r} is set by accel.", fix=_TAKEN[name])
-        if name not in known:
-            raise ConfigError(
-                f"CUDAExecutionProvider has no option {name!r}.{did_you_mean(name, known)}",
-                fix=f"use one of {', '.join(known)}.",
-            )
-    index = _integer("device_id", options.get("device_id", device.index))
-    if index != device.index:
-        raise ConfigError(
-            f"device_id={index} contradicts the device {device}.", fix=f"pass device='cuda:{index}' instead."
-        )
+    check_option_names(options, known, _TAKEN, CUDA)
+    index = device_index(options, device)
     padding = str(options.get("padding", "check"))
     if padding not in get_args(Padding):
         raise ConfigError(

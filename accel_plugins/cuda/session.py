@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torch
 
-from accel.artifact import TensorSpec
 from accel.backends.checks import (
     ShapeCheck,
     check_buffer_shape,
@@ -20,6 +19,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
+from accel.backends.description import SessionDescription
 from accel.backends.forms import FormVerdict
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
@@ -42,7 +42,7 @@ _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
 Key = tuple[torch.Size, ...]
 
 
-class CudaSession:
+class CudaSession(SessionDescription):
     """Runs a graph on one GPU. Calls are ordered on torch's current stream and return before the GPU is done.
 
     A call may come from any thread and any stream: enqueueing is serialized, and a call on another stream than the one
@@ -56,12 +56,9 @@ class CudaSession:
 
     def __init__(self, runtime: Runtime, device: DeviceSpec, compute_dtype: str) -> None:
         component = runtime.component
+        super().__init__(component.inputs, component.outputs, device, compute_dtype)
         self._runtime: Runtime | None = runtime
-        self._inputs = component.inputs
-        self._outputs = component.outputs
-        self._device = device
         self._where = runtime.device
-        self._compute_dtype = compute_dtype
         self._dtypes = tensor_dtypes(component.inputs)
         self._check_shapes = ShapeCheck(component.inputs)
         self._names = list(self._dtypes)
@@ -78,26 +75,6 @@ class CudaSession:
         self._graphs: dict[Key, ShapeGraphs] = {}
         self._seen: set[Key] = set()
         self._told: set[str] = set()
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The GPU."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """What the kernels compute in."""
-        return self._compute_dtype
 
     @property
     def left_to_cpu(self) -> int:

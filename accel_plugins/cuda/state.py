@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import check_rows, check_step
+from accel.backends.checks import check_crop, check_rows, check_step
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
@@ -112,8 +112,7 @@ class CudaState:
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        if not 0 <= length <= self._length:
-            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+        check_crop(length, self._length)
         self._length = length
         self._rows_held.crop(length)
         if self._slot is not None:

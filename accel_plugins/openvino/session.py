@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 import torch
 
-from accel.artifact import Component, TensorSpec
+from accel.artifact import Component
 from accel.backends.checks import (
     ShapeCheck,
     check_buffer_shape,
@@ -24,6 +24,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
+from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
@@ -98,7 +99,7 @@ class _Request:
             self.request.wait()
 
 
-class OpenVinoSession:
+class OpenVinoSession(SessionDescription):
     """Runs a compiled model on host memory. Thread-safe: every call takes an infer request of its own from a pool."""
 
     def __init__(
@@ -110,13 +111,11 @@ class OpenVinoSession:
         shapes: Mapping[str, int],
         profile: str | None = None,
     ) -> None:
+        super().__init__(component.inputs, component.outputs, device, compute_dtype(compiled))
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component
-        self._device = device
         self._check_shapes = ShapeCheck(component.inputs, shapes)
         self._profile = profile
-        self._inputs = component.inputs
-        self._outputs = component.outputs
         self._dtypes = tensor_dtypes(component.inputs)
         self._numpy_dtypes = [np.dtype(_NUMPY.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._types = [_TYPES[dtype] for dtype in self._dtypes.values()]
@@ -134,27 +133,6 @@ class OpenVinoSession:
             self._pool.put(request)
         # Requests whose outputs of these names are bound to callers' buffers; never used for other calls.
         self._bound: dict[frozenset[str], list[_Request]] = {}
-        self._compute_dtype = compute_dtype(compiled)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The device that OpenVINO executes on."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """What the matrix products of the compiled graph compute in."""
-        return self._compute_dtype
 
     @property
     def runtime(self) -> ov.CompiledModel:

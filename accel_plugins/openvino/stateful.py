@@ -11,9 +11,8 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component
-from accel.backends.checks import check_rows, check_step
+from accel.backends.checks import check_crop, check_rows, check_step
 from accel.backends.interfaces import Feeds
-from accel.errors import InputError
 
 BEAM_INDEX = "beam_idx"
 
@@ -108,8 +107,7 @@ class OpenVinoState:
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        if not 0 <= length <= self._length:
-            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+        check_crop(length, self._length)
         if length < self._length:
             self._set({name: value[:, :, :length] for name, value in self._values().items()})
             self._length = length

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.artifact import Component, TensorSpec
+from accel.artifact import Component
 from accel.backends.checks import (
     ShapeCheck,
     check_buffer_shape,
@@ -20,6 +20,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
+from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import graph_name, named_tensors
@@ -27,7 +28,7 @@ from accel.capture import graph_name, named_tensors
 Module = Callable[..., Any]
 
 
-class ModuleSession:
+class ModuleSession(SessionDescription):
     """Runs a module with named tensors in and out. Calls may come from several threads.
 
     Args:
@@ -41,35 +42,14 @@ class ModuleSession:
     def __init__(
         self, module: Module, component: Component, device: DeviceSpec, dtype: str, shapes: Mapping[str, int]
     ) -> None:
+        super().__init__(component.inputs, component.outputs, device, dtype)
         self._module: Module | None = module
         self._component = component
-        self._device = device
         self._where = torch.device(str(device))
-        self._dtype = dtype
         self._computes: torch.dtype = getattr(torch, dtype)
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._check_shapes = ShapeCheck(component.inputs, shapes)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As described from the model's signature and config."""
-        return self._component.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As the model returned them when it was described."""
-        return self._component.outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """Where the module is."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """The type of the weights."""
-        return self._dtype
 
     @property
     def runtime(self) -> Module:

@@ -26,6 +26,7 @@ from accel.backends.checks import (
     session_closed,
     wanted_outputs,
 )
+from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, InputError, SessionError
@@ -158,7 +159,7 @@ def torch_device(device: DeviceSpec) -> torch.device:
     return torch.device(device.type, device.index)
 
 
-class Engine:
+class Engine(SessionDescription):
     """An engine on one GPU, with one execution context: a `Session`. Not thread-safe.
 
     Args:
@@ -178,9 +179,8 @@ class Engine:
         outputs: Sequence[TensorSpec] | None = None,
     ) -> None:
         trt = load_tensorrt()
-        self._device = device or DeviceSpec("cuda")
-        self._where = torch_device(self._device)
-        self._compute_dtype = compute_dtype
+        device = device or DeviceSpec("cuda")
+        self._where = torch_device(device)
         with torch.cuda.device(self._where):
             self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
             self._engine = self._runtime.deserialize_cuda_engine(plan)
@@ -192,9 +192,12 @@ class Engine:
             self._context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         taken = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-        self._inputs = tuple(inputs) if inputs is not None else tuple(map(self._spec, taken))
         made = [name for name in names if name not in taken]
-        self._outputs = tuple(outputs) if outputs is not None else tuple(map(self._spec, made))
+        super().__init__(
+            inputs if inputs is not None else [self._spec(name) for name in taken],
+            outputs if outputs is not None else [self._spec(name) for name in made],
+            device, compute_dtype,
+        )  # fmt: skip
         self._types = {name: self._type(name) for name in names}
         self._check_shapes = ShapeCheck(self._inputs)
         self._limits = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
@@ -214,26 +217,6 @@ class Engine:
         shape = self._engine.get_tensor_shape(name)
         dims = tuple(int(d) if int(d) >= 0 else f"{name}_{i}" for i, d in enumerate(shape))
         return TensorSpec(name, str(self._type(name)).removeprefix("torch."), dims)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """What it takes."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it returns."""
-        return self._outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The GPU."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """What its graph computes in."""
-        return self._compute_dtype
 
     def information(self) -> str:
         """The inspector's JSON about its layers."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from accel.backends.specs import DeviceSpec
-from accel.errors import ConfigError, did_you_mean
 
+from ..ortkit.runtime.nvidia import TENSORRT, check_option_names, device_index
 from .profiles import Sizes, read_profile
 
 # The options of ONNX Runtime 1.31's provider that are the user's to set:
@@ -73,23 +73,12 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> TensorrtO
         ConfigError: An option that does not exist or is ours to set, or a `device_id` other than the device's.
     """
     known = (*PROVIDER_OPTIONS, "profile")
-    for name in options:
-        if name in _TAKEN:
-            raise ConfigError(f"{name!r} is set by accel.", fix=_TAKEN[name])
-        if name not in known:
-            raise ConfigError(
-                f"TensorrtExecutionProvider has no option {name!r}.{did_you_mean(name, known)}",
-                fix=f"use one of {', '.join(known)}.",
-            )
-    if str(options.get("device_id", device.index)) != str(device.index):
-        raise ConfigError(
-            f"device_id={options['device_id']} contradicts the device {device}.",
-            fix=f"pass device='cuda:{options['device_id']}' instead.",
-        )
+    check_option_names(options, known, _TAKEN, TENSORRT)
+    index = device_index(options, device)
     own = {name: str(value) for name, value in options.items() if name not in ("profile", "device_id")}
     return TensorrtOptions(
         profile=read_profile(str(options.get("profile", ""))),
-        provider={n: {"True": "1", "False": "0"}.get(v, v) for n, v in own.items()} | {"device_id": str(device.index)},
+        provider={n: {"True": "1", "False": "0"}.get(v, v) for n, v in own.items()} | {"device_id": str(index)},
     )
 
 

@@ -296,6 +296,19 @@ class TestEvaluate:
         assert result.comparison is not None
         assert result.comparison.interval.method.startswith("paired bootstrap")
 
+    def test_comparison_is_all_that_a_budget_needs(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
+    ) -> None:
+        found = accel.evaluate(tiny_artifact(), rows, against=True)
+        compared = found.comparison
+        assert compared is not None
+        assert (compared.own, compared.rows) == (found.value, found.rows)
+        assert compared.excess(compared.drop - 0.25) == pytest.approx(0.25)
+        assert compared.excess(compared.drop) == 0.0
+        assert set(found.to_dict()["comparison"]) == {
+            "against", "value", "difference", "interval", "drop", "drop_interval", "agreement",
+        }  # fmt: skip
+
     def test_result_is_json(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
         result = accel.evaluate(tiny_artifact(), rows, against=True, samples=20, seed=3)
         values = json.loads(json.dumps(result.to_dict()))

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ..statistics import bootstrap_interval
 from .metrics import Metric, TokenScores, Values
 
 RESAMPLES = 1000
-_CHUNK = 100
+_EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A model and the one that it is compared with, on the same rows.
+    """A model and the one that it is compared with, on the same rows: what `evaluate` reports, and what a budget and `tune` judge
+    by.
 
     Attributes:
         against: What the model is compared with.
+        own: The model's metric.
         value: The other's metric.
+        rows: On how many rows.
         difference: The model's metric minus the other's.
         interval: Confidence interval of the difference.
         drop: Points of the metric that the model loses against the other; negative when it is better.
@@ -76,12 +80,28 @@ class Comparison:
     """
 
     against: str
+    own: float
     value: float
+    rows: int
     difference: float
     interval: Interval
     drop: float
     drop_interval: tuple[float, float]
     agreement: float | None
+
+    def excess(self, max_drop: float) -> float:
+        """Points by which the drop is above a budget; 0 inside it."""
+        over = self.drop - max_drop
+        return over if over > _EPSILON else 0.0
+
+    def in_a_table(self) -> dict[str, Any]:
+        """What the tables of searches show of it."""
+        return {
+            "value": self.own,
+            "drop": self.drop,
+            "drop_interval": self.drop_interval,
+            "agreement": self.agreement,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Comparison:
@@ -163,27 +183,33 @@ def bootstrap(
 
     Milliseconds for metrics that are functions of sums; otherwise `2 * resamples` computations of the metric.
     """
-    generator = np.random.default_rng(seed)
     rows = len(references)
-    differences = np.empty(resamples)
     if metric.sums is not None and metric.finish is not None:
         # One vector a row for both, over the same classes.
         joint = metric.sums([*first, *second], [*references, *references])
         a, b = joint[:rows], joint[rows:]
-        for start in range(0, resamples, _CHUNK):
-            size = min(_CHUNK, resamples - start)
-            weights = generator.multinomial(rows, np.full(rows, 1 / rows), size=size).astype(np.float64)
-            differences[start : start + size] = metric.finish(weights @ b) - metric.finish(weights @ a)
+        finish = metric.finish
+
+        def difference(picks: np.ndarray) -> np.ndarray:
+            # How often each row was drawn, `(samples, rows)`.
+            numbered = picks + rows * np.arange(len(picks))[:, None]
+            weights = np.bincount(numbered.ravel(), minlength=picks.size).reshape(picks.shape).astype(np.float64)
+            found: np.ndarray = finish(weights @ b) - finish(weights @ a)
+            return found
     else:
-        for i in range(resamples):
-            chosen = generator.integers(0, rows, rows)
-            true = [references[k] for k in chosen]
-            values = [metric.compute([p[k] for k in chosen], true)[metric.key] for p in (first, second)]
-            differences[i] = values[1] - values[0]
-    low, high = np.nanquantile(differences, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    return Interval(
-        low=float(low), high=float(high), confidence=confidence, method=f"paired bootstrap, {resamples} resamples"
-    )
+
+        def difference(picks: np.ndarray) -> np.ndarray:
+            return np.array([_difference(metric, first, second, references, chosen) for chosen in picks])
+
+    low, high = bootstrap_interval(difference, rows, confidence=confidence, resamples=resamples, seed=seed)
+    return Interval(low=low, high=high, confidence=confidence, method=f"paired bootstrap, {resamples} resamples")
+
+
+def _difference(metric: Metric, first: Values, second: Values, references: Values, chosen: np.ndarray) -> float:
+    """`second - first` of a metric on the chosen rows."""
+    true = [references[k] for k in chosen]
+    values = [metric.compute([p[k] for k in chosen], true)[metric.key] for p in (first, second)]
+    return values[1] - values[0]
 
 
 def difference_interval(
@@ -212,7 +238,9 @@ def compare(
     low, high = sorted(metric.drop(0.0, end) for end in (interval.low, interval.high))
     return Comparison(
         against=against,
+        own=second.value,
         value=first.value,
+        rows=len(references),
         difference=second.value - first.value,
         interval=interval,
         drop=metric.drop(first.value, second.value),

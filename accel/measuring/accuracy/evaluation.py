@@ -70,6 +70,9 @@ class Evaluation:
         """As JSON values, without the predictions."""
         values = asdict(replace(self, predictions=()))
         del values["predictions"]
+        if values["comparison"] is not None:
+            # They stand one level higher.
+            del values["comparison"]["own"], values["comparison"]["rows"]
         return values
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...config import SessionOptions
-from .variants import Block, Loaded, Traffic, Variant, Workload
+from .variants import Block, Loaded, Traffic, Variant, Workload, resolved_variant
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -62,31 +62,20 @@ class _Served:
         self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
 
     def load(self) -> Loaded:
-        from ...artifact.hub import HubOptions
-        from ...backends.opening import RunSettings
         from ...models.opening import open_model
-        from ...stages.export import artifact_for
-        from ...stages.resolving import resolve
 
         variant = self._variant
         started = time.perf_counter()
-        hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
-        resolved = resolve(variant.path, task=variant.task, hub=hub)
-        settings = RunSettings(
-            backend=variant.backend,
-            device=variant.device,
-            provider_options=variant.provider_options,
-            options=variant.options,
-        )
-        artifact = artifact_for(resolved, settings)
+        resolved, settings = resolved_variant(variant)
+        artifact = resolved.artifact
+        assert artifact is not None
         options = settings.options
         if options is None:
             run = artifact.manifest.run
             measured = run is not None and variant.backend in (None, run.backend)
             options = SessionOptions.from_dict(run.session) if run is not None and measured else SessionOptions()
         options = replace(options, threads=options.threads or self._threads)
-        opened = replace(resolved, kind="artifact", artifact=artifact)
-        self._model = model = open_model(opened, replace(settings, options=options))
+        self._model = model = open_model(resolved, replace(settings, options=options))
         component = artifact.components[0]
         session = model.sessions[component.name]
         self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in session.inputs))

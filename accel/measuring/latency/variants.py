@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ from ...config import SessionOptions
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    pass
+    from ...backends.opening import RunSettings
+    from ...stages.resolving import Resolved
 
 Arrays = Mapping[str, Any]
 
@@ -41,6 +42,24 @@ class Variant:
     options: SessionOptions | None = None
     trust_remote_code: bool = False
     lasting: bool = False
+
+
+def resolved_variant(variant: Variant) -> tuple[Resolved, RunSettings]:
+    """A variant's model as an artifact, exported where there is none yet, and the way to open it."""
+    from ...artifact.hub import HubOptions
+    from ...backends.opening import RunSettings
+    from ...stages.export import artifact_for
+    from ...stages.resolving import resolve
+
+    hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
+    resolved = resolve(variant.path, task=variant.task, hub=hub)
+    settings = RunSettings(
+        backend=variant.backend,
+        device=variant.device,
+        provider_options=variant.provider_options,
+        options=variant.options,
+    )
+    return replace(resolved, kind="artifact", artifact=artifact_for(resolved, settings)), settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

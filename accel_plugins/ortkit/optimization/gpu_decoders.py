@@ -11,6 +11,7 @@ from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
+from .gpu_layers import put_skip_norm
 
 _HEADS_FIRST = [0, 2, 1, 3]
 
@@ -23,30 +24,9 @@ def fuse_skip_rms_norms(model: ir.Model) -> int:
         sizes = dims(norm.outputs[0])
         if add is None or sizes is None or len(sizes) != 3 or any(output.uses() for output in norm.outputs[1:]):
             continue
-        total = add.outputs[0]
-        if any(dims(term) != sizes for term in add.inputs) or total.is_graph_output():
+        if any(dims(term) != sizes for term in add.inputs) or add.outputs[0].is_graph_output():
             continue
-        shared = len(total.uses()) > 1
-        fused = ir.node(
-            "SkipSimplifiedLayerNormalization",
-            [*add.inputs, norm.inputs[1]],
-            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
-            num_outputs=4 if shared else 1,
-            domain=MICROSOFT,
-            name=f"{norm.name}.skip",
-        )
-        fused.outputs[0].type, fused.outputs[0].shape = norm.outputs[0].type, norm.outputs[0].shape
-        graph = root_graph(norm)
-        # Where the sum was: it may be read before the normalisation stands in the graph.
-        graph.insert_after(add, fused)
-        replace_value(norm.outputs[0], fused.outputs[0])
-        graph.remove(norm, safe=True)
-        if shared:
-            # Mean and inverse deviation are not computed at inference.
-            for output in fused.outputs[1:3]:
-                output.name = ""
-            fused.outputs[3].type, fused.outputs[3].shape = total.type, total.shape
-            replace_value(total, fused.outputs[3])
+        put_skip_norm(add, norm, "SkipSimplifiedLayerNormalization", [*add.inputs, norm.inputs[1]])
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
@@ -51,35 +53,45 @@ def fuse_skip_norms(model: ir.Model) -> int:
             if found is not None and _feeds_only(left, add):
                 (one, bias), two = found, right
                 break
-        total = add.outputs[0]
-        shared = len(total.uses()) > 1 or total.is_graph_output()
-        if total.is_graph_output():
+        if add.outputs[0].is_graph_output():
             continue
-        fused = ir.node(
-            "SkipLayerNormalization",
-            [one, two, norm.inputs[1], norm.inputs[2], bias],
-            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
-            num_outputs=4 if shared else 1,
-            domain=MICROSOFT,
-            name=f"{norm.name}.skip",
-        )
-        _like(fused.outputs[0], norm.outputs[0])
-        graph = root_graph(norm)
-        graph.insert_before(norm, fused)
-        replace_value(norm.outputs[0], fused.outputs[0])
-        graph.remove(norm, safe=True)
-        if shared:
-            # Mean and inverse deviation are not computed at inference.
-            for output in fused.outputs[1:3]:
-                output.name = ""
-            _like(fused.outputs[3], total)
-            # The sum may be read before the normalisation stands in the graph: move the fused node to where the sum was.
-            graph.remove(fused)
-            graph.insert_after(add, fused)
-            replace_value(total, fused.outputs[3])
+        put_skip_norm(add, norm, "SkipLayerNormalization", [one, two, norm.inputs[1], norm.inputs[2], bias])
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
+
+
+def put_skip_norm(add: ir.Node, norm: ir.Node, operator: str, inputs: Sequence[ir.Value | None]) -> None:
+    """Put one operator of ONNX Runtime's own in the place of a sum and the normalisation behind it.
+
+    Args:
+        add: The sum, which is no graph output.
+        norm: Its normalisation.
+        operator: Takes both; its fourth output is the sum.
+        inputs: What it takes.
+    """
+    total = add.outputs[0]
+    shared = len(total.uses()) > 1
+    fused = ir.node(
+        operator,
+        inputs,
+        {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+        num_outputs=4 if shared else 1,
+        domain=MICROSOFT,
+        name=f"{norm.name}.skip",
+    )
+    _like(fused.outputs[0], norm.outputs[0])
+    graph = root_graph(norm)
+    # Where the sum was: it may be read before the normalisation stands in the graph.
+    graph.insert_after(add, fused)
+    replace_value(norm.outputs[0], fused.outputs[0])
+    graph.remove(norm, safe=True)
+    if shared:
+        # Mean and inverse deviation are not computed at inference.
+        for output in fused.outputs[1:3]:
+            output.name = ""
+        _like(fused.outputs[3], total)
+        replace_value(total, fused.outputs[3])
 
 
 def fuse_bias_gelus(model: ir.Model) -> int:

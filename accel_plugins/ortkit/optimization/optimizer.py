@@ -83,7 +83,7 @@ class OrtOptimizer:
         return write_artifact(artifact, models, out, step=step, dtype=dtype)
 
     def _half(self, artifact: Artifact, names: list[str]) -> str | None:
-        """The precision to convert to, if any.
+        """The precision to convert to, if any; none where the artifact has it already.
 
         Raises:
             ConfigError: Two precisions at once, or one that the target cannot run.
@@ -101,6 +101,8 @@ class OrtOptimizer:
                 f"The backend {self._backend!r} has no {names[0]} kernels.",
                 fix=f"use {' or '.join(half_dtypes) or 'a lower level'}.",
             )
+        if artifact.dtype == names[0] and artifact.manifest.quantization is None:
+            return None
         if artifact.dtype != "float32" or artifact.manifest.quantization is not None:
             what = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
             raise OptimizeError(

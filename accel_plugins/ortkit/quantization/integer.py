@@ -50,9 +50,7 @@ class Rewriter:
         weight = self._weight(layer)
         x, x_scale, x_zero = self._dynamic_activation(layer)
         base = str(node.name)
-        values = add_initializer(graph, f"{base}.weight_quantized", weight.values)
-        zero = add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point)
-        scale = add_initializer(graph, f"{base}.weight_scale", weight.scale)
+        values, scale, zero = _stored(graph, base, weight)
         product = ir.node("MatMulInteger", [x, values, x_zero, zero], name=f"{base}.integer")
         cast = ir.node("Cast", [product.outputs[0]], {"to": _FLOAT}, name=f"{base}.cast")
         scales = ir.node("Mul", [x_scale, scale], name=f"{base}.scales")
@@ -70,12 +68,10 @@ class Rewriter:
             signed: Whether activations are `int8` around zero, instead of `uint8`.
         """
         for layer in layers:
-            node, graph = layer.node, root_graph(layer.node)
-            weight, base = self._weight(layer), str(layer.node.name)
+            node, graph, base = layer.node, root_graph(layer.node), str(layer.node.name)
             x, x_scale, x_zero = self._static_activation(layer, ranges, signed)
-            values = add_initializer(graph, f"{base}.weight_quantized", weight.values)
-            scale = add_initializer(graph, f"{base}.weight_scale", weight.scale)
-            zero = add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point)
+            weight = self._weight(layer)
+            values, scale, zero = _stored(graph, base, weight)
             activation = ir.node("DequantizeLinear", [x, x_scale, x_zero], name=f"{base}.activation")
             matrix = ir.node("DequantizeLinear", [values, scale, zero], {"axis": 1}, name=f"{base}.weight")
             source = layer.activation
@@ -122,12 +118,10 @@ class Rewriter:
         (`com.microsoft.MatMulIntegerToFloat`, which adds the bias, too).
         """
         for layer in layers:
-            node, graph = layer.node, root_graph(layer.node)
-            weight, base = self._weight(layer), str(layer.node.name)
+            node, graph, base = layer.node, root_graph(layer.node), str(layer.node.name)
             x, x_scale, x_zero = self._static_activation(layer, ranges, signed)
-            values = add_initializer(graph, f"{base}.weight_quantized", weight.values)
-            scale = add_initializer(graph, f"{base}.weight_scale", weight.scale)
-            zero = add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point)
+            weight = self._weight(layer)
+            values, scale, zero = _stored(graph, base, weight)
             inputs: list[ir.Value | None] = [x, values, x_scale, scale, x_zero, zero]
             added = _bias_of(layer, weight.values.shape[1])
             if added is not None:
@@ -160,6 +154,15 @@ class Rewriter:
             insert_after(source, graph, [quantize])
             self._activations[key] = quantize.outputs
         return self._activations[key]
+
+
+def _stored(graph: ir.Graph, base: str, weight: Int8Weight) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """A weight's integers, scale and zero point as constants of the graph."""
+    return (
+        add_initializer(graph, f"{base}.weight_quantized", weight.values),
+        add_initializer(graph, f"{base}.weight_scale", weight.scale),
+        add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point),
+    )
 
 
 def activation_scale(low: float, high: float, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -10,13 +10,14 @@ import importlib.util
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.errors import ConfigError, did_you_mean
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
@@ -135,6 +136,43 @@ def _library(facts: Facts) -> Reason | None:
         f"{facts.provider} is listed but its library does not load: {what}",
         f'pip install "onnxruntime-gpu[cuda,cudnn]", or a PyTorch built for CUDA {major or "of the same major version"}',
     )
+
+
+def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
+    """The number of the GPU, which a provider option `device_id` may only repeat.
+
+    Raises:
+        ConfigError: No number, or another GPU's.
+    """
+    given = str(options.get("device_id", device.index))
+    if not given.isdigit():
+        raise ConfigError(f"device_id is {given!r}.", fix="use a whole number from 0 on.")
+    if int(given) != device.index:
+        raise ConfigError(
+            f"device_id={given} contradicts the device {device}.", fix=f"pass device='cuda:{given}' instead."
+        )
+    return int(given)
+
+
+def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapping[str, str], provider: str) -> None:
+    """Check the names of options.
+
+    Args:
+        options: Their names.
+        known: Those that there are.
+        taken: Those that are set elsewhere, with what to do instead.
+        provider: ONNX Runtime's word for who takes them.
+
+    Raises:
+        ConfigError: An option that does not exist, or that is set elsewhere.
+    """
+    for name in options:
+        if name in taken:
+            raise ConfigError(f"{name!r} is set by accel.", fix=taken[name])
+        if name not in known:
+            raise ConfigError(
+                f"{provider} has no option {name!r}.{did_you_mean(name, known)}", fix=f"use one of {', '.join(known)}."
+            )
 
 
 def survey(provider: str = CUDA) -> Facts:

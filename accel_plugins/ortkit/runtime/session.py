@@ -14,7 +14,7 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from accel.artifact import Artifact, Component, TensorSpec
+from accel.artifact import Artifact, Component
 from accel.backends.checks import (
     ShapeCheck,
     check_buffers,
@@ -25,6 +25,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
+from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
@@ -263,7 +264,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:600]
 
 
-class OrtSession:
+class OrtSession(SessionDescription):
     """Runs a graph on host memory. Thread-safe: ONNX Runtime's `run` is."""
 
     def __init__(
@@ -274,12 +275,9 @@ class OrtSession:
         compute_dtype: str,
         shapes: Mapping[str, int] | None = None,
     ) -> None:
+        super().__init__(component.inputs, component.outputs, device, compute_dtype)
         self._session: ort.InferenceSession | None = session
-        self._inputs = component.inputs
-        self._outputs = component.outputs
         self._component = component
-        self._device = device
-        self._compute_dtype = compute_dtype
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._where = torch.device("cpu")
@@ -294,26 +292,6 @@ class OrtSession:
         self._plain = all(
             getattr(torch, spec.dtype) in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs)
         )
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
-        return self._outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The provider's device."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """What the kernels compute in."""
-        return self._compute_dtype
 
     @property
     def runtime(self) -> ort.InferenceSession:

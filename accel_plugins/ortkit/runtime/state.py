@@ -9,9 +9,8 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_rows, check_step
+from accel.backends.checks import check_crop, check_rows, check_step
 from accel.backends.interfaces import Feeds
-from accel.errors import InputError
 
 from .values import as_ort_value, ort_value_as_tensor
 
@@ -69,8 +68,7 @@ class OrtState:
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        if not 0 <= length <= self._length:
-            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+        check_crop(length, self._length)
         self._length = length
 
     def clone(self) -> OrtState:

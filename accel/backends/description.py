@@ -1,0 +1,46 @@
+"""What a session says about itself; a base that spares a plugin's session four properties. None need have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..artifact.tensors import TensorSpec
+from .specs import DeviceSpec
+
+
+class SessionDescription:
+    """The described part of `accel.backends.interfaces.Session`.
+
+    Args:
+        inputs: What `run` takes, in the graph's order.
+        outputs: What it returns, in the graph's order.
+        device: Where it runs, as the opened runtime says.
+        compute_dtype: What the kernels really compute in.
+    """
+
+    def __init__(
+        self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], device: DeviceSpec, compute_dtype: str
+    ) -> None:
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._device = device
+        self._compute_dtype = compute_dtype
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """As declared by the artifact."""
+        return self._outputs
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Where it runs, read from the opened runtime."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the kernels really compute in."""
+        return self._compute_dtype
