@@ -83,12 +83,12 @@ class ProviderBackend:
         versions = {"onnxruntime": ort.__version__}
         try:
             devices, reason = self._found()
+        except BackendUnavailableError as error:
+            devices, reason = (), Reason("library", error.message, error.fix or self.install)
         # Foreign libraries in unknown states: whatever they raise is a reason, not a crash.
         except Exception as error:  # noqa: BLE001
-            message = (
-                error.message if isinstance(error, BackendUnavailableError) else f"{type(error).__name__}: {error}"
-            )
-            devices, reason = (), Reason("library", message, self.install)
+            message = f"looking for its devices failed: {type(error).__name__}: {error}"
+            devices, reason = (), Reason("probe-failed", message, self.install)
         return Probe(devices=devices, reasons=() if reason is None else (reason,), versions=versions)
 
     def exporter(self) -> Exporter | None:

@@ -311,7 +311,9 @@ def test_two_libraries_for_one_provider(
 ) -> None:
     FromLibrary().probe()
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "other.so")
-    assert "is now to load" in FromLibrary().probe().reasons[0].message
+    reason = FromLibrary().probe().reasons[0]
+    assert "is now to load" in reason.message
+    assert reason.remedy == "keep one of the two installed."
     assert len(loaded) == 1
 
 
