@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import AccelError
+from ..measuring.accuracy.comparing import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData
 from .building import Builder
 from .jobs import Accuracy, accuracy
@@ -33,7 +34,9 @@ class Grader:
     def __init__(self, subject: Subject, data: EvaluationData, store: Store, builder: Builder) -> None:
         self._subject, self._data, self._store, self._builder = subject, data, store, builder
         given = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
-        self._data_key = {**given, "data": data_digest(data.data)}
+        # With what is remembered of a comparison: what an older version remembered may lack a part.
+        known = [field.name for field in fields(Comparison)]
+        self._data_key = {**given, "data": data_digest(data.data), "comparison": known}
         self._pending: Future[Accuracy] | None = None
         self._reference: Accuracy | None = None
         self.seconds = 0.0

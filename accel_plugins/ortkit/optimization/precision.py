@@ -317,7 +317,7 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
 
 
 def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.Value], ir.Value]) -> None:
-    """Graph outputs, and what subgraphs read from here, stay float32; a cache's buffers are half as long."""
+    """Graph outputs, and what subgraphs read from here, stay float32; a cache's buffers keep the type that attention writes."""
     for index, value in enumerate(list(graph.outputs)):
         producer = value.producer()
         if id(value) not in converted or producer is None or _is_cache(value, producer):
