@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -19,6 +20,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-
 
 from accel.artifact import Artifact
 from accel.stages.export import export
+from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -41,30 +43,53 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Transformers folders of tiny models, made when first asked for."""
-    root = tmp_path_factory.mktemp("tiny")
-    made: dict[tuple[str, str], Path] = {}
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folders that are made once for all worker processes of a run."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    root.mkdir(exist_ok=True)
 
-    def get(family: str = "bert", task: str = "text-classification") -> Path:
-        if (family, task) not in made:
-            made[family, task] = save_tiny(root / f"{family}-{task}", family, task)
-        return made[family, task]
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / name
+        with FileLock(root / f"{name}.lock"):
+            if not folder.exists():
+                make(folder)
+        return folder
 
     return get
 
 
 @pytest.fixture(scope="session")
-def tiny_artifact(
-    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Artifact]:
+def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
+    """Transformers folders of tiny models, made when first asked for."""
+
+    def get(family: str = "bert", task: str = "text-classification") -> Path:
+        return shared(f"{family}-{task}", lambda folder: save_tiny(folder, family, task))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
     """Their ONNX exports, likewise."""
-    root = tmp_path_factory.mktemp("artifacts")
-    made: dict[tuple[str, str], Artifact] = {}
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
-        if (family, task) not in made:
-            made[family, task] = export(tiny_folder(family, task), root / f"{family}-{task}", task=task)
-        return made[family, task]
+        source = tiny_folder(family, task)
+        return Artifact.load(shared(f"{family}-{task}-onnx", lambda folder: export(source, folder, task=task)))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def generator(shared: Callable[..., Path]) -> Callable[..., Artifact]:
+    """Exported tiny generators, made when first asked for, from folders as a user has them."""
+
+    def get(family: str, backend: str = "cpu") -> Artifact:
+        source = shared(f"generator-{family}", lambda folder: save_generator(folder, family))
+        task = GENERATORS[family][0]
+        made = shared(
+            f"generator-{family}-{backend}", lambda folder: export(source, folder, task=task, backend=backend)
+        )
+        return Artifact.load(made)
 
     return get

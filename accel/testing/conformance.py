@@ -278,13 +278,19 @@ class BackendConformance:
         """An artifact whose session keeps a state; override it in a backend that has one."""
         return None
 
-    @pytest.fixture
-    def stateful(self, implementation: Backend, where: DeviceSpec, tmp_path: Path) -> Iterator[Session]:
-        """A session with a state."""
-        artifact = self.stateful_artifact(tmp_path / "stateful")
+    @pytest.fixture(scope="class")
+    @classmethod
+    def generating(cls, implementation: Backend, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+        """What `stateful_artifact` makes, once; after it is known that the backend runs here."""
+        artifact = cls().stateful_artifact(tmp_path_factory.mktemp("conformance") / "stateful")
         if artifact is None:
-            pytest.skip(f"{self.backend} offers no stateful artifact")
-        opened = self.open(implementation, artifact, where)["model"]
+            pytest.skip(f"{cls.backend} offers no stateful artifact")
+        return artifact
+
+    @pytest.fixture
+    def stateful(self, implementation: Backend, generating: Artifact, where: DeviceSpec) -> Iterator[Session]:
+        """A session with a state."""
+        opened = self.open(implementation, generating, where)["model"]
         yield opened
         opened.close()
 

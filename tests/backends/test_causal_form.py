@@ -17,27 +17,13 @@ from accel.backends import registry
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
-from accel.testing.generators import GENERATORS, save_generator, tiny_generator
+from accel.testing.generators import save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
 from accel_plugins.cuda.forms.causal import LENGTHS, TOTAL, causal_form, take_lengths
 from accel_plugins.ortkit.graph.editing import load_graph, nodes
 
 Artifacts = Callable[[str], Artifact]
 LENGTHS_OF_ROWS = (5, 9, 2)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    root = tmp_path_factory.mktemp("decoders")
-    made: dict[str, Artifact] = {}
-
-    def get(family: str) -> Artifact:
-        if family not in made:
-            folder = save_generator(root / f"{family}-source", family)
-            made[family] = export(folder, root / family, task=GENERATORS[family][0])
-        return made[family]
-
-    return get
 
 
 def open_form(artifact: Artifact) -> tuple[ort.InferenceSession, bool]:
@@ -72,8 +58,8 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize(
     ("family", "windowed"), [("qwen3", False), ("gemma3", True), ("gpt2", False), ("mistral", True)]
 )
-def test_lengths_say_what_the_mask_said(decoder: Artifacts, family: str, windowed: bool) -> None:
-    artifact, original = decoder(family), tiny_generator(family)
+def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windowed: bool) -> None:
+    artifact, original = generator(family), tiny_generator(family)
     assert open_form(artifact)[1] is windowed
     ids = torch.randint(4, VOCABULARY, (3, max(LENGTHS_OF_ROWS)), generator=torch.Generator().manual_seed(3))
     found = logits_of(artifact, ids)
@@ -83,8 +69,8 @@ def test_lengths_say_what_the_mask_said(decoder: Artifacts, family: str, windowe
         assert np.abs(found[row, :length] - expected).max() < 1e-3, row
 
 
-def test_windows_become_the_operators(decoder: Artifacts) -> None:
-    artifact = decoder("gemma3")
+def test_windows_become_the_operators(generator: Artifacts) -> None:
+    artifact = generator("gemma3")
     model = load_graph(artifact, artifact.component("model"))
     assert take_lengths(model, "gemma3")
     attentions = nodes(model, "GroupQueryAttention", domain="com.microsoft")
@@ -92,8 +78,8 @@ def test_windows_become_the_operators(decoder: Artifacts) -> None:
     assert "attention_mask" not in [value.name for value in model.graph.inputs]
 
 
-def test_other_biases_are_refused(decoder: Artifacts) -> None:
-    artifact = decoder("t5")
+def test_other_biases_are_refused(generator: Artifacts) -> None:
+    artifact = generator("t5")
     with pytest.raises(SessionError, match="bias that is more than causal order") as caught:
         causal_form(artifact.path / artifact.component("decoder").file)
     assert "backend='cpu'" in str(caught.value)
@@ -105,25 +91,25 @@ def changed(artifact: Artifact, change: Callable[[ir.Model], None]) -> ir.Model:
     return model
 
 
-def test_a_mask_that_is_not_causal_is_refused(decoder: Artifacts) -> None:
+def test_a_mask_that_is_not_causal_is_refused(generator: Artifacts) -> None:
     def see_everything(model: ir.Model) -> None:
         for node in nodes(model, "LessOrEqual"):
             node.replace_input_with(0, node.inputs[1])
 
     with pytest.raises(SessionError, match="more than causal order"):
-        take_lengths(changed(decoder("qwen3"), see_everything), "changed")
+        take_lengths(changed(generator("qwen3"), see_everything), "changed")
 
 
-def test_a_shifted_causal_mask_is_refused(decoder: Artifacts) -> None:
+def test_a_shifted_causal_mask_is_refused(generator: Artifacts) -> None:
     def see_the_next_token(model: ir.Model) -> None:
         for node in nodes(model, "LessOrEqual"):
             node.op_type = "Less"
 
     with pytest.raises(SessionError, match="more than causal order"):
-        take_lengths(changed(decoder("qwen3"), see_the_next_token), "changed")
+        take_lengths(changed(generator("qwen3"), see_the_next_token), "changed")
 
 
-def test_a_mask_with_another_use_is_refused(decoder: Artifacts) -> None:
+def test_a_mask_with_another_use_is_refused(generator: Artifacts) -> None:
     def add_the_mask(model: ir.Model) -> None:
         mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
         sized = ir.node("Cast", [mask], {"to": ir.DataType.FLOAT})
@@ -132,13 +118,13 @@ def test_a_mask_with_another_use_is_refused(decoder: Artifacts) -> None:
         model.graph.outputs.append(sized.outputs[0])
 
     with pytest.raises(SessionError, match="depends on attention_mask outside"):
-        take_lengths(changed(decoder("qwen3"), add_the_mask), "changed")
+        take_lengths(changed(generator("qwen3"), add_the_mask), "changed")
 
 
-def test_a_float32_cache_has_no_kernels_on_a_gpu(decoder: Artifacts) -> None:
+def test_a_float32_cache_has_no_kernels_on_a_gpu(generator: Artifacts) -> None:
     backend = registry.load(registry.describe("cuda"))
     with pytest.raises(SessionError, match="float32") as caught:
-        backend.open(decoder("qwen3"), device=DeviceSpec("cuda", 0), options={}, session=SessionOptions())
+        backend.open(generator("qwen3"), device=DeviceSpec("cuda", 0), options={}, session=SessionOptions())
     assert "--level O4" in str(caught.value)
 
 
@@ -146,8 +132,8 @@ def test_a_float32_cache_has_no_kernels_on_a_gpu(decoder: Artifacts) -> None:
 
 
 @pytest.fixture(scope="module")
-def halved(decoder: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return optimize(decoder("qwen3"), tmp_path_factory.mktemp("halved") / "qwen3", backend="cuda", level="O4")
+def halved(generator: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return optimize(generator("qwen3"), tmp_path_factory.mktemp("halved") / "qwen3", backend="cuda", level="O4")
 
 
 def test_a_float16_decoder_keeps_a_float16_cache(halved: Artifact) -> None:
@@ -178,9 +164,9 @@ def test_layers_of_decoders_are_fused(halved: Artifact) -> None:
     assert len(list(nodes(model, "Transpose"))) == 2
 
 
-def test_gemma3_in_float16_opens_on_the_cpu(decoder: Artifacts, tmp_path: Path) -> None:
+def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path) -> None:
     """One of ONNX Runtime's optimizers crashed the process."""
-    made = optimize(decoder("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
+    made = optimize(generator("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
     assert open_form(made)[1]
 
 

@@ -53,16 +53,13 @@ class TestOpenVino(BackendConformance):
 
 
 @pytest.fixture(scope="session")
-def tiny_ir(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
     """OpenVINO exports of the tiny models."""
-    root = tmp_path_factory.mktemp("openvino")
-    made: dict[tuple[str, str], Artifact] = {}
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
-        if (family, task) not in made:
-            folder = root / f"{family}-{task}"
-            made[family, task] = export(tiny_folder(family, task), folder, task=task, backend="openvino")
-        return made[family, task]
+        source = tiny_folder(family, task)
+        made = shared(f"{family}-{task}-openvino", lambda folder: export(source, folder, task=task, backend="openvino"))
+        return Artifact.load(made)
 
     return get
 

@@ -24,7 +24,7 @@ from accel.artifact import Artifact
 from accel.cli import app
 from accel.errors import ConfigError, ExportError, InputError
 from accel.tasks.infer import task_spec
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
 Artifacts = Callable[..., Artifact]
@@ -34,24 +34,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "beam": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
-
-
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    """Exported tiny generators, made when first asked for, from folders as a user has them."""
-    root = tmp_path_factory.mktemp("generators")
-    made: dict[str, Artifact] = {}
-
-    def get(family: str, backend: str = "cpu") -> Artifact:
-        key = f"{family}-{backend}"
-        if key not in made:
-            folder = root / f"{family}-source"
-            if not folder.exists():
-                save_generator(folder, family)
-            made[key] = export(folder, root / key, task=GENERATORS[family][0], backend=backend)
-        return made[key]
-
-    return get
 
 
 def inputs_of(family: str) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ def test_a_task_is_one_spec(task: str, tiny_folder: Callable[..., Path], tmp_pat
     found = accel.pipeline(task, model=artifact.path)("where is my card")
     assert found[0]["label"] == rows[0]["wish"]
     made = accel.tune(
-        tiny_folder(), tmp_path / "tuned", task=task, data=rows, backends=["cpu"], sequence=[8], max_drop=20
+        tiny_folder(), tmp_path / "tuned", task=task, data=rows, backends=["pytorch"], sequence=[8], max_drop=20
     )
     assert made.artifact.task == task
     assert made.reference == 1.0

@@ -169,7 +169,7 @@ class TestRemoteCode:
             accel.export(strange, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    def test_every_door_lets_it_run(self, strange: Path, artifact: Artifact, tmp_path: Path) -> None:
+    def test_every_door_lets_it_run(self, strange: Path, artifact: Artifact) -> None:
         trust = {"trust_remote_code": True}
         classifier = accel.ORTModelForSequenceClassification
         assert classifier.from_pretrained(artifact.path, **trust).config.model_type == "strange"
@@ -181,5 +181,16 @@ class TestRemoteCode:
         assert accel.validate(artifact, hub=HubOptions(**trust)).passed
         timed = accel.benchmark(artifact, sequence=[5], **FEW, **trust)
         assert [variant.error for variant in timed.variants] == [None, None]
-        made = accel.tune(strange, tmp_path / "tuned", data=ROWS, backends=["cpu"], sequence=[5], max_drop=100, **trust)
+
+    @pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
+    def test_searches_let_it_run(self, strange: Path, backend: str, tmp_path: Path) -> None:
+        made = accel.tune(
+            strange,
+            tmp_path / "tuned",
+            data=ROWS,
+            backends=[backend],
+            sequence=[5],
+            max_drop=100,
+            trust_remote_code=True,
+        )
         assert made.winner.drop is not None
