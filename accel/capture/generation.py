@@ -23,7 +23,7 @@ from ..errors import ExportError
 from ..tasks.infer import task_spec
 from .attention import CacheLayer, FusedAttention, tracing
 from .references import Case, reference_cases
-from .samples import pad_id
+from .samples import has_position_table, pad_id
 from .source import Source
 from .tracing import first_lines, graph_name
 from .wrappers import Tensors, Wrapper
@@ -359,10 +359,15 @@ def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int]]:
 
 
 def _positions(model: Any) -> dict[str, int]:
-    """How many tokens the decoder's positions allow, prompt and answer together."""
+    """How many tokens the decoder's positions allow, prompt and answer together; no limit where they are computed."""
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    return {"total": int(limit)} if isinstance(limit, int) else {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Angles that depend on how long the text is: a trace holds those of its sample.
+    changing = "dynamic" in str(rope) or "longrope" in str(rope)
+    if not isinstance(limit, int) or not (changing or has_position_table(model, limit)):
+        return {}
+    return {"total": int(limit)}
 
 
 # Checking

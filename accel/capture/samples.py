@@ -235,6 +235,16 @@ def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return mask
 
 
+def has_position_table(module: torch.nn.Module, limit: int) -> bool:
+    """Whether a model looks positions, or which tokens see which, up in a table of `limit` rows."""
+    if any(isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name) for name, child in module.named_modules()):
+        return True
+    if any(_POSITIONS.search(name) for name, _ in module.named_parameters()):
+        return True
+    # Tables may have a few rows more than declared (OPT).
+    return any(limit <= size <= limit + 8 for _, buffer in module.named_buffers() for size in buffer.shape)
+
+
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     """How long a sequence the model's learned positions allow."""
     if not any("sequence" in named.values() for named in axes.values()):

@@ -200,6 +200,9 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 if name in ("output_attentions", "output_hidden_states") and value:
                     raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
                 continue
+            if name == "token_type_ids" and not torch.as_tensor(value).any():
+                # What models that know types take for no types.
+                continue
             if name == "labels":
                 raise InputError("The graph computes no loss.", fix="leave labels out.")
             raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")

@@ -30,9 +30,19 @@ class _EncoderOf:
         attention_mask: Any = None,
         input_features: Any = None,
         pixel_values: Any = None,
+        token_type_ids: Any = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`."""
+        """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
+
+        Raises:
+            InputError: Token types other than zero, which the graph does not take.
+        """
+        if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
+            raise InputError(
+                "The encoder's graph takes every token for one of type 0.",
+                fix="leave token_type_ids out, or pass zeros.",
+            )
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

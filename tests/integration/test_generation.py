@@ -235,11 +235,31 @@ def test_pipelines(generator: Artifacts) -> None:
     assert two[0] == summaries(text, max_new_tokens=5)[0]
 
 
+def test_token_types_that_say_nothing(generator: Artifacts) -> None:
+    """BERT's tokenizer makes them, and a BERT encoder of `EncoderDecoderModel` takes them."""
+    model = opened(generator("bart"))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    types = torch.zeros_like(ids)
+    found = model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
+    assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=4))
+    types[0, 2:] = 1
+    with pytest.raises(InputError, match="for one of type 0"):
+        model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
+
+
+def test_computed_positions_have_no_limit(generator: Artifacts) -> None:
+    """Where transformers computes behind `max_position_embeddings`, so do we."""
+    ids = torch.randint(4, VOCABULARY, (1, 210), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = tiny_generator("llama")(input_ids=ids).logits
+    assert (opened(generator("llama"))(input_ids=ids).logits - expected).abs().max() < 1e-3
+
+
 def test_wrong_input_is_explained(generator: Artifacts) -> None:
     model: ORTModelForCausalLM = opened(generator("llama"))
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(InputError, match="192 positions"):
-        model(input_ids=torch.ones((1, 200), dtype=torch.int64))
+        opened(generator("gpt2"))(input_ids=torch.ones((1, 200), dtype=torch.int64))
     for wanted in (0, -3):
         with pytest.raises(InputError, match="max_new_tokens"):
             model.generate(ids, max_new_tokens=wanted)
