@@ -1,0 +1,272 @@
+"""One pair through one backend: a cell for each stage, with a measured difference or the reason of its refusal."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import AccelError
+from accel.stages.quantize_once import quantize
+from accel.tasks.infer import task_spec
+from accel.tasks.spec import load
+
+from .building import NotBuilt, build, first_line
+from .cases import Pair
+from .questions import Question, Tensors, answers, difference, prompts, questions
+
+EXPORT, OPTIMIZE, QUANTIZE, GENERATE = "export", "O2", "int8", "generate"
+STAGES = (EXPORT, OPTIMIZE, QUANTIZE, GENERATE)
+TOLERANCES = {EXPORT: 1e-3, OPTIMIZE: 1e-3, QUANTIZE: 0.35, GENERATE: 0.0}
+"""Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; the rest is room for models
+whose random weights let that grow. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
+NEW_TOKENS = 8
+# Logits of two tokens this close, relative to the largest, may be told apart either way.
+_TIE = 1e-3
+
+OK, WRONG, REFUSED, FAILED, NOT_BUILT, NONE = "ok", "wrong", "refused", "failed", "not built", "none"
+STATUSES = (WRONG, FAILED, REFUSED, OK, NOT_BUILT, NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one stage of one backend made of one pair.
+
+    Attributes:
+        architecture, task, backend, stage: What it is about; the backend of a model that was not built is `pytorch`.
+        status: `ok`; `wrong`: it ran and differs; `refused`: the library said why not; `failed`: it ended in another
+            way, by a time limit or a crash; `not built`: there is no model to try; `none`: the backend has no such stage.
+        difference: Relative to the largest value that PyTorch answers.
+        reason: Why it is not `ok`, in one line.
+        upstream: Whether transformers' own exporters capture the model, where that was tried.
+        seconds: It took.
+        digest: Of the code and the versions that it was made with.
+    """
+
+    architecture: str
+    task: str
+    backend: str
+    stage: str
+    status: str
+    difference: float | None = None
+    reason: str = ""
+    upstream: bool | None = None
+    seconds: float = 0.0
+    digest: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is about in one word."""
+        return "/".join((self.architecture, self.task, self.backend, self.stage))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is kept: no empty fields."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+
+Report = Callable[[Cell], None]
+Announce = Callable[[str, str], None]
+
+
+def stages_of(task: str) -> tuple[str, ...]:
+    """The stages that a task's models go through."""
+    return STAGES if task_spec(task).generates else STAGES[:-1]
+
+
+def sweep_pair(
+    pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Take a pair through every stage of every backend.
+
+    Args:
+        pair: What to try.
+        backends: Names of backends.
+        report: Called with each cell as soon as it is known.
+        announce: Called with the backend and the stage that begins.
+        skip: Backends and stages that are known already.
+    """
+    announce("pytorch", "build")
+    started = time.perf_counter()
+    try:
+        model = build(pair)
+        asked = questions(pair, model)
+    except NotBuilt as error:
+        report(_cell(pair, "pytorch", "build", NOT_BUILT, started, reason=str(error)))
+        return
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        for backend in backends:
+            _Run(pair, backend, model, asked, Path(folder), report, announce, skip).all_stages()
+
+
+def _cell(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
+    seconds = round(time.perf_counter() - started, 1)
+    return Cell(
+        architecture=pair.architecture, task=pair.task, backend=backend, stage=stage, status=status, seconds=seconds, **rest
+    )  # fmt: skip
+
+
+class _Run:
+    """A pair on its way through one backend."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        backend: str,
+        model: Any,
+        asked: list[Question],
+        folder: Path,
+        report: Report,
+        announce: Announce,
+        skip: Sequence[tuple[str, str]],
+    ) -> None:
+        self.pair, self.backend, self.model, self.asked = pair, backend, model, asked
+        self.folder, self.report, self.announce, self.skip = folder, report, announce, set(skip)
+
+    def all_stages(self) -> None:
+        """Export; then each stage that starts from the export."""
+        exported: list[Artifact] = []
+
+        def export() -> float:
+            exported.append(
+                accel.export(self.model, self.folder / f"{self.backend}-export", task=self.pair.task, backend=self.backend)
+            )
+            return self._difference(exported[0])
+
+        why = self._stage(EXPORT, export)
+        steps: dict[str, Callable[[], float]] = {
+            OPTIMIZE: lambda: self._difference(self._optimized(exported[0])),
+            QUANTIZE: lambda: self._difference(self._quantized(exported[0])),
+            GENERATE: lambda: self._tokens(exported[0]),
+        }
+        for stage in stages_of(self.pair.task)[1:]:
+            if exported:
+                self._stage(stage, steps[stage])
+            elif (self.backend, stage) not in self.skip:
+                started = time.perf_counter()
+                self.report(_cell(self.pair, self.backend, stage, REFUSED, started, reason=why))
+
+    def _stage(self, stage: str, measure: Callable[[], float]) -> str:
+        """Measure one cell; returns the reason where it is not green."""
+        if (self.backend, stage) in self.skip and stage != EXPORT:
+            return ""
+        self.announce(self.backend, stage)
+        started = time.perf_counter()
+        status, reason, apart, upstream = OK, "", None, None
+        try:
+            apart = measure()
+            limit = TOLERANCES[stage]
+            if not apart <= limit:
+                status, reason = WRONG, f"differs by {apart:.2g} of the largest value, more than {limit:g}"
+                if stage == GENERATE:
+                    reason = f"{apart:.0f} tokens of {2 * NEW_TOKENS} are not transformers' own"
+        except _NoStage as error:
+            status, reason = NONE, str(error)
+        except AccelError as error:
+            status, reason = REFUSED, f"{type(error).__name__}: {' '.join(error.message.split())}"[:400]
+        # Whatever else comes out of it is a finding about the library.
+        except Exception as error:  # noqa: BLE001
+            status, reason = FAILED, first_line(error, 400)
+        if stage == EXPORT:
+            upstream = True if apart is not None else captured_upstream(self.pair, self.model, self.asked[0].inputs)
+        kept = apart if apart is None or math.isfinite(apart) else None
+        self.report(
+            _cell(
+                self.pair, self.backend, stage, status, started,
+                difference=None if kept is None else float(f"{kept:.2g}"), reason=reason, upstream=upstream,
+            )
+        )  # fmt: skip
+        return reason
+
+    def _open(self, artifact: Artifact) -> Any:
+        return load(task_spec(self.pair.task).model)(artifact, backend=self.backend)
+
+    def _difference(self, artifact: Artifact) -> float:
+        opened = self._open(artifact)
+        try:
+            return max(difference(question, answers(opened, question.inputs)) for question in self.asked)
+        finally:
+            for session in opened.sessions.values():
+                session.close()
+
+    def _optimized(self, artifact: Artifact) -> Artifact:
+        if self.backend == "openvino":
+            raise _NoStage("OpenVINO optimizes when it opens a graph")
+        return accel.optimize(artifact, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
+
+    def _quantized(self, artifact: Artifact) -> Artifact:
+        generates = task_spec(self.pair.task).generates
+        scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if generates else "static-int8"
+        names = {spec.name for spec in artifact.components[0].inputs}
+        batches = [{n: t for n, t in question.inputs.items() if n in names} for question in self.asked]
+        calibration = batches if scheme == "static-int8" else None
+        out = self.folder / f"{self.backend}-int8"
+        return quantize(artifact, out, backend=self.backend, scheme=scheme, calibration=calibration)
+
+    def _tokens(self, artifact: Artifact) -> float:
+        """How many tokens differ from transformers' own, with a cache and without."""
+        opened = self._open(artifact)
+        opened.generation_config = copy.deepcopy(self.model.generation_config)
+        inputs = prompts(self.pair, self.model)
+        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
+        expected = self.model.generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
+        worst = 0
+        for use_cache in (True, False):
+            found = opened.generate(**inputs, **settings, use_cache=use_cache)
+            worst = max(worst, _mistaken(found, expected))
+        return float(worst)
+
+
+class _NoStage(Exception):  # noqa: N818  # no failure
+    """The backend has no such stage."""
+
+
+def _mistaken(found: torch.Tensor, expected: Any) -> int:
+    """How many of the new tokens differ, up to where two were as likely as each other in PyTorch itself."""
+    count = len(expected.logits)
+    wanted, have = expected.sequences[:, -count:], found[:, -count:]
+    if wanted.shape != have.shape:
+        return int(wanted.numel())
+    mistaken = 0
+    for row in range(wanted.shape[0]):
+        for step in range(count):
+            if wanted[row, step] == have[row, step]:
+                continue
+            logits = expected.logits[step][row].float()
+            gap = float(logits[wanted[row, step]] - logits[have[row, step]]) / max(float(logits.abs().max()), 1e-6)
+            if gap > _TIE:
+                mistaken += int((wanted[row, step:] != have[row, step:]).sum())
+            break
+    return mistaken
+
+
+def captured_upstream(pair: Pair, model: Any, inputs: Tensors) -> bool:
+    """Whether transformers' own exporter captures the model, with any sizes: the sizes of these inputs at the least."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    from accel.chatter import quiet
+
+    config = OnnxConfig(dynamic=True)
+    try:
+        with quiet():
+            if task_spec(pair.task).generates:
+                OnnxExporter().export_for_generation(model, prompts(pair, model), config)
+            else:
+                OnnxExporter().export(model, dict(inputs), config)
+    # Foreign code that traces foreign code.
+    except Exception:  # noqa: BLE001
+        return False
+    return True
+
+
+def named(cells: Sequence[Cell]) -> Iterator[tuple[str, Cell]]:
+    """Cells by their keys."""
+    return ((cell.key, cell) for cell in cells)
