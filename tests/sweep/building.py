@@ -10,7 +10,7 @@ import transformers
 from accel.tasks.infer import task_spec
 
 from .cases import Pair
-from .shrinking import LABELS, PAD, small_config
+from .shrinking import BEGIN, LABELS, PAD, small_config
 
 # Small models have a million weights; one with more was not shrunk, and would take minutes and memory.
 MOST_WEIGHTS = 30_000_000
@@ -48,6 +48,9 @@ def build(pair: Pair, seed: int = 0) -> Any:
         for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "suppress_tokens"):
             setattr(model.generation_config, name, None)
         model.generation_config.pad_token_id = PAD
+        model.generation_config.bos_token_id = BEGIN
+        if model.config.is_encoder_decoder:
+            model.generation_config.decoder_start_token_id = BEGIN
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact
+from accel.backends import registry
 from accel.errors import AccelError
 from accel.stages.quantize_once import quantize
 from accel.tasks.infer import task_spec
@@ -103,8 +104,11 @@ def sweep_pair(
         report(_cell(pair, "pytorch", "build", NOT_BUILT, started, reason=str(error)))
         return
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        exports: dict[str, Artifact] = {}
         for backend in backends:
-            _Run(pair, backend, model, asked, Path(folder), report, announce, skip).all_stages()
+            wanted = {(backend, stage) for stage in stages_of(pair.task)}
+            if not wanted <= set(skip):
+                _Run(pair, backend, model, asked, Path(folder), exports, report, announce, skip).all_stages()
 
 
 def _cell(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
@@ -124,31 +128,32 @@ class _Run:
         model: Any,
         asked: list[Question],
         folder: Path,
+        exports: dict[str, Artifact],
         report: Report,
         announce: Announce,
         skip: Sequence[tuple[str, str]],
     ) -> None:
         self.pair, self.backend, self.model, self.asked = pair, backend, model, asked
-        self.folder, self.report, self.announce, self.skip = folder, report, announce, set(skip)
+        self.folder, self.exports, self.report, self.announce = folder, exports, report, announce
+        self.skip = set(skip)
 
     def all_stages(self) -> None:
         """Export; then each stage that starts from the export."""
-        exported: list[Artifact] = []
+        exports, backend = self.exports, self.backend
 
         def export() -> float:
-            exported.append(
-                accel.export(self.model, self.folder / f"{self.backend}-export", task=self.pair.task, backend=self.backend)
-            )
-            return self._difference(exported[0])
+            out = self.folder / f"{backend}-export"
+            exports[backend] = accel.export(self.model, out, task=self.pair.task, backend=backend)
+            return self._difference(exports[backend])
 
         why = self._stage(EXPORT, export)
         steps: dict[str, Callable[[], float]] = {
-            OPTIMIZE: lambda: self._difference(self._optimized(exported[0])),
-            QUANTIZE: lambda: self._difference(self._quantized(exported[0])),
-            GENERATE: lambda: self._tokens(exported[0]),
+            OPTIMIZE: lambda: self._difference(self._optimized()),
+            QUANTIZE: lambda: self._difference(self._quantized(exports[backend])),
+            GENERATE: lambda: self._tokens(exports[backend]),
         }
         for stage in stages_of(self.pair.task)[1:]:
-            if exported:
+            if backend in exports:
                 self._stage(stage, steps[stage])
             elif (self.backend, stage) not in self.skip:
                 started = time.perf_counter()
@@ -197,10 +202,14 @@ class _Run:
             for session in opened.sessions.values():
                 session.close()
 
-    def _optimized(self, artifact: Artifact) -> Artifact:
-        if self.backend == "openvino":
-            raise _NoStage("OpenVINO optimizes when it opens a graph")
-        return accel.optimize(artifact, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
+    def _optimized(self) -> Artifact:
+        """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
+        spec = registry.describe(self.backend)
+        able = spec.capability("optimize")
+        source = next((one for one in self.exports.values() if able and one.format == able.consumes), None)
+        if source is None:
+            raise _NoStage(f"{self.backend} optimizes no graph that was exported")
+        return accel.optimize(source, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
 
     def _quantized(self, artifact: Artifact) -> Artifact:
         generates = task_spec(self.pair.task).generates
@@ -265,8 +274,3 @@ def captured_upstream(pair: Pair, model: Any, inputs: Tensors) -> bool:
     except Exception:  # noqa: BLE001
         return False
     return True
-
-
-def named(cells: Sequence[Cell]) -> Iterator[tuple[str, Cell]]:
-    """Cells by their keys."""
-    return ((cell.key, cell) for cell in cells)

@@ -181,7 +181,11 @@ def _text(
     inputs = {"input_ids": ids}
     if "attention_mask" in parameters:
         inputs["attention_mask"] = mask
-    if "token_type_ids" in parameters and (getattr(config, "type_vocab_size", None) or 0) > 1 and "labels" in parameters:
+    if (
+        "token_type_ids" in parameters
+        and (getattr(config, "type_vocab_size", None) or 0) > 1
+        and "labels" in parameters
+    ):
         inputs["token_type_ids"] = torch.randint(0, 2, shape, generator=draw)
     return inputs, mask
 

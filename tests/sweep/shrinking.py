@@ -50,7 +50,9 @@ _RULES: tuple[tuple[str, Callable[[int], Number]], ...] = (
 )  # fmt: skip
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 # Sizes that are none of a tensor of weights, or that the others do not depend on.
-_KEPT = re.compile(r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size)")
+_KEPT = re.compile(
+    r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size)"
+)
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_idx|_token|_id)$")
 
 
@@ -118,10 +120,10 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     for name, given in declared.items():
         value = getattr(default, name, given)
         if isinstance(value, transformers.PreTrainedConfig):
-            values[name] = shrink(type(value), OVERRIDES.get(value.model_type) if not callable(OVERRIDES.get(value.model_type)) else None)
-        elif given is None and isinstance(value, list):
-            continue
-        elif isinstance(value, bool):
+            values[name] = shrink(
+                type(value), OVERRIDES.get(value.model_type) if not callable(OVERRIDES.get(value.model_type)) else None
+            )
+        elif (given is None and isinstance(value, list)) or isinstance(value, bool):
             continue
         elif isinstance(value, int):
             values[name] = small_number(canonical.get(name, name), value)

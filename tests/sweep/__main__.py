@@ -1,0 +1,192 @@
+"""`python -m tests.sweep`: see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Each process has one processor; read when torch is imported, which happens below.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CI", "true")  # OpenVINO's and NNCF's telemetry stays off
+
+_EXAMPLES = """examples:
+  python -m tests.sweep                                  everything that is not known yet; writes the JSON and the page
+  python -m tests.sweep --only 'bert/*' --only llama     some architectures
+  python -m tests.sweep --tasks text-classification --backends cpu
+  python -m tests.sweep --jobs 64 --shard 1/4            the first quarter of the architectures
+  python -m tests.sweep --build-only                     which small models can be built at all, in a minute
+  python -m tests.sweep --page-only                      the page again, from the JSON
+  python -m tests.sweep --merge part1.json part2.json    the shards' files into one, and the page
+  python -m tests.sweep --export-to DIR                  what a machine with a GPU needs
+  python -m tests.sweep --artifacts DIR --backends cuda  on that machine
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tests.sweep",
+        description="Every architecture of transformers, through every backend that is here, compared with PyTorch.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--only", action="append", default=[], metavar="PATTERN", help="architectures or architecture/task; may be repeated")  # fmt: skip
+    made.add_argument("--tasks", default="", metavar="A,B", help="tasks; all of them by default")
+    made.add_argument("--backends", default="", metavar="A,B", help="backends; cpu, and openvino where it is installed")
+    made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, metavar="N", help="processes at a time (default: %(default)s, the processors of this process)")  # fmt: skip
+    made.add_argument("--limit-seconds", type=float, default=240.0, metavar="S", help="for one stage (default: %(default)g)")  # fmt: skip
+    made.add_argument("--shard", default="1/1", metavar="I/N", help="this part of the architectures")
+    made.add_argument("--json", type=Path, default=Path("benchmarks/sweep.json"), metavar="FILE", help="what is known (default: %(default)s)")  # fmt: skip
+    made.add_argument("--page", type=Path, default=Path("docs/models.md"), metavar="FILE", help="the page (default: %(default)s)")  # fmt: skip
+    made.add_argument("--fresh", action="store_true", help="try again what was made with this very code, too")
+    made.add_argument("--build-only", action="store_true", help="build the small models and ask PyTorch, write nothing")
+    made.add_argument("--page-only", action="store_true", help="write the page from the JSON")
+    made.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")  # fmt: skip
+    made.add_argument("--export-to", type=Path, metavar="DIR", help="write float16 graphs and questions for a machine with a GPU")  # fmt: skip
+    made.add_argument("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")  # fmt: skip
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 1 when a call succeeded with a wrong answer."""
+    options = parser().parse_args(arguments)
+    if options.page_only or options.merge:
+        return _finish(options, options.merge)
+    _preload()
+    from .cases import pairs
+    from .running import shard
+
+    tasks = [task for task in options.tasks.split(",") if task]
+    chosen = shard(pairs(tasks, options.only), options.shard)
+    if not chosen:
+        print("No pair of architecture and task matches.", file=sys.stderr)
+        return 2
+    if options.build_only:
+        return _build_only(options, chosen)
+    return _sweep(options, chosen)
+
+
+def _backends(named: str) -> list[str]:
+    from accel.backends import registry
+
+    if named:
+        return [registry.describe(name).name for name in named.split(",") if name]
+    return [name for name in ("cpu", "openvino") if registry.probe(registry.describe(name)).available]
+
+
+def _preload() -> None:
+    """Everything that the processes need, once; nothing here may start a thread, which a fork would lose."""
+    import importlib
+    import warnings
+
+    warnings.simplefilter("ignore")
+    for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
+                 "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
+                 "accel.tuning.budget", "accel.models.encoder_decoder", "accel.models.encoders"):  # fmt: skip
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    from . import running
+    from .store import Store, about, digest_of
+
+    backends = _backends(options.backends)
+    digests = {name: digest_of(name) for name in (*backends, "pytorch")}
+    store = Store(options.json)
+    if options.fresh:
+        wanted = {(pair.architecture, pair.task) for pair in chosen}
+        store.cells = {
+            key: cell
+            for key, cell in store.cells.items()
+            if (cell.architecture, cell.task) not in wanted or cell.backend not in (*backends, "pytorch")
+        }
+    store.about = _joined(store.about, about(backends))
+    with _progress(len(chosen), ", ".join(backends)) as advance:
+        running.run(
+            chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance
+        )
+    return _finish(options, ())
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Versions of backends that were not swept now stay as they were."""
+    return {**old, **new, "versions": {**old.get("versions", {}), **new["versions"]}}
+
+
+def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    from . import running
+    from .store import Store, digest_of
+
+    store = Store()
+    with _progress(len(chosen), "building") as advance:
+        running.run(
+            chosen, [], store, digests={"pytorch": digest_of("pytorch")}, jobs=options.jobs,
+            limit_s=options.limit_seconds, advance=advance, sweep=running.sweep_pair,
+        )  # fmt: skip
+    for cell in sorted(store.cells.values(), key=lambda one: (one.task, one.architecture)):
+        print(f"{cell.architecture}/{cell.task}: {cell.reason}")
+    print(f"{len(chosen) - len(store.cells)} of {len(chosen)} small models were built and answer.")
+    return 0
+
+
+def _progress(total: int, what: str) -> Any:
+    from contextlib import contextmanager
+
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    @contextmanager
+    def shown() -> Any:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda pair: bar.update(task, advance=1, description=f"{what}: {pair.name}")
+
+    return shown()
+
+
+def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
+    from .cells import FAILED, NOT_BUILT, OK, REFUSED, WRONG
+    from .page import capturable, counts, page, share
+    from .store import Store
+
+    store = Store(options.json)
+    for path in others:
+        other = Store(path)
+        store.merge(other.cells)
+        store.about = _joined(store.about, other.about)
+    if others:
+        store.write()
+    cells = store.cells.values()
+    options.page.write_text(page(cells, store.about), encoding="utf-8")
+    found, able = counts(cells), capturable(cells)
+    print(", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
+    print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
+    for cell in cells:
+        if cell.status == WRONG:
+            print(f"WRONG {cell.key}: {cell.reason}", file=sys.stderr)
+    return 1 if found[WRONG] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
