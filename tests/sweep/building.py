@@ -30,8 +30,13 @@ def build(pair: Pair, seed: int = 0) -> Any:
         # A question-answering head has two outputs, start and end.
         labels = 2 if task_spec(pair.task).name == "question-answering" else LABELS
         config = small_config(pair.architecture)
-        config.num_labels = labels
         cls = getattr(transformers, pair.model)
+        text = getattr(config, "text_config", None)
+        if text is not None and cls.config_class is type(text):
+            config = text  # transformers does likewise: the part of the model that writes
+        config.num_labels = labels
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = BEGIN
         with torch.device("meta"):
             weights = sum(parameter.numel() for parameter in cls(config).parameters())
         if weights > MOST_WEIGHTS:

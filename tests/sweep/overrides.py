@@ -35,7 +35,39 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
     return config
 
 
+# A state-space layer's heads together are as wide as its inner size, twice the hidden one.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+
 OVERRIDES: dict[str, Special] = {
+    "bamba": _MAMBA,
+    "bit": {"num_groups": 4, "embedding_size": 16},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "donut-swin": {"window_size": 2, "image_size": 64},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": _MAMBA,
+    "hgnet_v2": {
+        "embedding_size": 16,
+        "hidden_sizes": [32, 32, 64, 64],
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 32, 32, 64],
+        "stage_mid_channels": [8, 8, 8, 8],
+        "stage_out_channels": [32, 32, 64, 64],
+        "stage_numb_of_layers": [1, 1, 1, 1],
+        "stage_num_blocks": [1, 1, 1, 1],
+    },
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    # Six coordinates share the hidden size.
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "levit": {"image_size": 64},
+    "lilt": {"hidden_size": 96},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mobilevitv2": {"image_size": 64},
+    "pvt": {"image_size": 64},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "swin": {"window_size": 2, "image_size": 64},
+    "textnet": {"image_size": (64, 64), "stem_out_channels": 16},
+    "xmod": {"default_language": "en_XX"},
     "encoder-decoder": _encoder_decoder,
     "vision-encoder-decoder": _captioner,
     "speech-encoder-decoder": _speech_encoder_decoder,

@@ -176,7 +176,8 @@ def _text(
         rows[row, place], masks[row, place] = pad, 0
     if config.is_encoder_decoder:
         # BART's classifier reads the end token, of which every row must hold one.
-        end = config.eos_token_id if isinstance(config.eos_token_id, int) else END
+        said = getattr(config, "eos_token_id", None)
+        end = said if isinstance(said, int) else END
         rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
     inputs = {"input_ids": ids}
     if "attention_mask" in parameters:

@@ -44,15 +44,24 @@ _RULES: tuple[tuple[str, Callable[[int], Number]], ...] = (
     (r"image_size$", lambda old: min(old, IMAGE)),
     (r"(^|_)patch_size$", lambda old: min(old, PATCH)),
     (r"(qk_rope_head_dim|qk_nope_head_dim|rotary_dim)$", lambda old: min(old, 8)),
-    (r"(v_head_dim|qk_head_dim|head_dim|head_size|kv_channels|d_kv|key_dim|value_dim|head_k_dim|head_v_dim)$", lambda old: min(old, HIDDEN // HEADS)),
+    (r"(v_head_dim|qk_head_dim|head_dim|head_size|kv_channels|d_kv|^d_head$|key_dim|value_dim|head_k_dim|head_v_dim)$", lambda old: min(old, HIDDEN // HEADS)),
     (r"(q_lora_rank|kv_lora_rank|_lora_rank|_rank|dt_rank|low_rank_dim)$", lambda old: min(old, 16)),
     (r"(hidden_size|d_model|^dim|n_embd|embed_dim|embedding_size|projection_dim|_hidden_size|_dim|_size|_width|^width|channels)$", lambda old: old if old <= 16 else min(old, HIDDEN)),
 )  # fmt: skip
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 # Sizes that are none of a tensor of weights, or that the others do not depend on.
 _KEPT = re.compile(
-    r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size)"
+    r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"
 )
+# Fields without which some models cannot be made although their configs can.
+_WANTED = {
+    "head_dim": HIDDEN // HEADS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "vocab_size": VOCABULARY,
+}
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_idx|_token|_id)$")
 
 
@@ -118,7 +127,7 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     declared = _declared(cls)
     values: dict[str, Any] = {}
     for name, given in declared.items():
-        value = getattr(default, name, given)
+        value = _value(default, name, given)
         if isinstance(value, transformers.PreTrainedConfig):
             values[name] = shrink(
                 type(value), OVERRIDES.get(value.model_type) if not callable(OVERRIDES.get(value.model_type)) else None
@@ -126,7 +135,7 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
         elif (given is None and isinstance(value, list)) or isinstance(value, bool):
             continue
         elif isinstance(value, int):
-            values[name] = small_number(canonical.get(name, name), value)
+            values[name] = value if _KEPT.search(name) else small_number(canonical.get(name, name), value)
         elif isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
             values[name] = type(value)(_small_sequence(canonical.get(name, name), list(value)))
     _fit_heads(values, default, canonical)
@@ -138,6 +147,14 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     return values
 
 
+def _value(config: Any, name: str, given: Any) -> Any:
+    """A field's value; the declared one where layers have values of their own, which such a config says by an error."""
+    try:
+        return getattr(config, name, given)
+    except Exception:  # noqa: BLE001  # each architecture has its own error
+        return given
+
+
 def _declared(cls: type[Any]) -> dict[str, Any]:
     """The fields that a config's class and its bases declare, with their defaults."""
     found: dict[str, Any] = {}
@@ -147,7 +164,9 @@ def _declared(cls: type[Any]) -> dict[str, Any]:
             continue
         if not one.init:
             continue
-        found[one.name] = None if one.default is dataclasses.MISSING else one.default
+        missing = one.default is dataclasses.MISSING
+        made = one.default_factory() if missing and one.default_factory is not dataclasses.MISSING else None
+        found[one.name] = made if missing else one.default
     return found
 
 
@@ -182,8 +201,8 @@ def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str
         if not re.search(r"(num_kv_heads|num_key_value_heads|_key_value_heads|_kv_heads|n_head_kv)$", name):
             continue
         heads_name = re.sub(r"(key_value_heads|kv_heads)$", "attention_heads", name)
-        heads = getattr(default, heads_name, getattr(default, "num_attention_heads", None))
-        before = getattr(default, name)
+        heads = _value(default, heads_name, None) or _value(default, "num_attention_heads", None)
+        before = _value(default, name, None)
         if not isinstance(heads, int) or not isinstance(before, int):
             continue
         values[name] = HEADS if before >= heads else 1 if before == 1 else KEY_VALUE_HEADS
@@ -193,13 +212,13 @@ def _choose_layers(
     values: dict[str, Any], default: Any, canonical: Mapping[str, str], declared: Mapping[str, Any]
 ) -> None:
     """Where layers differ, one of each kind; every list that has an entry a layer is cut alike."""
-    total = getattr(default, "num_hidden_layers", None)
+    total = _value(default, "num_hidden_layers", None)
     if not isinstance(total, int) or total <= LAYERS:
         return
     lists = {
-        name: getattr(default, name)
+        name: value
         for name in declared
-        if isinstance(getattr(default, name, None), list) and len(getattr(default, name)) == total
+        if isinstance(value := _value(default, name, None), list) and len(value) == total
     }
     if not lists:
         return
