@@ -38,14 +38,21 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
 # A state-space layer's heads together are as wide as its inner size, twice the hidden one.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
 OVERRIDES: dict[str, Special] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4, "embedding_size": 16},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
+    },
     "donut-swin": {"window_size": 2, "image_size": 64},
+    "esm": {"pad_token_id": 1, "mask_token_id": 119, "vocab_size": 120},
+    "esmc": {"vocab_size": 120},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "hgnet_v2": {
         "embedding_size": 16,
         "hidden_sizes": [32, 32, 64, 64],
@@ -60,7 +67,9 @@ OVERRIDES: dict[str, Special] = {
     # Six coordinates share the hidden size.
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "levit": {"image_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lilt": {"hidden_size": 96},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "mobilevitv2": {"image_size": 64},
     "pvt": {"image_size": 64},

@@ -132,6 +132,8 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
             values[name] = shrink(
                 type(value), OVERRIDES.get(value.model_type) if not callable(OVERRIDES.get(value.model_type)) else None
             )
+        elif value is None and name in _WANTED:
+            values[name] = _WANTED[name]
         elif (given is None and isinstance(value, list)) or isinstance(value, bool):
             continue
         elif isinstance(value, int):
