@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .overrides import OVERRIDES
 
 HIDDEN, HEADS, KEY_VALUE_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
-VOCABULARY, POSITIONS, LABELS, IMAGE, PATCH = 120, 192, 3, 32, 8
+VOCABULARY, POSITIONS, LABELS, IMAGE, PATCH = 120, 320, 3, 32, 8
 PAD, BEGIN, END = 0, 2, 3
 FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN = 10, 99  # what stands beyond is left for special tokens
 _MOST_LAYERS = 4
