@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CI", "true")  # OpenVINO's and NNCF's telemetry stays off
 
+_JSON, _PAGE = Path("benchmarks/sweep.json"), Path("docs/models.md")
 _EXAMPLES = """examples:
   python -m tests.sweep                                  everything that is not known yet; writes the JSON and the page
   python -m tests.sweep --only 'bert/*' --only llama     some architectures
@@ -36,20 +38,24 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--only", action="append", default=[], metavar="PATTERN", help="architectures or architecture/task; may be repeated")  # fmt: skip
-    made.add_argument("--tasks", default="", metavar="A,B", help="tasks; all of them by default")
-    made.add_argument("--backends", default="", metavar="A,B", help="backends; cpu, and openvino where it is installed")
-    made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, metavar="N", help="processes at a time (default: %(default)s, the processors of this process)")  # fmt: skip
-    made.add_argument("--limit-seconds", type=float, default=240.0, metavar="S", help="for one stage (default: %(default)g)")  # fmt: skip
-    made.add_argument("--shard", default="1/1", metavar="I/N", help="this part of the architectures")
-    made.add_argument("--json", type=Path, default=Path("benchmarks/sweep.json"), metavar="FILE", help="what is known (default: %(default)s)")  # fmt: skip
-    made.add_argument("--page", type=Path, default=Path("docs/models.md"), metavar="FILE", help="the page (default: %(default)s)")  # fmt: skip
-    made.add_argument("--fresh", action="store_true", help="try again what was made with this very code, too")
-    made.add_argument("--build-only", action="store_true", help="build the small models and ask PyTorch, write nothing")
-    made.add_argument("--page-only", action="store_true", help="write the page from the JSON")
-    made.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")  # fmt: skip
-    made.add_argument("--export-to", type=Path, metavar="DIR", help="write float16 graphs and questions for a machine with a GPU")  # fmt: skip
-    made.add_argument("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")  # fmt: skip
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add = made.add_argument
+    add(
+        "--only", action="append", default=[], metavar="PATTERN", help="architectures, or architecture/task; repeatable"
+    )
+    add("--tasks", default="", metavar="A,B", help="tasks; all of them by default")
+    add("--backends", default="", metavar="A,B", help="backends; cpu, and openvino where it is installed")
+    add("--jobs", type=int, default=processors, metavar="N", help="processes at a time (default: %(default)s)")
+    add("--limit-seconds", type=float, default=240.0, metavar="S", help="for one stage (default: %(default)g)")
+    add("--shard", default="1/1", metavar="I/N", help="this part of the architectures")
+    add("--json", type=Path, default=_JSON, metavar="FILE", help="what is known (default: %(default)s)")
+    add("--page", type=Path, default=_PAGE, metavar="FILE", help="the page (default: %(default)s)")
+    add("--fresh", action="store_true", help="try again what was made with this very code, too")
+    add("--build-only", action="store_true", help="build the small models and ask PyTorch, write nothing")
+    add("--page-only", action="store_true", help="write the page from the JSON")
+    add("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")
+    add("--export-to", type=Path, metavar="DIR", help="write float16 graphs for a machine with a GPU")
+    add("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")
     return made
 
 
@@ -69,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.build_only:
         return _build_only(options, chosen)
+    if options.export_to is not None:
+        return _export(options, chosen)
     return _sweep(options, chosen)
 
 
@@ -101,12 +109,19 @@ def _preload() -> None:
 
 
 def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
-    from . import running
+    from . import gpu, running
+    from .cells import GPU
     from .store import Store, about, digest_of
 
     backends = _backends(options.backends)
-    digests = {name: digest_of(name) for name in (*backends, "pytorch")}
+    sweep: Any = running.sweep_pair
     store = Store(options.json)
+    if options.artifacts is not None:
+        backends = [GPU]
+        sweep = functools.partial(gpu.sweep_on_gpu, options.artifacts)
+        chosen = [pair for pair in chosen if gpu.folder_of(options.artifacts, pair).is_dir()]
+        store.merge(Store(options.artifacts / "sweep.json").cells)
+    digests = {name: digest_of(name) for name in (*backends, "pytorch")}
     if options.fresh:
         wanted = {(pair.architecture, pair.task) for pair in chosen}
         store.cells = {
@@ -117,9 +132,32 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     store.about = _joined(store.about, about(backends))
     with _progress(len(chosen), ", ".join(backends)) as advance:
         running.run(
-            chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance
-        )
+            chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
+            sweep=sweep,
+        )  # fmt: skip
     return _finish(options, ())
+
+
+def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    """Write what a machine with a GPU needs; what was refused is a cell in a file beside it."""
+    from . import gpu, running
+    from .cells import GPU
+    from .store import Store, digest_of
+
+    root: Path = options.export_to
+    store = Store(root / "sweep.json")
+    digests = {name: digest_of(name) for name in (GPU, "pytorch")}
+    with _progress(len(chosen), "exporting") as advance:
+        running.run(
+            chosen, [GPU], store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
+            sweep=functools.partial(gpu.export_for_gpu, root),
+        )  # fmt: skip
+    made = [gpu.folder_of(root, pair) for pair in chosen if gpu.folder_of(root, pair).is_dir()]
+    ready = sum((folder / "O4").is_dir() for folder in made)
+    print(
+        f"{len(made)} of {len(chosen)} pairs are in {root}; {len(made) - ready} of them are still to be optimized there."
+    )
+    return 0
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

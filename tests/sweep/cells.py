@@ -25,8 +25,9 @@ from .building import NotBuilt, build, first_line
 from .cases import Pair
 from .questions import Question, Tensors, answers, difference, prompts, questions
 
-EXPORT, OPTIMIZE, QUANTIZE, GENERATE = "export", "O2", "int8", "generate"
-STAGES = (EXPORT, OPTIMIZE, QUANTIZE, GENERATE)
+EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, BUILD = "export", "O2", "int8", "O4", "generate", "build"
+STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE)
+PYTORCH, GPU = "pytorch", "cuda"
 TOLERANCES = {EXPORT: 1e-3, OPTIMIZE: 1e-3, QUANTIZE: 0.35, GENERATE: 0.0}
 """Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; the rest is room for models
 whose random weights let that grow. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
@@ -78,9 +79,17 @@ Report = Callable[[Cell], None]
 Announce = Callable[[str, str], None]
 
 
-def stages_of(task: str) -> tuple[str, ...]:
-    """The stages that a task's models go through."""
-    return STAGES if task_spec(task).generates else STAGES[:-1]
+def stages_of(task: str, backend: str = "cpu") -> tuple[str, ...]:
+    """The stages that a task's models go through on a backend."""
+    if backend == GPU:
+        return (HALF, GENERATE) if task == "text-generation" else (HALF,)
+    plain = (EXPORT, OPTIMIZE, QUANTIZE)
+    return (*plain, GENERATE) if task_spec(task).generates else plain
+
+
+def wanted(task: str, backends: Sequence[str]) -> set[tuple[str, str]]:
+    """The backends and stages that a task's models go through."""
+    return {(backend, stage) for backend in backends for stage in stages_of(task, backend)}
 
 
 def sweep_pair(
@@ -95,23 +104,23 @@ def sweep_pair(
         announce: Called with the backend and the stage that begins.
         skip: Backends and stages that are known already.
     """
-    announce("pytorch", "build")
+    announce(PYTORCH, BUILD)
     started = time.perf_counter()
     try:
         model = build(pair)
         asked = questions(pair, model)
     except NotBuilt as error:
-        report(_cell(pair, "pytorch", "build", NOT_BUILT, started, reason=str(error)))
+        report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
         return
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         exports: dict[str, Artifact] = {}
         for backend in backends:
-            wanted = {(backend, stage) for stage in stages_of(pair.task)}
-            if not wanted <= set(skip):
+            if not wanted(pair.task, [backend]) <= set(skip):
                 _Run(pair, backend, model, asked, Path(folder), exports, report, announce, skip).all_stages()
 
 
-def _cell(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
+def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
+    """A cell of a pair that took from `started` until now."""
     seconds = round(time.perf_counter() - started, 1)
     return Cell(
         architecture=pair.architecture, task=pair.task, backend=backend, stage=stage, status=status, seconds=seconds, **rest
@@ -157,7 +166,7 @@ class _Run:
                 self._stage(stage, steps[stage])
             elif (self.backend, stage) not in self.skip:
                 started = time.perf_counter()
-                self.report(_cell(self.pair, self.backend, stage, REFUSED, started, reason=why))
+                self.report(cell_of(self.pair, self.backend, stage, REFUSED, started, reason=why))
 
     def _stage(self, stage: str, measure: Callable[[], float]) -> str:
         """Measure one cell; returns the reason where it is not green."""
@@ -184,7 +193,7 @@ class _Run:
             upstream = True if apart is not None else captured_upstream(self.pair, self.model, self.asked[0].inputs)
         kept = apart if apart is None or math.isfinite(apart) else None
         self.report(
-            _cell(
+            cell_of(
                 self.pair, self.backend, stage, status, started,
                 difference=None if kept is None else float(f"{kept:.2g}"), reason=reason, upstream=upstream,
             )
@@ -230,7 +239,7 @@ class _Run:
         worst = 0
         for use_cache in (True, False):
             found = opened.generate(**inputs, **settings, use_cache=use_cache)
-            worst = max(worst, _mistaken(found, expected))
+            worst = max(worst, mistaken(found, expected))
         return float(worst)
 
 
@@ -238,23 +247,24 @@ class _NoStage(Exception):  # noqa: N818  # no failure
     """The backend has no such stage."""
 
 
-def _mistaken(found: torch.Tensor, expected: Any) -> int:
+def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
     """How many of the new tokens differ, up to where two were as likely as each other in PyTorch itself."""
     count = len(expected.logits)
     wanted, have = expected.sequences[:, -count:], found[:, -count:]
     if wanted.shape != have.shape:
         return int(wanted.numel())
-    mistaken = 0
+    found = found.to(expected.sequences.device)
+    count_of_mistaken = 0
     for row in range(wanted.shape[0]):
         for step in range(count):
             if wanted[row, step] == have[row, step]:
                 continue
             logits = expected.logits[step][row].float()
             gap = float(logits[wanted[row, step]] - logits[have[row, step]]) / max(float(logits.abs().max()), 1e-6)
-            if gap > _TIE:
-                mistaken += int((wanted[row, step:] != have[row, step:]).sum())
+            if gap > tie:
+                count_of_mistaken += int((wanted[row, step:] != have[row, step:]).sum())
             break
-    return mistaken
+    return count_of_mistaken
 
 
 def captured_upstream(pair: Pair, model: Any, inputs: Tensors) -> bool:

@@ -54,7 +54,7 @@ def questions(pair: Pair, model: Any) -> list[Question]:
     for seed, (batch, sequence, padding) in enumerate(_SHAPES):
         if padding == "left" and not is_decoder(pair):
             continue
-        inputs, real = _inputs(pair, model, batch, sequence, padding, seed)
+        inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
         try:
             expected = answers(model, inputs)
         # Foreign model code, which may raise anything.
@@ -125,13 +125,18 @@ _MAIN = ("logits", "start_logits", "end_logits", "last_hidden_state")
 def prompts(pair: Pair, model: Any) -> Tensors:
     """A batch of two prompts of unequal lengths, for `generate`."""
     padding = "left" if is_decoder(pair) or pair.task == "image-text-to-text" else "right"
-    inputs, _ = _inputs(pair, model, 2, 9, padding, seed=5)
+    inputs, _ = make_inputs(pair, model, 2, 9, padding, seed=5)
     return {name: value for name, value in inputs.items() if not name.startswith(("decoder_", "position_"))}
 
 
-def _inputs(
+def make_inputs(
     pair: Pair, model: Any, batch: int, sequence: int, padding: str, seed: int
 ) -> tuple[Tensors, torch.Tensor | None]:
+    """Inputs of a shape, and which positions are no padding (`None` where nothing is padded).
+
+    Raises:
+        NotBuilt: The model reads something else.
+    """
     draw = torch.Generator().manual_seed(100 + seed)
     parameters = inspect.signature(model.forward).parameters
     config = model.config

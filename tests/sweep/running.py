@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .cases import Pair
-from .cells import EXPORT, FAILED, NOT_BUILT, Cell, stages_of, sweep_pair
+from .cells import BUILD, EXPORT, FAILED, HALF, NOT_BUILT, PYTORCH, Cell, stages_of, sweep_pair, wanted
 from .store import Store
 
 _SAVE_EVERY_S = 20.0
@@ -47,7 +47,7 @@ class _Job:
     tries: int = 0
     process: Any = None
     reports: Connection | None = None
-    doing: tuple[str, str] = ("pytorch", "build")
+    doing: tuple[str, str] = (PYTORCH, BUILD)
     since: float = field(default_factory=time.monotonic)
     slot: int = 0
 
@@ -92,8 +92,8 @@ def run(
     """
     waiting = []
     for pair in _longest_first(pairs, store):
-        known = store.known(pair.architecture, pair.task, backends, stages_of(pair.task), digests)
-        if backends and len(known) == len(backends) * len(stages_of(pair.task)):
+        known = store.known(pair.architecture, pair.task, backends, digests)
+        if backends and known == wanted(pair.task, backends):
             advance(pair)
         else:
             waiting.append(_Job(pair, known))
@@ -146,7 +146,7 @@ def _longest_first(pairs: Sequence[Pair], store: Store) -> list[Pair]:
 def _start(job: _Job, context: Any, backends: Sequence[str], sweep: Sweep, *, one_core: bool) -> None:
     ours, theirs = context.Pipe(duplex=False)
     job.tries += 1
-    job.doing, job.since = ("pytorch", "build"), time.monotonic()
+    job.doing, job.since = (PYTORCH, BUILD), time.monotonic()
     job.process = context.Process(
         target=_child, args=(theirs, job.pair, tuple(backends), tuple(job.skip), job.slot if one_core else None, sweep)
     )
@@ -223,15 +223,14 @@ def _finish(
     code = job.process.exitcode
     what = f"took more than {limit_s:g} s" if limit_s is not None else f"ended the process with {_signal(code)}"
     backend, stage = job.doing
-    if stage == "build":
+    if stage == BUILD:
         store.put(_failed(job, backend, stage, what, digests))
         return False
-    lost = stages_of(job.pair.task) if stage == EXPORT else (stage,)
+    lost = stages_of(job.pair.task, backend) if stage in (EXPORT, HALF) else (stage,)
     for one in lost:
         store.put(_failed(job, backend, one, what, digests))
         job.skip.add((backend, one))
-    left = len(backends) * len(stages_of(job.pair.task)) - len(job.skip)
-    return left > 0 and job.tries < 4
+    return bool(wanted(job.pair.task, backends) - job.skip) and job.tries < 4
 
 
 def _failed(job: _Job, backend: str, stage: str, reason: str, digests: Mapping[str, str]) -> Cell:
@@ -240,7 +239,7 @@ def _failed(job: _Job, backend: str, stage: str, reason: str, digests: Mapping[s
         task=job.pair.task,
         backend=backend,
         stage=stage,
-        status=NOT_BUILT if stage == "build" else FAILED,
+        status=NOT_BUILT if stage == BUILD else FAILED,
         reason=reason,
         seconds=round(time.monotonic() - job.since, 1),
         digest=digests[backend],

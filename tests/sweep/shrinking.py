@@ -21,37 +21,54 @@ PAD, BEGIN, END = 0, 2, 3
 FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN = 10, 99  # what stands beyond is left for special tokens
 _MOST_LAYERS = 4
 
-Number = int | float
-# The first pattern that matches a field's name says its small value, given the one it had.
-_RULES: tuple[tuple[str, Callable[[int], Number]], ...] = (
-    (r"(^|_)pad_token_id$", lambda _: PAD),
-    (r"(^|_)(bos_token_id|decoder_start_token_id)$", lambda _: BEGIN),
-    (r"(^|_)eos_token_id$", lambda _: END),
-    (r"(vocab_size|vocabulary_size|num_embeddings|vocab_size_per_layer_input)$", lambda old: min(old, VOCABULARY)),
-    (r"type_vocab_size", lambda old: min(old, 2)),
-    (r"^(num_kv_heads|num_key_value_heads|.*_key_value_heads|.*_kv_heads|n_head_kv)$", lambda old: old),  # by its heads
-    (r"(num_(attention_)?heads|_attention_heads|^n_heads?|_num_heads|_heads)$", lambda old: min(old, HEADS)),
-    (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts)", lambda old: min(old, 2)),
-    (r"(n_shared_experts|num_shared_experts|moe_num_shared_experts)", lambda old: min(old, 1)),
-    (r"(expert_group|n_group|topk_group|num_expert_group)", lambda _: 1),
-    (r"(num_.*experts|n_routed_experts|experts$|moe_num_experts)", lambda old: min(old, 4)),
-    (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|first_dense)", lambda old: min(old, 1)),
-    (r"(num_nextn_predict_layers|num_kv_shared_layers|num_mtp)", lambda _: 0),
-    (r"(num_.*layers|n_layers?|_layers|^depth|_depth|num_.*blocks|^n_blocks?)$", lambda old: min(old, LAYERS)),
-    (r"(intermediate_size|_ffn_dim|^ffn_dim|^d_ff|hidden_dim|^n_inner|_inner_dim|ffn_hidden_size|ffn_size)", lambda old: min(old, INNER)),
-    (r"(max_.*positions|n_positions|max_.*position_embeddings|^n_ctx|max_seq_len|max_sequence_length|max_window_length)", lambda old: min(old, POSITIONS)),
-    (r"(sliding_window|local_attention|attention_window|window_size|attention_chunk_size)$", lambda old: min(old, 16)),
-    (r"image_size$", lambda old: min(old, IMAGE)),
-    (r"(^|_)patch_size$", lambda old: min(old, PATCH)),
-    (r"(qk_rope_head_dim|qk_nope_head_dim|rotary_dim)$", lambda old: min(old, 8)),
-    (r"(v_head_dim|qk_head_dim|head_dim|head_size|kv_channels|d_kv|^d_head$|key_dim|value_dim|head_k_dim|head_v_dim)$", lambda old: min(old, HIDDEN // HEADS)),
-    (r"(q_lora_rank|kv_lora_rank|_lora_rank|_rank|dt_rank|low_rank_dim)$", lambda old: min(old, 16)),
-    (r"(hidden_size|d_model|^dim|n_embd|embed_dim|embedding_size|projection_dim|_hidden_size|_dim|_size|_width|^width|channels)$", lambda old: old if old <= 16 else min(old, HIDDEN)),
-)  # fmt: skip
+Rule = Callable[[int], int]
+
+
+def _most(limit: int) -> Rule:
+    return lambda old: min(old, limit)
+
+
+def _always(value: int) -> Rule:
+    return lambda _: value
+
+
+# The first pattern that is found in a field's name says its small value, given the one it had.
+_RULES: tuple[tuple[str, Rule], ...] = (
+    (r"(^|_)pad_token_id$", _always(PAD)),
+    (r"(^|_)(bos_token_id|decoder_start_token_id)$", _always(BEGIN)),
+    (r"(^|_)eos_token_id$", _always(END)),
+    (r"(vocab_size|vocabulary_size|num_embeddings|vocab_size_per_layer_input)$", _most(VOCABULARY)),
+    (r"type_vocab_size", _most(2)),
+    # Those of keys and values are fitted to the heads below.
+    (r"(^num_kv_heads|^num_key_value_heads|_key_value_heads|_kv_heads|^n_head_kv)$", lambda old: old),
+    (r"(num_(attention_)?heads|_attention_heads|^n_heads?|_num_heads|_heads)$", _most(HEADS)),
+    (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts)", _most(2)),
+    (r"(n_shared_experts|num_shared_experts|moe_num_shared_experts)", _most(1)),
+    (r"(expert_group|n_group|topk_group|num_expert_group)", _always(1)),
+    (r"(num_.*experts|n_routed_experts|experts$|moe_num_experts)", _most(4)),
+    (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|first_dense)", _most(1)),
+    (r"(num_nextn_predict_layers|num_kv_shared_layers|num_mtp)", _always(0)),
+    (r"(num_.*layers|n_layers?|_layers|^depth|_depth|num_.*blocks|^n_blocks?)$", _most(LAYERS)),
+    (r"(intermediate_size|^ffn_dim|_ffn_dim|^d_ff|hidden_dim|^n_inner|_inner_dim)", _most(INNER)),
+    (r"(ffn_hidden_size|ffn_size)", _most(INNER)),
+    (r"(max_.*positions|n_positions|max_.*position_embeddings|^n_ctx)", _most(POSITIONS)),
+    (r"(max_seq_len|max_sequence_length|max_window_length)", _most(POSITIONS)),
+    (r"(sliding_window|local_attention|attention_window|window_size|attention_chunk_size)$", _most(16)),
+    (r"image_size$", _most(IMAGE)),
+    (r"(^|_)patch_size$", _most(PATCH)),
+    (r"(qk_rope_head_dim|qk_nope_head_dim|rotary_dim)$", _most(8)),
+    (r"(head_dim|head_size|kv_channels|d_kv|^d_head|key_dim|value_dim|head_k_dim|head_v_dim)$", _most(HIDDEN // HEADS)),
+    (r"(_rank|low_rank_dim)$", _most(16)),
+    (
+        r"(hidden_size|d_model|^dim|n_embd|embed_dim|projection_dim|_dim|_size|_width|^width|channels)$",
+        lambda old: old if old <= 16 else min(old, HIDDEN),
+    ),
+)
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 # Sizes that are none of a tensor of weights, or that the others do not depend on.
 _KEPT = re.compile(
-    r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"
+    r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per"
+    r"|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"
 )
 # Fields without which some models cannot be made although their configs can.
 _WANTED = {
@@ -129,9 +146,8 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     for name, given in declared.items():
         value = _value(default, name, given)
         if isinstance(value, transformers.PreTrainedConfig):
-            values[name] = shrink(
-                type(value), OVERRIDES.get(value.model_type) if not callable(OVERRIDES.get(value.model_type)) else None
-            )
+            special = OVERRIDES.get(value.model_type, {})
+            values[name] = shrink(type(value), {} if callable(special) else special)
         elif value is None and name in _WANTED:
             values[name] = _WANTED[name]
         elif (given is None and isinstance(value, list)) or isinstance(value, bool):
@@ -172,7 +188,7 @@ def _declared(cls: type[Any]) -> dict[str, Any]:
     return found
 
 
-def small_number(name: str, value: int) -> Any:
+def small_number(name: str, value: int) -> int:
     """The small value of a field."""
     if _KEPT.search(name) or value <= 0:
         return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -12,12 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cells import Cell
+from .cells import Cell, wanted
 
 ROOT = Path(__file__).parents[2]
 # Rooms that no cell's answer depends on.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
-_SWEEP = ("building", "cases", "cells", "overrides", "questions", "shrinking")
+_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 _RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": ("onnxruntime-gpu",)}
 
@@ -48,7 +47,7 @@ def digest_of(backend: str) -> str:
     ]
     if backend == "pytorch":
         # Whether a model can be built has nothing to do with the library.
-        paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name != "cells"]
+        paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu")]
     made = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
         made.update(path.name.encode() + path.read_bytes())
@@ -110,30 +109,29 @@ class Store:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path)
 
-    def known(self, architecture: str, task: str, backends: Sequence[str], stages: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:  # fmt: skip
+    def known(
+        self, architecture: str, task: str, backends: Sequence[str], digests: Mapping[str, str]
+    ) -> set[tuple[str, str]]:
         """Backends and stages of a pair whose cells were made with this very code."""
+        wanted_here = wanted(task, backends)
         build = self.cells.get(f"{architecture}/{task}/pytorch/build")
         if build is not None and build.digest == digests["pytorch"]:
-            return {(backend, stage) for backend in backends for stage in stages}
-        found = set()
-        for backend in backends:
-            for stage in stages:
-                cell = self.cells.get(f"{architecture}/{task}/{backend}/{stage}")
-                if cell is not None and cell.digest == digests[backend]:
-                    found.add((backend, stage))
-        return found
+            return wanted_here
+        found = {key: self.cells.get("/".join((architecture, task, *key))) for key in wanted_here}
+        return {key for key, cell in found.items() if cell is not None and cell.digest == digests[key[0]]}
 
 
 def processor() -> str:
     """The kind of processor, without the machine's name."""
-    for path in (Path("/proc/cpuinfo"),):
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def about(backends: Sequence[str]) -> dict[str, Any]:
     """Versions and the kind of processor, for the page."""
-    return {"versions": versions(backends), "processor": f"{processor()}, {platform.system()} {platform.machine()}", "cores": os.cpu_count() or 1}  # fmt: skip
+    kind = f"{processor()}, {platform.system()} {platform.machine()}"
+    return {"versions": versions(backends), "processor": kind}
