@@ -195,7 +195,8 @@ def _progress(total: int, what: str) -> Any:
 
     @contextmanager
     def shown() -> Any:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+        bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (*bars, TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(what, total=total)
             yield lambda pair: bar.update(task, advance=1, description=f"{what}: {pair.name}")

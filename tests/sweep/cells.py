@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.chatter import quiet
 from accel.errors import AccelError
 from accel.stages.quantize_once import quantize
 from accel.tasks.infer import task_spec
 from accel.tasks.spec import load
 
-from .building import NotBuilt, build, first_line
+from .building import NotBuilt, build
 from .cases import Pair
 from .questions import Question, Tensors, answers, difference, prompts, questions
 
@@ -113,10 +115,18 @@ def sweep_pair(
         report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
         return
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        # A folder, as users have them. Its config says what the model generates with, too.
+        source: Path | None = Path(folder) / "model"
+        try:
+            with quiet():
+                model.save_pretrained(source)
+        # Foreign code; a model that cannot be saved is exported from memory.
+        except Exception:  # noqa: BLE001
+            source = None
         exports: dict[str, Artifact] = {}
         for backend in backends:
             if not wanted(pair.task, [backend]) <= set(skip):
-                _Run(pair, backend, model, asked, Path(folder), exports, report, announce, skip).all_stages()
+                _Run(pair, backend, model, source, asked, Path(folder), exports, report, announce, skip).all_stages()
 
 
 def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
@@ -127,6 +137,17 @@ def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, *
     )  # fmt: skip
 
 
+# Graphs lie in temporary folders, whose names say nothing and differ each time.
+_TEMPORARY = re.compile(r"/\S*sweep-\w+(?:/[\w.+-]+)*/([\w.+-]+)")
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line, without the names of temporary folders."""
+    text = error.message if isinstance(error, AccelError) else str(error)
+    line = f"{type(error).__name__}: {' '.join(text.split())}"
+    return _TEMPORARY.sub(r"\1", line)[:400]
+
+
 class _Run:
     """A pair on its way through one backend."""
 
@@ -135,6 +156,7 @@ class _Run:
         pair: Pair,
         backend: str,
         model: Any,
+        source: Path | None,
         asked: list[Question],
         folder: Path,
         exports: dict[str, Artifact],
@@ -143,6 +165,7 @@ class _Run:
         skip: Sequence[tuple[str, str]],
     ) -> None:
         self.pair, self.backend, self.model, self.asked = pair, backend, model, asked
+        self.source = source
         self.folder, self.exports, self.report, self.announce = folder, exports, report, announce
         self.skip = set(skip)
 
@@ -152,7 +175,7 @@ class _Run:
 
         def export() -> float:
             out = self.folder / f"{backend}-export"
-            exports[backend] = accel.export(self.model, out, task=self.pair.task, backend=backend)
+            exports[backend] = accel.export(self.source or self.model, out, task=self.pair.task, backend=backend)
             return self._difference(exports[backend])
 
         why = self._stage(EXPORT, export)
@@ -185,10 +208,10 @@ class _Run:
         except _NoStage as error:
             status, reason = NONE, str(error)
         except AccelError as error:
-            status, reason = REFUSED, f"{type(error).__name__}: {' '.join(error.message.split())}"[:400]
+            status, reason = REFUSED, reason_of(error)
         # Whatever else comes out of it is a finding about the library.
         except Exception as error:  # noqa: BLE001
-            status, reason = FAILED, first_line(error, 400)
+            status, reason = FAILED, reason_of(error)
         if stage == EXPORT:
             upstream = True if apart is not None else captured_upstream(self.pair, self.model, self.asked[0].inputs)
         kept = apart if apart is None or math.isfinite(apart) else None
@@ -215,10 +238,10 @@ class _Run:
         """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
         spec = registry.describe(self.backend)
         able = spec.capability("optimize")
-        source = next((one for one in self.exports.values() if able and one.format == able.consumes), None)
-        if source is None:
+        parent = next((one for one in self.exports.values() if able and one.format == able.consumes), None)
+        if parent is None:
             raise _NoStage(f"{self.backend} optimizes no graph that was exported")
-        return accel.optimize(source, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
+        return accel.optimize(parent, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
 
     def _quantized(self, artifact: Artifact) -> Artifact:
         generates = task_spec(self.pair.task).generates
@@ -270,8 +293,6 @@ def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
 def captured_upstream(pair: Pair, model: Any, inputs: Tensors) -> bool:
     """Whether transformers' own exporter captures the model, with any sizes: the sizes of these inputs at the least."""
     from transformers.exporters import OnnxConfig, OnnxExporter
-
-    from accel.chatter import quiet
 
     config = OnnxConfig(dynamic=True)
     try:

@@ -21,7 +21,7 @@ from accel.errors import AccelError
 from accel.tasks.infer import task_spec
 from accel.tasks.spec import load
 
-from .building import NotBuilt, build, first_line
+from .building import NotBuilt, build
 from .cases import Pair
 from .cells import (
     BUILD,
@@ -38,8 +38,11 @@ from .cells import (
     Report,
     cell_of,
     mistaken,
+    reason_of,
 )
 from .questions import Tensors, is_decoder, make_inputs, prompts
+
+Skip = Sequence[tuple[str, str]]
 
 # Batch, sequence, padding: every form that the backend makes of a graph, short and long.
 SHAPES = tuple(
@@ -59,7 +62,9 @@ def folder_of(root: Path, pair: Pair) -> Path:
     return root / f"{pair.architecture}--{pair.task}"
 
 
-def export_for_gpu(root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Sequence[tuple[str, str]] = ()) -> None:  # fmt: skip
+def export_for_gpu(
+    root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
+) -> None:
     """Export a pair and optimize it for the GPU; a refusal is a cell, and so is a model that was not built.
 
     Where the last stage wants the GPU itself, it is left for the machine that has one.
@@ -78,8 +83,7 @@ def export_for_gpu(root: Path, pair: Pair, backends: Sequence[str], report: Repo
     try:
         exported = accel.export(model, folder / "export", task=pair.task)
     except AccelError as error:
-        reason = f"{type(error).__name__}: {' '.join(error.message.split())}"[:400]
-        report(cell_of(pair, GPU, HALF, REFUSED, started, reason=reason))
+        report(cell_of(pair, GPU, HALF, REFUSED, started, reason=reason_of(error)))
         return
     try:
         accel.optimize(exported, folder / "O4", backend=GPU, level="O4")
@@ -89,7 +93,9 @@ def export_for_gpu(root: Path, pair: Pair, backends: Sequence[str], report: Repo
     shutil.rmtree(folder / "export")
 
 
-def sweep_on_gpu(root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Sequence[tuple[str, str]] = ()) -> None:  # fmt: skip
+def sweep_on_gpu(
+    root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
+) -> None:
     """Run what `export_for_gpu` made of a pair, and compare it with PyTorch."""
     announce(PYTORCH, BUILD)
     started = time.perf_counter()
@@ -116,10 +122,10 @@ def sweep_on_gpu(root: Path, pair: Pair, backends: Sequence[str], report: Report
                     else f"{apart:.0f} tokens are not those of transformers in float32, where no two were close"
                 )
         except AccelError as error:
-            status, reason = REFUSED, f"{type(error).__name__}: {' '.join(error.message.split())}"[:400]
+            status, reason = REFUSED, reason_of(error)
         # Whatever else comes out of it is a finding about the library.
         except Exception as error:  # noqa: BLE001
-            status, reason = FAILED, first_line(error, 400)
+            status, reason = FAILED, reason_of(error)
         shown = None if apart is None or apart == float("inf") else float(f"{apart:.2g}")
         report(cell_of(pair, GPU, stage, status, started, difference=shown, reason=reason))
 

@@ -31,7 +31,8 @@ def page(cells: Iterable[Cell], about: Mapping[str, Any]) -> str:
     cells = list(cells)
     reasons = _Reasons()
     tried = [cell for cell in cells if cell.status != NOT_BUILT]
-    backends = sorted({cell.backend for cell in tried}, key=lambda name: (list(TITLES).index(name) if name in TITLES else 9, name))  # fmt: skip
+    order = [*TITLES, *sorted({cell.backend for cell in tried} - set(TITLES))]
+    backends = [name for name in order if any(cell.backend == name for cell in tried)]
     by_task: dict[str, list[Cell]] = defaultdict(list)
     for cell in tried:
         by_task[cell.task].append(cell)
@@ -75,7 +76,7 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
         numbers = " | ".join(str(found[status]) for status in (OK, REFUSED, FAILED, WRONG))
         lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(able):.1%} of {len(able)} |")
     missing = sum(cell.status == NOT_BUILT for cell in cells)
-    return "\n".join(lines) + f"\n\nNo small model could be made of {missing} pairs of architecture and task: see [below](#not-built).\n"  # fmt: skip
+    return "\n".join(lines) + f"\n\nNo small model could be made of {missing} pairs: see [below](#not-built).\n"
 
 
 def _wrong(cells: Sequence[Cell]) -> str:

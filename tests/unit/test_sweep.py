@@ -87,11 +87,8 @@ def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """Export succeeds, and the model that it opens answers something else."""
 
     class Liar:
-        sessions: dict[str, Any] = {}
-        config = None
-
         def __init__(self, artifact: Any, **_: Any) -> None:
-            pass
+            self.sessions: dict[str, Any] = {}
 
         def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"logits": torch.zeros(len(inputs["input_ids"]), 3)}
