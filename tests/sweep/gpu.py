@@ -42,6 +42,7 @@ from .cells import (
 )
 from .questions import Tensors, is_decoder, make_inputs, prompts
 
+DEVICE = "cuda"
 Skip = Sequence[tuple[str, str]]
 
 # Batch, sequence, padding: every form that the backend makes of a graph, short and long.
@@ -136,15 +137,15 @@ def _artifact(folder: Path) -> Artifact:
     return Artifact.load(folder / "O4")
 
 
-def _on(device: str, inputs: Tensors) -> Tensors:
-    return {name: value.to(device) for name, value in inputs.items()}
+def _on_device(inputs: Tensors) -> Tensors:
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
 
 
 @torch.inference_mode()
 def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
     """The largest ratio of our error to eager float16's over all shapes."""
     opened = load(task_spec(pair.task).model)(artifact, backend=GPU)
-    exact, half = copy.deepcopy(model).cuda(), copy.deepcopy(model).half().cuda()
+    exact, half = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).half().to(DEVICE)
     worst = 0.0
     # PyTorch's own float32 is the reference: without TF32.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -152,7 +153,7 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
         if padding == "left" and not is_decoder(pair) and model.main_input_name != "input_ids":
             continue
         inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
-        inputs = _on("cuda", inputs)
+        inputs = _on_device(inputs)
         narrow = {n: t.half() if t.is_floating_point() else t for n, t in inputs.items()}
         expected, eager = exact(**inputs), half(**narrow)
         names = [n for n in ("logits", "start_logits", "end_logits", "last_hidden_state") if n in expected]
@@ -161,7 +162,7 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
             if call not in (0, _CALLS - 1):
                 continue
             for name in names:
-                mask = None if real is None else real.cuda()
+                mask = None if real is None else real.to(DEVICE)
                 ours = _error(found[name], expected[name], mask)
                 theirs = _error(eager[name], expected[name], mask)
                 worst = max(worst, ours / max(theirs, _SMALLEST))
@@ -182,8 +183,8 @@ def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:
     """How many greedy tokens differ from float32's where its choice was clear of float16's rounding."""
     opened = load(task_spec(pair.task).model)(artifact, backend=GPU)
     opened.generation_config = copy.deepcopy(model.generation_config)
-    inputs = _on("cuda", prompts(pair, model))
+    inputs = _on_device(prompts(pair, model))
     settings = {"max_new_tokens": 8, "do_sample": False}
-    exact = copy.deepcopy(model).cuda()
+    exact = copy.deepcopy(model).to(DEVICE)
     expected = exact.generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
     return float(mistaken(opened.generate(**inputs, **settings), expected, tie=2e-2))

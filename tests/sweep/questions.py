@@ -157,7 +157,7 @@ def make_inputs(
     elif main == "input_features":
         inputs = {"input_features": torch.randn((batch, *_feature_shape(config, sequence)), generator=draw)}
     elif main == "input_values":
-        inputs = {"input_values": torch.randn((batch, 1600 + 100 * sequence), generator=draw)}
+        inputs = {"input_values": torch.randn((batch, *_sound_shape(config, sequence)), generator=draw)}
     else:
         raise NotBuilt(f"reads {main}, which the sweep makes no inputs of")
     if spec.generates and config.is_encoder_decoder:
@@ -214,6 +214,13 @@ def _feature_shape(config: Any, length: int) -> tuple[int, int]:
         if isinstance(getattr(part, name, None), int):
             return 8 * length, int(getattr(part, name))
     return 8 * length, 80
+
+
+def _sound_shape(config: Any, length: int) -> tuple[int, ...]:
+    """Half a second of samples and more; a fixed window of frames for what reads spectrograms."""
+    if isinstance(getattr(config, "num_mel_bins", None), int) and isinstance(getattr(config, "max_length", None), int):
+        return int(config.max_length), int(config.num_mel_bins)
+    return (8000 + 200 * length,)
 
 
 def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:

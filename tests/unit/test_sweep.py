@@ -135,13 +135,14 @@ def test_the_page_holds_numbers_reasons_and_what_was_not_built() -> None:
         a_cell(stage="int8", difference=0.031),
         a_cell(stage="O2", status="refused", reason="OptimizeError: A BertForMaskedLM has | no graph"),
         a_cell(architecture="gpt2", task="text-generation", stage="generate", difference=0.0),
+        a_cell(architecture="gpt2", task="text-generation", stage="O4", backend="cuda", difference=1.24),
         a_cell(
             architecture="x", task="text-generation", backend="pytorch", stage="build", status="not built", reason="no"
         ),
     ]
     text = page(some, {"versions": {"torch": "2"}, "processor": "a processor"})
     assert "| bert | 2e-7 | [[1]](#reasons) | 0.031 |" in text
-    assert "| gpt2 | same |" in text
+    assert "| gpt2 | same | 1.2x |" in text
     assert "1. `OptimizeError: the model has | no graph`" in text
     assert "- `no`: x (text-generation)" in text
     assert "No call that succeeded gave a wrong answer." in text
