@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,5 +248,14 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
     return 1 if found[WRONG] else 0
 
 
+def _stop(*_: object) -> None:
+    """What is known is written and the processes are ended on the way out, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -165,6 +165,7 @@ def _child(
 ) -> None:
     """What a process does: one pair, with one thread on one processor, and nothing on its terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # ended with whatever it started
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
