@@ -46,6 +46,7 @@ def build(pair: Pair, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         model = cls(config).float()
         enliven(model, seed)
+        _hide_the_last_token(model)
     except NotBuilt:
         raise
     # Foreign code, which may raise anything, and ask for libraries that are not installed.
@@ -80,6 +81,21 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.copy_(1 + 0.1 * drawn)
         elif bool((parameter == 0).all()):
             parameter.copy_(0.1 * drawn)
+
+
+@torch.no_grad()
+def _hide_the_last_token(model: Any) -> None:
+    """Make embeddings small where they are the head's weights as well.
+
+    Else the likeliest next tokens are those most like the last one, whatever the layers say.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if (
+        embeddings is not None
+        and head is not None
+        and getattr(embeddings, "weight", None) is getattr(head, "weight", 0)
+    ):
+        embeddings.weight.mul_(0.3)
 
 
 def first_line(error: BaseException, most: int = 300) -> str:

@@ -34,6 +34,8 @@ TOLERANCES = {EXPORT: 1e-3, OPTIMIZE: 1e-3, QUANTIZE: 0.35, GENERATE: 0.0}
 """Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; the rest is room for models
 whose random weights let that grow. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
 NEW_TOKENS = 8
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 1}
+"""Greedy, and no token twice: models of random weights come to repeat one, and that hides a wrong cache."""
 # Logits of two tokens this close, relative to the largest, may be told apart either way.
 _TIE = 1e-3
 
@@ -257,11 +259,10 @@ class _Run:
         opened = self._open(artifact)
         opened.generation_config = copy.deepcopy(self.model.generation_config)
         inputs = prompts(self.pair, self.model)
-        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
-        expected = self.model.generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
+        expected = self.model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
         worst = 0
         for use_cache in (True, False):
-            found = opened.generate(**inputs, **settings, use_cache=use_cache)
+            found = opened.generate(**inputs, **GREEDY, use_cache=use_cache)
             worst = max(worst, mistaken(found, expected))
         return float(worst)
 

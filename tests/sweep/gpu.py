@@ -28,6 +28,7 @@ from .cells import (
     FAILED,
     GENERATE,
     GPU,
+    GREEDY,
     HALF,
     NOT_BUILT,
     OK,
@@ -184,7 +185,6 @@ def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:
     opened = load(task_spec(pair.task).model)(artifact, backend=GPU)
     opened.generation_config = copy.deepcopy(model.generation_config)
     inputs = _on_device(prompts(pair, model))
-    settings = {"max_new_tokens": 8, "do_sample": False}
     exact = copy.deepcopy(model).to(DEVICE)
-    expected = exact.generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
-    return float(mistaken(opened.generate(**inputs, **settings), expected, tie=2e-2))
+    expected = exact.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    return float(mistaken(opened.generate(**inputs, **GREEDY), expected, tie=2e-2))

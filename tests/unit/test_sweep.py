@@ -19,7 +19,7 @@ from tests.sweep.building import build
 from tests.sweep.cases import Pair, pairs
 from tests.sweep.cells import Cell, stages_of, sweep_pair
 from tests.sweep.page import number, page
-from tests.sweep.questions import Question, difference, questions
+from tests.sweep.questions import Question, answers, difference, prompts, questions
 from tests.sweep.shrinking import VOCABULARY, NotShrinkable, small_config
 from tests.sweep.store import Store, digest_of
 
@@ -52,6 +52,21 @@ def test_an_architecture_becomes_small_and_answers(name: str) -> None:
     asked = questions(pair, model)
     assert len(asked) >= 3
     assert all(value.isfinite().all() for value in asked[0].expected.values())
+
+
+@pytest.mark.parametrize("name", ["bert/text-classification", "gemma2/text-generation", "t5/text2text-generation"])
+def test_the_small_models_can_fail(name: str) -> None:
+    """The mask matters and tokens differ from step to step; else a green cell would prove nothing."""
+    (pair,) = pairs(only=[name])
+    model = build(pair)
+    worst = 0.0
+    for question in questions(pair, model):
+        unmasked = {**question.inputs, "attention_mask": torch.ones_like(question.inputs["attention_mask"])}
+        worst = max(worst, difference(question, answers(model, unmasked)))
+    assert worst > 50 * cells.TOLERANCES["export"]
+    if model.can_generate() and pair.task != "text-classification":
+        tokens = model.generate(**prompts(pair, model), **cells.GREEDY)[:, -cells.NEW_TOKENS :]
+        assert len(set(tokens.flatten().tolist())) >= cells.NEW_TOKENS
 
 
 def test_layers_of_every_kind_are_kept() -> None:
