@@ -129,11 +129,11 @@ def _warm_up() -> None:
 
 def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     from . import gpu, running
-    from .cells import GPU
+    from .cells import GPU, sweep_pair
     from .store import Store, about, digest_of
 
     backends = _backends(options.backends)
-    sweep: Any = running.sweep_pair
+    sweep: Any = sweep_pair
     store = Store(options.json)
     if options.artifacts is not None:
         backends = [GPU]
@@ -188,13 +188,14 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     from . import running
+    from .cells import sweep_pair
     from .store import Store, digest_of
 
     store = Store()
     with _progress(len(chosen), "building") as advance:
         running.run(
             chosen, [], store, digests={"pytorch": digest_of("pytorch")}, jobs=options.jobs,
-            limit_s=options.limit_seconds, advance=advance, sweep=running.sweep_pair,
+            limit_s=options.limit_seconds, advance=advance, sweep=sweep_pair,
         )  # fmt: skip
     for cell in sorted(store.cells.values(), key=lambda one: (one.task, one.architecture)):
         print(f"{cell.architecture}/{cell.task}: {cell.reason}")

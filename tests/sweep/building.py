@@ -37,6 +37,8 @@ def build(pair: Pair, seed: int = 0) -> Any:
         if text is not None and cls.config_class is type(text):
             config = text  # transformers does likewise: the part of the model that writes
         config.num_labels = labels
+        if pair.task == "text-generation" and hasattr(config, "is_decoder"):
+            config.is_decoder = True  # BERT and its kind write only when they are told to
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = BEGIN
         with torch.device("meta"):

@@ -22,8 +22,9 @@ A number is the largest difference at positions that are no padding, relative to
 several shapes: one row, several rows with padding on the right, for decoders on the left. Up to 1e-3 is accepted in float32
 and 0.35 for eight bits, whose error in models of random weights says little about trained ones: see
 [Accuracy budget](guides/accuracy-budget.md). `same` means that `generate` made the tokens that transformers makes, with a cache
-and without. A number in brackets leads to the [reason](#reasons) why there is no answer. A dash: the backend has no such stage. `1.2x`: the error of a float16 graph on a GPU is 1.2
-times that of PyTorch in float16, both against float32, with every padding and up to 16 rows of 256 tokens; 3 times is accepted.
+and without. `1.2x` is the error of a float16 graph on a GPU over that of PyTorch in float16, both against float32, with every
+padding and up to 16 rows of 256 tokens; 3 is accepted. A number in brackets leads to the [reason](#reasons) why there is no
+answer, and a dash says that the backend has no such stage.
 """
 
 
