@@ -48,7 +48,8 @@ def build(pair: Pair, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         model = cls(config).float()
         enliven(model, seed)
-        _hide_the_last_token(model)
+        if model.can_generate():
+            _hide_the_last_token(model)
     except NotBuilt:
         raise
     # Foreign code, which may raise anything, and ask for libraries that are not installed.
@@ -91,7 +92,10 @@ def _hide_the_last_token(model: Any) -> None:
 
     Else the likeliest next tokens are those most like the last one, whatever the layers say.
     """
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # models of sounds have none
+        return
     if (
         embeddings is not None
         and head is not None
