@@ -48,7 +48,6 @@ OVERRIDES: dict[str, Special] = {
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
     },
     "donut-swin": {"window_size": 2, "image_size": 64},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 64},
     "esm": {"pad_token_id": 1, "mask_token_id": 119, "vocab_size": 120},
     "esmc": {"vocab_size": 120},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},

@@ -134,6 +134,7 @@ class _Reasons:
         """The number of a cell's reason."""
         text = _CLASS.sub("the model", cell.reason)
         text = re.sub(r"\b(a|an|A|An) the model", "the model", text)
+        text = re.sub(r"\bid:\d+", "id:…", text)  # of a node, which differs from model to model
         text = text if len(text) <= _MOST_OF_A_REASON else text[:_MOST_OF_A_REASON].rstrip() + " …"
         if cell.upstream is False:
             text = f"(transformers' own exporters cannot capture it either) {text}"
