@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all gpu-test check docs bench clean
+.PHONY: demo test test-all gpu-test check docs bench sweep clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -41,6 +41,13 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/wrapper_cost.py
 	$(BIN)/python benchmarks/length_sorting.py
 	$(BIN)/python benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv benchmarks/tune-demo.json --tuned build/tuned
+
+# A small model of every architecture of transformers through every backend that is here, into benchmarks/sweep.json and
+# docs/models.md; fails where an answer is wrong. What is known from the same code is skipped. Hours on two processors:
+# make sweep SWEEP="--only 'bert/*'", or SWEEP="--jobs 64" on a large machine.
+SWEEP ?=
+sweep: $(VENV)/.dev
+	$(BIN)/python -m tests.sweep $(SWEEP)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

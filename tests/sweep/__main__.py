@@ -1,0 +1,262 @@
+"""`python -m tests.sweep`: see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Each process has one processor; read when torch is imported, which happens below.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CI", "true")  # OpenVINO's and NNCF's telemetry stays off
+
+_JSON, _PAGE = Path("benchmarks/sweep.json"), Path("docs/models.md")
+_EXAMPLES = """examples:
+  python -m tests.sweep                                  everything that is not known yet; writes the JSON and the page
+  python -m tests.sweep --only 'bert/*' --only llama     some architectures
+  python -m tests.sweep --tasks text-classification --backends cpu
+  python -m tests.sweep --jobs 64 --shard 1/4            the first quarter of the architectures
+  python -m tests.sweep --build-only                     which small models can be built at all, in a minute
+  python -m tests.sweep --page-only                      the page again, from the JSON
+  python -m tests.sweep --merge part1.json part2.json    the shards' files into one, and the page
+  python -m tests.sweep --export-to DIR                  what a machine with a GPU needs
+  python -m tests.sweep --artifacts DIR --backends cuda  on that machine
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tests.sweep",
+        description="Every architecture of transformers, through every backend that is here, compared with PyTorch.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add = made.add_argument
+    add(
+        "--only", action="append", default=[], metavar="PATTERN", help="architectures, or architecture/task; repeatable"
+    )
+    add("--tasks", default="", metavar="A,B", help="tasks; all of them by default")
+    add("--backends", default="", metavar="A,B", help="backends; cpu, and openvino where it is installed")
+    add("--jobs", type=int, default=processors, metavar="N", help="processes at a time (default: %(default)s)")
+    add("--limit-seconds", type=float, default=240.0, metavar="S", help="for one stage (default: %(default)g)")
+    add("--shard", default="1/1", metavar="I/N", help="this part of the architectures")
+    add("--json", type=Path, default=_JSON, metavar="FILE", help="what is known (default: %(default)s)")
+    add("--page", type=Path, default=_PAGE, metavar="FILE", help="the page (default: %(default)s)")
+    add("--fresh", action="store_true", help="try again what was made with this very code, too")
+    add("--build-only", action="store_true", help="build the small models and ask PyTorch, write nothing")
+    add("--page-only", action="store_true", help="write the page from the JSON")
+    add("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")
+    add("--export-to", type=Path, metavar="DIR", help="write float16 graphs for a machine with a GPU")
+    add("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 1 when a call succeeded with a wrong answer."""
+    options = parser().parse_args(arguments)
+    if options.page_only or options.merge:
+        return _finish(options, options.merge)
+    _preload()
+    from .cases import pairs
+    from .running import shard
+
+    tasks = [task for task in options.tasks.split(",") if task]
+    chosen = shard(pairs(tasks, options.only), options.shard)
+    if not chosen:
+        print("No pair of architecture and task matches.", file=sys.stderr)
+        return 2
+    if options.build_only:
+        return _build_only(options, chosen)
+    if options.export_to is not None:
+        return _export(options, chosen)
+    return _sweep(options, chosen)
+
+
+def _backends(named: str) -> list[str]:
+    from accel.backends import registry
+
+    if named:
+        return [registry.describe(name).name for name in named.split(",") if name]
+    return [name for name in ("cpu", "openvino") if registry.probe(registry.describe(name)).available]
+
+
+def _preload() -> None:
+    """Everything that the processes need, once. No session is opened here: a fork would lose its threads."""
+    import importlib
+    import warnings
+
+    warnings.simplefilter("ignore")
+    for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
+                 "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
+                 "accel.tuning.budget", "accel.models.encoder_decoder", "accel.models.encoders"):  # fmt: skip
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+def _warm_up() -> None:
+    """Trace one model before the processes are forked: tables that the first trace fills are theirs for nothing.
+
+    Measured with two busy cores: a trace of RoBERTa takes 17 s in a process without it and 4 to 7 s with it.
+    """
+    from accel import capture
+    from accel.config import ExportConfig
+    from accel.stages.export import load_source
+    from accel.stages.resolving import resolve
+
+    from .building import build
+    from .cases import pairs
+
+    (pair,) = pairs(only=["bert/text-classification"])
+    source = load_source(resolve(build(pair), task=pair.task), ExportConfig())
+    capture.capture_onnx(source, ExportConfig())
+
+
+def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    from . import gpu, running
+    from .cells import GPU, sweep_pair
+    from .store import Store, about, digest_of
+
+    backends = _backends(options.backends)
+    sweep: Any = sweep_pair
+    store = Store(options.json)
+    if options.artifacts is not None:
+        backends = [GPU]
+        sweep = functools.partial(gpu.sweep_on_gpu, options.artifacts)
+        chosen = [pair for pair in chosen if gpu.folder_of(options.artifacts, pair).is_dir()]
+        store.merge(Store(options.artifacts / "sweep.json").cells)
+    digests = {name: digest_of(name) for name in (*backends, "pytorch")}
+    if options.fresh:
+        wanted = {(pair.architecture, pair.task) for pair in chosen}
+        store.cells = {
+            key: cell
+            for key, cell in store.cells.items()
+            if (cell.architecture, cell.task) not in wanted or cell.backend not in (*backends, "pytorch")
+        }
+    store.about = _joined(store.about, about(backends))
+    _warm_up()
+    with _progress(len(chosen), ", ".join(backends)) as advance:
+        running.run(
+            chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
+            sweep=sweep,
+        )  # fmt: skip
+    return _finish(options, ())
+
+
+def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    """Write what a machine with a GPU needs; what was refused is a cell in a file beside it."""
+    from . import gpu, running
+    from .cells import GPU
+    from .store import Store, digest_of
+
+    _warm_up()
+    root: Path = options.export_to
+    store = Store(root / "sweep.json")
+    digests = {name: digest_of(name) for name in (GPU, "pytorch")}
+    with _progress(len(chosen), "exporting") as advance:
+        running.run(
+            chosen, [GPU], store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
+            sweep=functools.partial(gpu.export_for_gpu, root),
+        )  # fmt: skip
+    made = [gpu.folder_of(root, pair) for pair in chosen if gpu.folder_of(root, pair).is_dir()]
+    ready = sum((folder / "O4").is_dir() for folder in made)
+    print(
+        f"{len(made)} of {len(chosen)} pairs are in {root}; {len(made) - ready} of them are still to be optimized there."
+    )
+    return 0
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Versions of backends that were not swept now stay as they were."""
+    return {**old, **new, "versions": {**old.get("versions", {}), **new["versions"]}}
+
+
+def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
+    from . import running
+    from .cells import sweep_pair
+    from .store import Store, digest_of
+
+    store = Store()
+    with _progress(len(chosen), "building") as advance:
+        running.run(
+            chosen, [], store, digests={"pytorch": digest_of("pytorch")}, jobs=options.jobs,
+            limit_s=options.limit_seconds, advance=advance, sweep=sweep_pair,
+        )  # fmt: skip
+    for cell in sorted(store.cells.values(), key=lambda one: (one.task, one.architecture)):
+        print(f"{cell.architecture}/{cell.task}: {cell.reason}")
+    print(f"{len(chosen) - len(store.cells)} of {len(chosen)} small models were built and answer.")
+    return 0
+
+
+def _progress(total: int, what: str) -> Any:
+    from contextlib import contextmanager
+
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    @contextmanager
+    def shown() -> Any:
+        bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (*bars, TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda pair: bar.update(task, advance=1, description=f"{what}: {pair.name}")
+
+    return shown()
+
+
+def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
+    from .cells import FAILED, NOT_BUILT, OK, REFUSED, WRONG
+    from .page import capturable, counts, page, share
+    from .store import Store
+
+    store = Store(options.json)
+    for path in others:
+        other = Store(path)
+        store.merge(other.cells)
+        store.about = _joined(store.about, other.about)
+    if others:
+        store.write()
+    cells = store.cells.values()
+    options.page.write_text(page(cells, store.about), encoding="utf-8")
+    found, able = counts(cells), capturable(cells)
+    print(", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
+    print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
+    for cell in cells:
+        if cell.status == WRONG:
+            print(f"WRONG {cell.key}: {cell.reason}", file=sys.stderr)
+    return 1 if found[WRONG] else 0
+
+
+def _stop(*_: object) -> None:
+    """What is known is written and the processes are ended on the way out, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

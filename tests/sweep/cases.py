@@ -1,0 +1,79 @@
+"""Which architectures are swept for which tasks: transformers' own tables, asked by the tasks that accel has."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from accel.tasks.infer import all_tasks, task_spec
+
+# A task that is another one with pooling behind it, and the one without any architecture.
+_NOT_SWEPT = ("sentence-similarity", "custom")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pair:
+    """One architecture doing one task.
+
+    Attributes:
+        architecture: transformers' `model_type`.
+        task: The task's name.
+        model: Name of the transformers class.
+    """
+
+    architecture: str
+    task: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        """What `--only` matches, and what keys start with."""
+        return f"{self.architecture}/{self.task}"
+
+
+def pairs(tasks: Sequence[str] = (), only: Sequence[str] = ()) -> list[Pair]:
+    """All pairs, or those of some tasks, or those whose name or architecture matches a pattern.
+
+    Raises:
+        TaskError: A task that accel does not have.
+    """
+    wanted = {task_spec(task).name for task in tasks}
+    found = [pair for pair in _all_pairs() if not wanted or pair.task in wanted]
+    if only:
+        found = [
+            pair
+            for pair in found
+            if any(fnmatch.fnmatchcase(word, pattern) for word in (pair.name, pair.architecture) for pattern in only)
+        ]
+    return found
+
+
+def _all_pairs() -> Iterable[Pair]:
+    for spec in all_tasks():
+        if spec.name in _NOT_SWEPT or not spec.auto_model:
+            continue
+        for architecture, model in sorted(_table(spec.auto_model).items()):
+            if spec.embeds and architecture not in _encoders_of_text():
+                continue
+            if spec.generates and "image" in spec.modalities:
+                # One table for captions (an encoder-decoder of images) and for prompts that hold images.
+                captions = model == "VisionEncoderDecoderModel"
+                if captions != (spec.name == "image-to-text"):
+                    continue
+            yield Pair(architecture, spec.name, model)
+
+
+def _table(auto_model: str) -> dict[str, str]:
+    """Class by model type, as transformers' auto class has them; the first where there are several."""
+    # The table of names, before anything is imported: transformers keeps no public way to it.
+    table = getattr(transformers, auto_model)._model_mapping._model_mapping
+    return {key: value if isinstance(value, str) else value[0] for key, value in table.items()}
+
+
+def _encoders_of_text() -> set[str]:
+    """Those whose hidden states are their product; every decoder has hidden states, too, and another task already."""
+    return {*modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}

@@ -1,0 +1,308 @@
+"""One pair through one backend: a cell for each stage, with a measured difference or the reason of its refusal."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.backends import registry
+from accel.chatter import quiet
+from accel.errors import AccelError
+from accel.stages.quantize_once import quantize
+from accel.tasks.infer import task_spec
+from accel.tasks.spec import load
+
+from .building import NotBuilt, build
+from .cases import Pair
+from .questions import Question, Tensors, answers, difference, prompts, questions
+
+EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, BUILD = "export", "O2", "int8", "O4", "generate", "build"
+STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE)
+PYTORCH, GPU = "pytorch", "cuda"
+TOLERANCES = {EXPORT: 1e-3, OPTIMIZE: 1e-3, QUANTIZE: 0.35, GENERATE: 0.0}
+"""Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; the rest is room for models
+whose random weights let that grow. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
+NEW_TOKENS = 8
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 1}
+"""Greedy, and no token twice: models of random weights come to repeat one, and that hides a wrong cache."""
+# Logits of two tokens this close, relative to the largest, may be told apart either way.
+_TIE = 1e-3
+
+OK, WRONG, REFUSED, FAILED, NOT_BUILT, NONE = "ok", "wrong", "refused", "failed", "not built", "none"
+STATUSES = (WRONG, FAILED, REFUSED, OK, NOT_BUILT, NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one stage of one backend made of one pair.
+
+    Attributes:
+        architecture, task, backend, stage: What it is about; the backend of a model that was not built is `pytorch`.
+        status: `ok`; `wrong`: it ran and differs; `refused`: the library said why not; `failed`: it ended in another
+            way, by a time limit or a crash; `not built`: there is no model to try; `none`: the backend has no such stage.
+        difference: Relative to the largest value that PyTorch answers.
+        reason: Why it is not `ok`, in one line.
+        upstream: Whether transformers' own exporters capture the model, where that was tried.
+        seconds: It took.
+        digest: Of the code and the versions that it was made with.
+    """
+
+    architecture: str
+    task: str
+    backend: str
+    stage: str
+    status: str
+    difference: float | None = None
+    reason: str = ""
+    upstream: bool | None = None
+    seconds: float = 0.0
+    digest: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is about in one word."""
+        return "/".join((self.architecture, self.task, self.backend, self.stage))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is kept: no empty fields."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+
+Report = Callable[[Cell], None]
+Announce = Callable[[str, str], None]
+
+
+def stages_of(task: str, backend: str = "cpu") -> tuple[str, ...]:
+    """The stages that a task's models go through on a backend."""
+    if backend == GPU:
+        return (HALF, GENERATE) if task == "text-generation" else (HALF,)
+    plain = (EXPORT, OPTIMIZE, QUANTIZE)
+    return (*plain, GENERATE) if task_spec(task).generates else plain
+
+
+def wanted(task: str, backends: Sequence[str]) -> set[tuple[str, str]]:
+    """The backends and stages that a task's models go through."""
+    return {(backend, stage) for backend in backends for stage in stages_of(task, backend)}
+
+
+def sweep_pair(
+    pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Take a pair through every stage of every backend.
+
+    Args:
+        pair: What to try.
+        backends: Names of backends.
+        report: Called with each cell as soon as it is known.
+        announce: Called with the backend and the stage that begins.
+        skip: Backends and stages that are known already.
+    """
+    announce(PYTORCH, BUILD)
+    started = time.perf_counter()
+    try:
+        model = build(pair)
+        asked = questions(pair, model)
+    except NotBuilt as error:
+        report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
+        return
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        # A folder, as users have them. Its config says what the model generates with, too.
+        source: Path | None = Path(folder) / "model"
+        try:
+            with quiet():
+                model.save_pretrained(source)
+        # Foreign code; a model that cannot be saved is exported from memory.
+        except Exception:  # noqa: BLE001
+            source = None
+        exports: dict[str, Artifact] = {}
+        for backend in backends:
+            if not wanted(pair.task, [backend]) <= set(skip):
+                _Run(pair, backend, model, source, asked, Path(folder), exports, report, announce, skip).all_stages()
+
+
+def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
+    """A cell of a pair that took from `started` until now."""
+    seconds = round(time.perf_counter() - started, 1)
+    return Cell(
+        architecture=pair.architecture, task=pair.task, backend=backend, stage=stage, status=status, seconds=seconds, **rest
+    )  # fmt: skip
+
+
+# Graphs lie in temporary folders, whose names say nothing and differ each time.
+_TEMPORARY = re.compile(r"/\S*sweep-\w+(?:/[\w.+-]+)*/([\w.+-]+)")
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line, without the names of temporary folders."""
+    text = error.message if isinstance(error, AccelError) else str(error)
+    line = f"{type(error).__name__}: {' '.join(text.split())}"
+    return _TEMPORARY.sub(r"\1", line)[:400]
+
+
+class _Run:
+    """A pair on its way through one backend."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        backend: str,
+        model: Any,
+        source: Path | None,
+        asked: list[Question],
+        folder: Path,
+        exports: dict[str, Artifact],
+        report: Report,
+        announce: Announce,
+        skip: Sequence[tuple[str, str]],
+    ) -> None:
+        self.pair, self.backend, self.model, self.asked = pair, backend, model, asked
+        self.source = source
+        self.folder, self.exports, self.report, self.announce = folder, exports, report, announce
+        self.skip = set(skip)
+
+    def all_stages(self) -> None:
+        """Export; then each stage that starts from the export."""
+        exports, backend = self.exports, self.backend
+
+        def export() -> float:
+            out = self.folder / f"{backend}-export"
+            exports[backend] = accel.export(self.source or self.model, out, task=self.pair.task, backend=backend)
+            return self._difference(exports[backend])
+
+        why = self._stage(EXPORT, export)
+        steps: dict[str, Callable[[], float]] = {
+            OPTIMIZE: lambda: self._difference(self._optimized()),
+            QUANTIZE: lambda: self._difference(self._quantized(exports[backend])),
+            GENERATE: lambda: self._tokens(exports[backend]),
+        }
+        for stage in stages_of(self.pair.task)[1:]:
+            if backend in exports:
+                self._stage(stage, steps[stage])
+            elif (self.backend, stage) not in self.skip:
+                started = time.perf_counter()
+                self.report(cell_of(self.pair, self.backend, stage, REFUSED, started, reason=why))
+
+    def _stage(self, stage: str, measure: Callable[[], float]) -> str:
+        """Measure one cell; returns the reason where it is not green."""
+        if (self.backend, stage) in self.skip and stage != EXPORT:
+            return ""
+        self.announce(self.backend, stage)
+        started = time.perf_counter()
+        status, reason, apart, upstream = OK, "", None, None
+        try:
+            apart = measure()
+            limit = TOLERANCES[stage]
+            if not apart <= limit:
+                status, reason = WRONG, f"differs by {apart:.2g} of the largest value, more than {limit:g}"
+                if stage == GENERATE:
+                    reason = f"{apart:.0f} tokens of {2 * NEW_TOKENS} are not transformers' own"
+        except _NoStage as error:
+            status, reason = NONE, str(error)
+        except AccelError as error:
+            status, reason = REFUSED, reason_of(error)
+        # Whatever else comes out of it is a finding about the library.
+        except Exception as error:  # noqa: BLE001
+            status, reason = FAILED, reason_of(error)
+        if stage == EXPORT:
+            upstream = True if apart is not None else captured_upstream(self.pair, self.model, self.asked[0].inputs)
+        kept = apart if apart is None or math.isfinite(apart) else None
+        self.report(
+            cell_of(
+                self.pair, self.backend, stage, status, started,
+                difference=None if kept is None else float(f"{kept:.2g}"), reason=reason, upstream=upstream,
+            )
+        )  # fmt: skip
+        return reason
+
+    def _open(self, artifact: Artifact) -> Any:
+        return load(task_spec(self.pair.task).model)(artifact, backend=self.backend)
+
+    def _difference(self, artifact: Artifact) -> float:
+        opened = self._open(artifact)
+        try:
+            return max(difference(question, answers(opened, question.inputs)) for question in self.asked)
+        finally:
+            for session in opened.sessions.values():
+                session.close()
+
+    def _optimized(self) -> Artifact:
+        """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
+        spec = registry.describe(self.backend)
+        able = spec.capability("optimize")
+        parent = next((one for one in self.exports.values() if able and one.format == able.consumes), None)
+        if parent is None:
+            raise _NoStage(f"{self.backend} optimizes no graph that was exported")
+        return accel.optimize(parent, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
+
+    def _quantized(self, artifact: Artifact) -> Artifact:
+        generates = task_spec(self.pair.task).generates
+        scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if generates else "static-int8"
+        names = {spec.name for spec in artifact.components[0].inputs}
+        batches = [{n: t for n, t in question.inputs.items() if n in names} for question in self.asked]
+        calibration = batches if scheme == "static-int8" else None
+        out = self.folder / f"{self.backend}-int8"
+        return quantize(artifact, out, backend=self.backend, scheme=scheme, calibration=calibration)
+
+    def _tokens(self, artifact: Artifact) -> float:
+        """How many tokens differ from transformers' own, with a cache and without."""
+        opened = self._open(artifact)
+        opened.generation_config = copy.deepcopy(self.model.generation_config)
+        inputs = prompts(self.pair, self.model)
+        expected = self.model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+        worst = 0
+        for use_cache in (True, False):
+            found = opened.generate(**inputs, **GREEDY, use_cache=use_cache)
+            worst = max(worst, mistaken(found, expected))
+        return float(worst)
+
+
+class _NoStage(Exception):  # noqa: N818  # no failure
+    """The backend has no such stage."""
+
+
+def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
+    """How many of the new tokens differ, up to where two were as likely as each other in PyTorch itself."""
+    count = len(expected.logits)
+    wanted, have = expected.sequences[:, -count:], found[:, -count:]
+    if wanted.shape != have.shape:
+        return int(wanted.numel())
+    found = found.to(expected.sequences.device)
+    count_of_mistaken = 0
+    for row in range(wanted.shape[0]):
+        for step in range(count):
+            if wanted[row, step] == have[row, step]:
+                continue
+            logits = expected.logits[step][row].float()
+            gap = float(logits[wanted[row, step]] - logits[have[row, step]]) / max(float(logits.abs().max()), 1e-6)
+            if gap > tie:
+                count_of_mistaken += int((wanted[row, step:] != have[row, step:]).sum())
+            break
+    return count_of_mistaken
+
+
+def captured_upstream(pair: Pair, model: Any, inputs: Tensors) -> bool:
+    """Whether transformers' own exporter captures the model, with any sizes: the sizes of these inputs at the least."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    config = OnnxConfig(dynamic=True)
+    try:
+        with quiet():
+            if task_spec(pair.task).generates:
+                OnnxExporter().export_for_generation(model, prompts(pair, model), config)
+            else:
+                OnnxExporter().export(model, dict(inputs), config)
+    # Foreign code that traces foreign code.
+    except Exception:  # noqa: BLE001
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""What a model is asked: inputs of several shapes and paddings, and which of the answers count.
+
+They are made here and not by the library's own sampler, which is among what is swept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.models.auto import modeling_auto
+
+from accel.tasks.infer import task_spec
+
+from .building import NotBuilt, first_line
+from .cases import Pair
+from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, PAD
+
+Tensors = dict[str, torch.Tensor]
+CHOICES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Inputs and PyTorch's answer to them.
+
+    Attributes:
+        name: Shape and padding, for reasons: `3x12 right`.
+        inputs: By name.
+        expected: PyTorch's outputs by name, in float32.
+        real: `(batch, sequence)` boolean, the positions that are no padding; `None` where nothing is padded.
+    """
+
+    name: str
+    inputs: Tensors
+    expected: Tensors
+    real: torch.Tensor | None = None
+
+
+# Batch, sequence, padding. The trace's own sample is 2x5, or 2x3 behind a cache.
+_SHAPES = ((1, 7, "none"), (3, 12, "right"), (2, 33, "right"), (3, 9, "left"))
+
+
+def questions(pair: Pair, model: Any) -> list[Question]:
+    """Inputs of several shapes for a model, with its answers.
+
+    Raises:
+        NotBuilt: It does not answer, or not with numbers.
+    """
+    found = []
+    for seed, (batch, sequence, padding) in enumerate(_SHAPES):
+        if padding == "left" and not is_decoder(pair):
+            continue
+        inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
+        try:
+            expected = answers(model, inputs)
+        # Foreign model code, which may raise anything.
+        except Exception as error:
+            raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
+        if not expected:
+            raise NotBuilt("answers with no tensor")
+        question = Question(f"{batch}x{sequence} {padding}", inputs, expected, real)
+        for name, value in expected.items():
+            if not bool(counted(question, value).isfinite().all()):
+                raise NotBuilt(f"{name} is not finite in PyTorch with these weights")
+        found.append(question)
+    return found
+
+
+def is_decoder(pair: Pair) -> bool:
+    """Whether users pad its prompts on the left."""
+    return pair.task == "text-generation" or (
+        pair.architecture in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and pair.architecture not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and not _reads_both_ways(pair)
+    )
+
+
+def _reads_both_ways(pair: Pair) -> bool:
+    return pair.architecture in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+
+@torch.inference_mode()
+def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
+    """What a model, PyTorch's or ours, answers: floating-point tensors by name."""
+    result = model(**inputs)
+    return {
+        name: value.detach().float().cpu()
+        for name, value in result.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+
+
+def counted(question: Question, value: torch.Tensor) -> torch.Tensor:
+    """The part of an answer that stands at real positions, or all of it where it has none."""
+    real = question.real
+    return value[real] if real is not None and value.ndim >= 2 and value.shape[:2] == real.shape else value
+
+
+def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
+    """Largest absolute difference over the largest absolute expected value, at real positions.
+
+    Outputs of ours are matched by name; an answer without the one that the task is about is infinitely different.
+    """
+    shared = [name for name in question.expected if name in found and not name.startswith("encoder_")]
+    wanted = [name for name in question.expected if name in _MAIN] or list(question.expected)[:1]
+    if not set(wanted) <= set(shared):
+        return float("inf")
+    worst = 0.0
+    for name in shared:
+        a, b = counted(question, found[name]), counted(question, question.expected[name])
+        if a.shape != b.shape:
+            return float("inf")
+        apart = float((a - b).abs().nan_to_num(nan=float("inf")).max()) if b.numel() else 0.0
+        worst = max(worst, apart / max(float(b.abs().max()) if b.numel() else 0.0, 1e-6))
+    return worst
+
+
+_MAIN = ("logits", "start_logits", "end_logits", "last_hidden_state")
+
+
+def prompts(pair: Pair, model: Any) -> Tensors:
+    """A batch of two prompts of unequal lengths, for `generate`."""
+    padding = "left" if is_decoder(pair) or pair.task == "image-text-to-text" else "right"
+    inputs, _ = make_inputs(pair, model, 2, 9, padding, seed=5)
+    return {name: value for name, value in inputs.items() if not name.startswith(("decoder_", "position_"))}
+
+
+def make_inputs(
+    pair: Pair, model: Any, batch: int, sequence: int, padding: str, seed: int
+) -> tuple[Tensors, torch.Tensor | None]:
+    """Inputs of a shape, and which positions are no padding (`None` where nothing is padded).
+
+    Raises:
+        NotBuilt: The model reads something else.
+    """
+    draw = torch.Generator().manual_seed(100 + seed)
+    parameters = inspect.signature(model.forward).parameters
+    config = model.config
+    main = model.main_input_name
+    spec = task_spec(pair.task)
+    real: torch.Tensor | None = None
+    if main == "input_ids":
+        shape = (batch, CHOICES, sequence) if spec.name == "multiple-choice" else (batch, sequence)
+        inputs, mask = _text(config, shape, padding, draw, parameters)
+        if spec.generates and "position_ids" in parameters and "attention_mask" in parameters:
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if "image" in spec.modalities:
+            _put_images(model, inputs, draw)
+        # An encoder-decoder's answers stand behind the decoder's tokens, which are not padded.
+        real = mask.bool() if len(shape) == 2 and not (spec.generates and config.is_encoder_decoder) else None
+    elif main == "pixel_values":
+        inputs = {"pixel_values": torch.randn((batch, *_image_shape(config)), generator=draw)}
+    elif main == "input_features":
+        inputs = {"input_features": torch.randn((batch, *_feature_shape(config, sequence)), generator=draw)}
+    elif main == "input_values":
+        inputs = {"input_values": torch.randn((batch, *_sound_shape(config, sequence)), generator=draw)}
+    else:
+        raise NotBuilt(f"reads {main}, which the sweep makes no inputs of")
+    if spec.generates and config.is_encoder_decoder:
+        ids = torch.randint(FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, (batch, 4), generator=draw)
+        ids[:, 0] = BEGIN
+        inputs["decoder_input_ids"] = ids
+    return inputs, real
+
+
+def _text(
+    config: Any, shape: tuple[int, ...], padding: str, draw: torch.Generator, parameters: Mapping[str, Any]
+) -> tuple[Tensors, torch.Tensor]:
+    ids = torch.randint(FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, shape, generator=draw)
+    mask = torch.ones_like(ids)
+    length = shape[-1]
+    rows, masks = ids.view(-1, length), mask.view(-1, length)
+    pad = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else PAD
+    for row in range(1, len(rows)) if padding != "none" and "attention_mask" in parameters else ():
+        hidden = length // 3 if row % 2 else length // 2
+        place = slice(length - hidden, length) if padding == "right" else slice(0, hidden)
+        rows[row, place], masks[row, place] = pad, 0
+    if config.is_encoder_decoder:
+        # BART's classifier reads the end token, of which every row must hold one.
+        said = getattr(config, "eos_token_id", None)
+        end = said if isinstance(said, int) else END
+        rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
+    inputs = {"input_ids": ids}
+    if "attention_mask" in parameters:
+        inputs["attention_mask"] = mask
+    if (
+        "token_type_ids" in parameters
+        and (getattr(config, "type_vocab_size", None) or 0) > 1
+        and "labels" in parameters
+    ):
+        inputs["token_type_ids"] = torch.randint(0, 2, shape, generator=draw)
+    return inputs, mask
+
+
+def _image_shape(config: Any) -> tuple[int, int, int]:
+    part = getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
+    size = getattr(part, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+    return int(getattr(part, "num_channels", 3) or 3), int(height), int(width)
+
+
+def _feature_shape(config: Any, length: int) -> tuple[int, int]:
+    """Whisper's window has one length, with the frames behind the bins; elsewhere frames come first, any number."""
+    positions = getattr(config, "max_source_positions", None)
+    bins = getattr(config, "num_mel_bins", None)
+    if bins is not None and positions is not None and not hasattr(config, "input_feat_per_channel"):
+        return int(bins), 2 * int(positions)
+    part = getattr(config, "encoder_config", None) or config
+    for name in ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "input_dim"):
+        if isinstance(getattr(part, name, None), int):
+            return 8 * length, int(getattr(part, name))
+    return 8 * length, 80
+
+
+def _sound_shape(config: Any, length: int) -> tuple[int, ...]:
+    """Half a second of samples and more; a fixed window of frames for what reads spectrograms."""
+    if isinstance(getattr(config, "num_mel_bins", None), int) and isinstance(getattr(config, "max_length", None), int):
+        return int(config.max_length), int(config.num_mel_bins)
+    return (8000 + 200 * length,)
+
+
+def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
+    """An image a row: its placeholders behind the first real tokens of the prompt."""
+    config = model.config
+    token = getattr(config, "image_token_id", None)
+    if token is None:
+        token = getattr(config, "image_token_index", None)
+    if not isinstance(token, int):
+        raise NotBuilt("says no image token")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    batch = ids.shape[0]
+    pixels = torch.randn((batch, *_image_shape(config)), generator=draw)
+    try:
+        with torch.inference_mode():
+            features = model.get_image_features(pixel_values=pixels[:1])
+        features = getattr(features, "pooler_output", features)
+        features = features[0] if isinstance(features, list | tuple) else features
+        count = features.numel() // features.shape[-1]
+    # Foreign model code: many models take images in forms of their own.
+    except Exception as error:
+        raise NotBuilt(f"takes images in another form than pixel_values alone: {first_line(error)}") from error
+    placed = torch.full((batch, count), token)
+    inputs["input_ids"] = torch.cat([ids[:, :-2], placed, ids[:, -2:]], dim=1)
+    inputs["attention_mask"] = torch.cat([mask[:, :-2], torch.ones_like(placed), mask[:, -2:]], dim=1)
+    inputs["pixel_values"] = pixels
+    inputs.pop("position_ids", None)
