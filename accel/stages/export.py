@@ -141,6 +141,8 @@ def export_resolved(
         # Configs and tokenizers first: the exporter may want to read them, and never overwrites its own files.
         if source.folder is not None:
             copy_companions(source.folder, folder)
+        else:
+            _write_configs(source, folder)
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
@@ -157,6 +159,16 @@ def export_resolved(
     progress.report("exported", 4, 4)
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
     return Artifact(out, artifact.manifest)
+
+
+def _write_configs(source: capture.Source, folder: Path) -> None:
+    """The configs of a model that comes from memory; a folder's are copied."""
+    inner = getattr(source.model, "model", None)
+    generation: Any = getattr(source.model, "generation_config", getattr(inner, "generation_config", None))
+    with capture.quiet():
+        for settings in (source.config, generation):
+            if hasattr(settings, "save_pretrained"):
+                settings.save_pretrained(folder)
 
 
 def load_source(

@@ -79,10 +79,6 @@ class OnnxExporter:
             models[file] = model
             components.append(_component(part, model, file, drop_unused_inputs(model)))
         beside = save_graphs(models, out)
-        with quiet():
-            for settings in (parts[0].config, getattr(parts[0].model.model, "generation_config", None)):
-                if settings is not None:
-                    settings.save_pretrained(out)
         written = with_files(out, components, [[component.file, *beside] for component in components])
         return written, model.opset_imports.get("")
 
