@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from .._version import __version__
-from ..errors import AccelError, ConfigError, UnknownBackendError
+from ..errors import AccelError
+from .exit_codes import INTERRUPTED, exit_code
 
 app = typer.Typer(
     name="accel",
@@ -55,7 +56,7 @@ def emit(result: Any, as_json: bool, text: str) -> None:
 
 @contextlib.contextmanager
 def command(as_json: bool, verbose: bool) -> Iterator[None]:
-    """Progress on stderr, log level, and errors as exit codes: 2 for a wrong option, 1 for the rest."""
+    """Progress on stderr, log level, and errors as exit codes."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("accel").setLevel(logging.DEBUG if verbose else logging.WARNING)
     try:
@@ -68,11 +69,10 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
             sys.stderr.write(f"Error: {error}\n")
         if verbose:
             raise
-        code = 2 if isinstance(error, ConfigError | UnknownBackendError) else 1
-        raise typer.Exit(code) from error
+        raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; nothing was left half-written.\n")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextlib.contextmanager

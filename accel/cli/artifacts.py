@@ -9,6 +9,7 @@ import typer
 
 from ..errors import ConfigError
 from .application import app, columns_of, command, emit, pairs_of
+from .exit_codes import FAILED
 from .options import (
     Artifact,
     Atol,
@@ -112,7 +113,7 @@ def validate(
             lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
         emit(result, as_json, "\n".join(lines))
         if not result.passed:
-            raise typer.Exit(1)
+            raise typer.Exit(FAILED)
 
 
 @app.command(epilog="Example: accel optimize out/ out-o2/ --level O2")
@@ -331,4 +332,4 @@ def convert(
             f"{', '.join(found.artifacts)}, benchmark.json, report.html",
         )  # fmt: skip
         if found.failed or any(variant.error for variant in found.benchmark.variants):
-            raise typer.Exit(1)
+            raise typer.Exit(FAILED)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .application import app, command, emit, print_line
+from .exit_codes import FAILED
 from .options import Json, Verbose
 
 cache_app = typer.Typer(
@@ -45,7 +46,7 @@ def doctor(as_json: Json = False, verbose: Verbose = False) -> None:
             for problem in problems:
                 print_line(f"\nConflict: {problem.message}. Fix: {problem.remedy}")
         if not any(status.available for status in backends) or problems:
-            raise typer.Exit(1)
+            raise typer.Exit(FAILED)
 
 
 @app.command(epilog="Example: accel demo --out demo-out/")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .application import app, columns_of, command, emit
+from .exit_codes import FAILED
 from .options import (
     Atol,
     Backend,
@@ -163,7 +164,7 @@ def benchmark(
             write_png(values, png)
         emit(values, as_json, "" if as_json else f"{found}\n\n{text_table(values)}")
         if any(variant.error for variant in found.variants):
-            raise typer.Exit(1)
+            raise typer.Exit(FAILED)
 
 
 @app.command(epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
