@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .._version import __version__
-from ..errors import AccelError
+from ..errors import AccelError, ConfigError
 from .exit_codes import INTERRUPTED, exit_code
 
 app = typer.Typer(
