@@ -55,6 +55,8 @@ def verify(folder: Path, record: FileRecord) -> None:
         stat = path.stat()
     except OSError as error:
         raise IntegrityError(f"{path} is missing.", fix=remedy) from error
+    if not _inside(path, folder):
+        raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=remedy)
     if stat.st_size != record.bytes:
         raise IntegrityError(
             f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=remedy
@@ -68,6 +70,15 @@ def verify(folder: Path, record: FileRecord) -> None:
             f"{path} has checksum {found[:12]}… instead of {record.sha256[:12]}…: changed.", fix=remedy
         )
     remember(_VERIFIED, key, found)
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    """Whether a file is within its folder; a file of a Hub snapshot may also be a link into the repository's own blobs."""
+    real, root = path.resolve(), folder.resolve()
+    if real.is_relative_to(root):
+        return True
+    snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
+    return snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
 
 
 def recall(name: str) -> dict[str, Any]:

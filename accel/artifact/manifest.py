@@ -281,11 +281,15 @@ class Artifact:
         """Compare every graph file with its checksum.
 
         Raises:
-            IntegrityError: The first file that differs, by name.
+            IntegrityError: The first file that differs, by name; a graph without a checksum, or outside of the folder.
         """
         for component in self.components:
             for record in component.files:
                 verify(self.path, record)
+            if component.file not in {record.name for record in component.files}:
+                raise IntegrityError(
+                    f"The manifest of {self.path} has no checksum of {component.file!r}.", fix="make the artifact again."
+                )
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest) -> Artifact:

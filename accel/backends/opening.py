@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ..artifact.manifest import Artifact, RunRecord
-from ..config import SessionOptions
+from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from . import registry
 from .buckets import BucketedSession
@@ -15,6 +15,9 @@ from .interfaces import Session
 from .specs import BackendSpec, DeviceSpec
 
 logger = logging.getLogger(__name__)
+
+# Of `SessionOptions`, what an artifact's manifest may set; threads within the machine.
+_RECORDED = ("threads", "inter_op_threads", "compute_dtype", "buckets", "graph_optimization", "spinning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ def open_artifact(
 
     Raises:
         BackendUnavailableError: Nothing here runs it; the message is the table of everything considered.
-        ConfigError: An option that the backend does not have.
+        ConfigError: An option that the backend does not have, or one that a manifest may not set.
         SessionError: The runtime refused the graph.
     """
     given = settings or RunSettings()
@@ -81,10 +84,10 @@ def open_artifact(
     )
     options = given.options
     if options is None:
-        options = SessionOptions.from_dict(run.session) if run else SessionOptions()
+        options = _recorded_options(run, artifact) if run else SessionOptions()
     provider_options = given.provider_options
     if provider_options is None:
-        provider_options = run.provider_options if run else {}
+        provider_options = _recorded_provider_options(run, spec, artifact) if run else {}
     if run is not None and options.compute_dtype not in (None, artifact.dtype):
         logger.warning(
             "%s computes in %s, as it was measured (%s). Pass session_options=SessionOptions(compute_dtype=%r) to change it.",
@@ -114,3 +117,38 @@ def open_artifact(
 
 def _measured_device(run: RunRecord | None) -> DeviceSpec | None:
     return DeviceSpec.parse(run.device) if run else None
+
+
+def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
+    """How an artifact was measured to run best, on this machine's processors.
+
+    An artifact may come from anybody: of its manifest only what cannot write a file, load a library or take the machine is
+    followed.
+
+    Raises:
+        ConfigError: It sets something else.
+    """
+    recorded = SessionOptions.from_dict(run.session)
+    default = SessionOptions()
+    for field in fields(SessionOptions):
+        value = getattr(recorded, field.name)
+        if field.name not in _RECORDED and value != getattr(default, field.name):
+            raise _not_from_a_manifest(artifact, f"session.{field.name}", value)
+    most = available_processors()
+    threads = None if recorded.threads is None else min(recorded.threads, most)
+    return replace(recorded, threads=threads, inter_op_threads=min(recorded.inter_op_threads, most))
+
+
+def _recorded_provider_options(run: RunRecord, spec: BackendSpec, artifact: Artifact) -> Mapping[str, object]:
+    for name, value in run.provider_options.items():
+        if name not in spec.recorded_options:
+            raise _not_from_a_manifest(artifact, f"provider_options.{name}", value)
+    return run.provider_options
+
+
+def _not_from_a_manifest(artifact: Artifact, name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"The manifest of {artifact.path} sets run.{name} = {str(value)[:200]!r}, which a manifest may not.",
+        fix="if you trust it, pass that option yourself (session_options=..., provider_options=...); "
+        "session_options=SessionOptions() runs the artifact without what it recorded.",
+    )

@@ -164,6 +164,8 @@ class BackendSpec:
         distributions: Those whose versions decide what it makes, for manifests and `accel doctor`.
         conflicts: Pairs of distributions that cannot be installed together.
         native_options: The runtime's own class of session options, which users may pass instead of ours: `library.Class`.
+        recorded_options: Provider options that an artifact may bring in its manifest: they name no file, load no library and
+            take no memory. Others a manifest cannot set.
     """
 
     name: str
@@ -180,6 +182,7 @@ class BackendSpec:
     distributions: tuple[str, ...] = ()
     conflicts: tuple[tuple[str, str], ...] = ()
     native_options: str = ""
+    recorded_options: tuple[str, ...] = ()
 
     def capability(
         self, stage: Stage, format: str | None = None, *, produces: str | None = None, task: str | None = None

@@ -17,6 +17,7 @@ SPEC = BackendSpec(
     distributions=("onnxruntime-gpu",),
     conflicts=(("onnxruntime", "onnxruntime-gpu"),),
     native_options="onnxruntime.SessionOptions",
+    recorded_options=("cuda_graphs", "packing", "padding"),
     capabilities=(
         Capability(
             stage="optimize",

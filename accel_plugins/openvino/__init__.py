@@ -25,6 +25,7 @@ SPEC = BackendSpec(
     aliases=("OpenVINOExecutionProvider", "ov"),
     distributions=("openvino", "nncf"),
     layouts=("openvino_model*.xml",),
+    recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),

@@ -15,6 +15,7 @@ SPEC = BackendSpec(
     requires=("torch", "transformers"),
     aliases=("torch", "eager"),
     distributions=("torch", "transformers"),
+    recorded_options=("compile", "cuda_graph"),
     capabilities=(
         Capability(stage="export", produces=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS),
         Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True),

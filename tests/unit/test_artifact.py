@@ -126,6 +126,43 @@ def test_manifests_that_are_not_understood(artifact: Artifact, change: dict[str,
         Artifact.load(artifact.path)
 
 
+@pytest.mark.parametrize("change", [{"file": "../other/model.onnx"}, {"files": []}, {"file": "/etc/hostname"}])
+def test_every_graph_is_recorded(artifact: Artifact, change: dict[str, object]) -> None:
+    written = json.loads((artifact.path / "accel.json").read_text())
+    written["components"][0] |= change
+    (artifact.path / "accel.json").write_text(json.dumps(written))
+    with pytest.raises(IntegrityError, match="no checksum of"):
+        Artifact.load(artifact.path)
+
+
+def test_links_stay_within_the_folder(artifact: Artifact, tmp_path: Path) -> None:
+    weights = artifact.path / "weights.bin"
+    inside = weights.rename(artifact.path / "blob.bin")
+    weights.symlink_to(inside.name)
+    assert Artifact.load(artifact.path) == artifact
+    inside.rename(tmp_path / "outside.bin")
+    weights.unlink()
+    weights.symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(IntegrityError, match=r"weights.bin is a link to .*outside of the folder"):
+        Artifact.load(artifact.path)
+
+
+def test_snapshots_of_the_hub_are_made_of_links(artifact: Artifact, tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    artifact.path.rename(snapshot)
+    (repository / "blobs").mkdir()
+    (snapshot / "weights.bin").rename(repository / "blobs" / "1f")
+    (snapshot / "weights.bin").symlink_to("../../blobs/1f")
+    assert Artifact.load(snapshot).manifest == artifact.manifest
+    (repository / "blobs" / "1f").rename(tmp_path / "outside.bin")
+    (snapshot / "weights.bin").unlink()
+    (snapshot / "weights.bin").symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(IntegrityError, match="outside of the folder"):
+        Artifact.load(snapshot)
+
+
 def test_not_json(artifact: Artifact) -> None:
     (artifact.path / "accel.json").write_text("{")
     with pytest.raises(IntegrityError, match="accel.json"):

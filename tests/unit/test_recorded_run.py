@@ -1,0 +1,81 @@
+"""A manifest comes from anybody: what it may say about running, and what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.artifact import Artifact, RunRecord
+from accel.backends.opening import RunSettings, open_artifact
+from accel.config import SessionOptions, available_processors
+from accel.errors import ConfigError
+
+
+@pytest.fixture
+def recorded(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Artifact]:
+    """The tiny classifier with a run record."""
+    artifact = tiny_artifact("bert")
+
+    def get(backend: str = "cpu", **run: Any) -> Artifact:
+        return Artifact(artifact.path, replace(artifact.manifest, run=RunRecord(backend=backend, **run)))
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("session", "named"),
+    [
+        (lambda out: {"native": {"optimized_model_filepath": out}}, "session.native"),
+        (lambda _: {"native": {"onnxruntime.SessionOptions": 1}}, "session.native"),
+        (lambda out: {"profile": out}, "session.profile"),
+    ],
+)
+def test_what_writes_files_is_refused(
+    recorded: Callable[..., Artifact], tmp_path: Path, session: Callable[[str], dict[str, Any]], named: str
+) -> None:
+    target = tmp_path / "written"
+    with pytest.raises(ConfigError, match=named):
+        open_artifact(recorded(session=session(str(target))))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("openvino", {"cache_dir": "/tmp/anywhere"}),
+        ("openvino", {"CACHE_DIR": "/tmp/anywhere"}),
+        ("cpu", {"device_id": 3}),
+    ],
+)
+def test_provider_options_that_a_spec_does_not_list_are_refused(
+    recorded: Callable[..., Artifact], backend: str, options: dict[str, Any]
+) -> None:
+    if backend == "openvino":
+        pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
+    with pytest.raises(ConfigError, match=f"provider_options.{next(iter(options))}"):
+        open_artifact(recorded(backend, provider_options=options))
+
+
+def test_threads_stay_within_the_machine(recorded: Callable[..., Artifact]) -> None:
+    opened = open_artifact(recorded(session={"threads": 100_000, "inter_op_threads": 100_000}))
+    assert opened.options.threads == opened.options.inter_op_threads == available_processors()
+    opened.close()
+
+
+def test_what_tune_records_is_followed(recorded: Callable[..., Artifact]) -> None:
+    options = SessionOptions(threads=1, buckets=(8,), spinning=False)
+    opened = open_artifact(recorded(session=options.to_dict()))
+    assert opened.options == options
+    opened.close()
+
+
+def test_the_user_may_set_what_a_manifest_may_not(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
+    artifact = recorded(session={"profile": str(tmp_path / "no")})
+    own = RunSettings(options=SessionOptions(profile=str(tmp_path / "yes")))
+    opened = open_artifact(artifact, own)
+    opened.close()
+    assert not (tmp_path / "no").exists()
