@@ -67,6 +67,10 @@ class JsonConfig:
         hints = get_type_hints(type(self))
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value = getattr(self, item.name)
+            if isinstance(value, list | range) and "tuple" in str(hints[item.name]):
+                # Any sequence will do; frozen settings keep a tuple.
+                value = tuple(value)
+                object.__setattr__(self, item.name, value)
             _check_type(type(self).__name__, item.name, value, hints[item.name])
             _check_choice(type(self).__name__, item.name, value, hints[item.name])
 
@@ -88,7 +92,7 @@ class JsonConfig:
                     f"{cls.__name__} has no setting {key!r}.{did_you_mean(key, known)}",
                     fix=f"use one of {', '.join(known)}.",
                 )
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,7 +288,8 @@ class Artifact:
                 verify(self.path, record)
             if component.file not in {record.name for record in component.files}:
                 raise IntegrityError(
-                    f"The manifest of {self.path} has no checksum of {component.file!r}.", fix="make the artifact again."
+                    f"The manifest of {self.path} has no checksum of {component.file!r}.",
+                    fix="make the artifact again.",
                 )
 
     @classmethod

@@ -300,7 +300,7 @@ class ORTModel:
         have = registry.probe(self._opened.backend).devices
         if any((d.type, d.index) == (spec.type, spec.index) for d in have):
             self._settings = replace(self._settings, device=str(spec))
-            self._close()
+            self.close()
             self._open()
         else:
             logger.warning(
@@ -370,8 +370,17 @@ class ORTModel:
                 _abandoned.append(self._opened)
                 self._open()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Give the runtime's memory back. Calls afterwards raise `SessionClosedError`; closing twice does nothing."""
         self._opened.close()
+
+    def __enter__(self) -> Self:
+        """For `with`, which closes the model at its end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -28,6 +28,7 @@ from accel.errors import (
     IntegrityError,
     OutputFolderError,
     SchemaError,
+    SessionClosedError,
     SessionError,
     TaskError,
     UnknownBackendError,
@@ -279,6 +280,14 @@ def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> No
     logits = model(**INPUTS).logits
     assert logits.shape == (2, 5, 3)
     assert (logits - accel.ORTModelForTokenClassification(artifact)(**INPUTS).logits)[0].abs().max() < 1e-5
+
+
+def test_close(artifact: Artifact) -> None:
+    with Classifier(artifact) as model:
+        assert model(**INPUTS).logits.shape[0] == 2
+    with pytest.raises(SessionClosedError):
+        model(**INPUTS)
+    model.close()
 
 
 # Bad input

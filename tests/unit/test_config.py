@@ -55,6 +55,12 @@ def test_rejects(cls: type, values: dict[str, object], message: str) -> None:
         cls.from_dict(values)  # type: ignore[attr-defined]
 
 
+def test_any_sequence_will_do() -> None:
+    assert SessionOptions(buckets=[16, 32]) == SessionOptions(buckets=(16, 32))  # type: ignore[arg-type]
+    assert SessionOptions(buckets=range(8, 33, 8)).buckets == (8, 16, 24, 32)  # type: ignore[arg-type]
+    assert QuantizeConfig(exclude=["a"]).exclude == ("a",)  # type: ignore[arg-type]
+
+
 def test_every_error_is_ours_and_survives_pickling() -> None:
     found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, AccelError)]
     assert len(found) > 15
