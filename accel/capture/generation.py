@@ -384,7 +384,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
     """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
 
     The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
-    loses or shifts something shows.
+    loses or shifts something shows; `_stepwise` states the one exception.
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
@@ -399,6 +399,9 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         generator = torch.Generator().manual_seed(seed)
         vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
         ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
+        if isinstance(part.model, _CrossDecoder):
+            # M2M100 counts the tokens that are not padding: a padding token among the others moves what is behind it.
+            ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
         mask = torch.ones_like(ids)
         # Padding on the left, in every second row, as batched generation has it.
         padding = min(2, lengths[0] - 1)
@@ -408,7 +411,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
             image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, whole = _whole(source, part, ids, mask, positions, seed, image)
+            fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
         # Foreign model code, which may raise anything.
         except Exception as error:
             raise ExportError(
@@ -478,6 +481,7 @@ def _whole(
     positions: torch.Tensor,
     seed: int,
     image: _Image | None,
+    lengths: tuple[int, ...],
 ) -> tuple[Tensors, torch.Tensor]:
     """What stays the same over the calls, and the logits of the whole sequence."""
     model: Any = source.model
@@ -498,4 +502,32 @@ def _whole(
             fixed[_ENCODER_MASK] = inputs["attention_mask"]
         optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
         logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
+        padded = (mask == 0).any(1)
+        if not optional and bool(padded.any()):
+            logits = logits.clone()
+            logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
         return fixed, logits
+
+
+def _stepwise(
+    model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """The logits of an encoder-decoder in calls of these lengths with transformers' own cache, as `generate` makes them.
+
+    What is expected of rows with a padded prompt, where a decoder is not told its positions: M2M100 counts the tokens of a
+    call that are not padding, but all that are cached, so its own whole and cached calls differ in such rows. Rows without
+    padding are always compared with the whole call.
+    """
+    cache, start, found = None, 0, []
+    for length in lengths:
+        end = start + length
+        output = model(
+            **inputs,
+            decoder_input_ids=ids[:, start:end],
+            decoder_attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, start = output.past_key_values, end
+        found.append(output.logits)
+    return torch.cat(found, dim=1)
