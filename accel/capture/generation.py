@@ -312,25 +312,25 @@ def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
 
 
 def _add_cache(
-    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int]], dtype: str, capacity: int
+    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int, int]], dtype: str, capacity: int
 ) -> None:
     generator = torch.Generator().manual_seed(7)
-    for i, (heads, size) in enumerate(shapes):
-        for what in ("key", "value"):
+    for i, (heads, *kinds) in enumerate(shapes):
+        for what, size in zip(("key", "value"), kinds, strict=True):
             shape = (_BATCH, heads, capacity, size)
             example[f"past_{i}_{what}"] = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
             axes[f"past_{i}_{what}"] = {0: "batch", 2: "capacity"}
 
 
 @torch.inference_mode()
-def _cache_shapes(model: Any) -> list[tuple[int, int]]:
-    """Heads and head size of each cached layer, from a call with two tokens."""
+def _cache_shapes(model: Any) -> list[tuple[int, int, int]]:
+    """Heads and the head sizes of keys and values of each cached layer, from a call with two tokens."""
     with quiet():
         output = model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True)
     return _layer_shapes(model, getattr(output, "past_key_values", None))
 
 
-def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int]]:
+def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int, int]]:
     from transformers.modeling_outputs import BaseModelOutput
 
     output = model(
@@ -341,21 +341,21 @@ def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int]
     return _layer_shapes(model, output.past_key_values.self_attention_cache)
 
 
-def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int]]:
+def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int, int]]:
     layers = getattr(cache, "layers", [])
     kept: list[tuple[Any, Any]] = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
     if not kept or any(
-        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape != values.shape
+        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape[:3] != values.shape[:3]
         for keys, values in kept
     ):
         kinds = sorted({type(layer).__name__ for layer in layers})
         kept_here = ", ".join(kinds) if kinds else "no keys and values (state-space models keep another state)"
         raise ExportError(
-            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values of one shape can be put into a"
-            " graph.",
+            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values can be put into a graph.",
             fix="export it for another task, or run it with transformers.",
         )
-    return [(int(keys.shape[1]), int(keys.shape[3])) for keys, _ in kept]
+    # DeepSeek's latent attention has values of another size than its keys.
+    return [(int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])) for keys, values in kept]
 
 
 def _positions(model: Any) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
-from .samples import pad_id, safe_sizes
+from .samples import image_sizes, pad_id, safe_sizes
 from .source import Source
 from .tracing import first_lines
 from .wrappers import Tensors
@@ -39,7 +39,9 @@ class Case:
 
 
 def reference_cases(source: Source) -> list[Case]:
-    """One and three rows, a sequence shorter and one longer than the sample's, a single token, padding."""
+    """One and three rows, a sequence shorter and one longer than the sample's, a single token, padding; images of other
+    sizes where the graph takes any.
+    """
     long = min(40, source.max_sizes.get("sequence", 40))
     plans = [(1, 3), (3, long), (1, long), (3, 3), (2, 1)]
     axes = {axis for named in source.axes.values() for axis in named.values()}
@@ -51,6 +53,7 @@ def reference_cases(source: Source) -> list[Case]:
             sizes["batch"] = batch
         if "sequence" in axes:
             sizes["sequence"] = sequence
+        sizes |= image_sizes(sizes, seed - 1)
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..chatter import quiet
 from ..errors import ExportError, InputError
 from .wrappers import SentenceEmbedder, Tensors
 
@@ -20,6 +21,9 @@ SAMPLE_CHOICES = 3
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 
 Axes = Mapping[str, Mapping[int, str]]
+# Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
+IMAGE_AXES = ("height", "width")
+_IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
 def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -41,8 +45,14 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
         )
     if main == "pixel_values":
         height, width = _image_size(config, folder)
-        pixels = torch.randn(SAMPLE_BATCH, getattr(_image_config(config), "num_channels", 3), height, width)
-        return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
+        channels = getattr(_image_config(config), "num_channels", 3)
+        named = {0: "batch"}
+        if not _generates(inner) and _computes_at_any_size(inner, (SAMPLE_BATCH, channels, height, width)):
+            named |= dict(enumerate(IMAGE_AXES, start=2))
+            # Axes of one size would become one axis.
+            width += _IMAGE_STEP if height == width else 0
+        pixels = torch.randn(SAMPLE_BATCH, channels, height, width)
+        return {"pixel_values": pixels}, {"pixel_values": named}, ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), 2 * int(mel_frames))
@@ -64,8 +74,7 @@ def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> t
     if "attention_mask" in parameters:
         names.append("attention_mask")
     # `generate` passes none, even to models that would take them (GPT-2).
-    generates = getattr(module, "can_generate", None)
-    if "token_type_ids" in parameters and not (generates is not None and generates()):
+    if "token_type_ids" in parameters and not _generates(module):
         types = getattr(config, "type_vocab_size", None)
         if types is None:
             # Left out, they add nothing, where zeros would add something (GPT-2 adds the embedding of token 0): such a
@@ -92,6 +101,43 @@ def _tokenizer_names(folder: Path | None) -> Sequence[str]:
     except Exception:  # noqa: BLE001
         return ()
     return names
+
+
+def _generates(module: Any) -> bool:
+    return hasattr(module, "can_generate") and bool(module.can_generate())
+
+
+def _computes_at_any_size(module: torch.nn.Module, shape: tuple[int, int, int, int]) -> bool:
+    """Whether a model of images `(batch, channels, height, width)` computes at two sizes beside its own."""
+    dtype, device = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
+    batch, channels, height, width = shape
+    try:
+        with torch.inference_mode(), quiet():
+            for higher, wider in ((_IMAGE_STEP, 2 * _IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP)):
+                pixels = torch.zeros((batch, channels, height + higher, width + wider), dtype=dtype, device=device)
+                module(pixel_values=pixels)
+    # Foreign model code, which may raise anything: positions for one size alone are the usual reason.
+    except Exception:  # noqa: BLE001
+        return False
+    return True
+
+
+def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
+    """Other heights and widths in pixels for the case `index`; nothing for a graph without such axes."""
+    if not set(IMAGE_AXES) <= set(sizes):
+        return {}
+    height, width = (sizes[axis] for axis in IMAGE_AXES)
+    # Square images, as processors make them, are among them.
+    plans = ((0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP))
+    higher, wider = plans[index % len(plans)]
+    return {"height": height + higher, "width": max(width + wider, _IMAGE_STEP)}
+
+
+def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
+    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
+    if not set(IMAGE_AXES) <= set(axes):
+        return {}
+    return dict(zip(IMAGE_AXES, _image_size(config, folder), strict=True))
 
 
 def _image_config(config: Any) -> Any:

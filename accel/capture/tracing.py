@@ -18,8 +18,8 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
-from .rewrites import make_rewrites_exact
-from .samples import pad_id, resize
+from .rewrites import make_rewrites_exact, round_to_bfloat16, squeeze_known_axes
+from .samples import pad_id, resize, usual_sizes
 from .source import Source
 from .wrappers import Tensors
 
@@ -44,7 +44,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
 
     make_rewrites_exact()
     try:
-        with quiet(), _without_cache(source):
+        with quiet(), squeeze_known_axes(), _without_cache(source):
             exported = OnnxExporter().export(
                 source.model,
                 dict(source.example),
@@ -58,6 +58,8 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         value.name = graph_name(str(value.name))
     strip_provenance(graph)
+    if source.dtype != "bfloat16":
+        round_to_bfloat16(graph)
     return graph, exported
 
 
@@ -93,7 +95,7 @@ def capture_program(source: Source) -> ExportedProgram:
     from transformers.exporters import DynamoConfig, DynamoExporter
 
     try:
-        with quiet(), _without_cache(source):
+        with quiet(), squeeze_known_axes(), _without_cache(source):
             exported = DynamoExporter().export(
                 source.model, dict(source.example), DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
             )
@@ -118,7 +120,7 @@ def capture_openvino(source: Source) -> ExportedModel:
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
     try:
-        with quiet(), _without_cache(source), _without_telemetry():
+        with quiet(), squeeze_known_axes(), _without_cache(source), _without_telemetry():
             exported = OpenVINOExporter().export(
                 source.model,
                 dict(source.example),
@@ -285,9 +287,18 @@ def dtype_name(dtype: onnx_ir.DataType | None) -> str:
     return words.get(name, name.lower())
 
 
+def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels."""
+    axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
+    return usual_sizes(axes, SimpleNamespace(**read_config(folder)), folder)
+
+
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
-    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2."""
+    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2, those of
+    images the size that the model is made for.
+    """
     config = SimpleNamespace(**read_config(folder))
+    sizes = {**usual_sizes_in(folder, specs), **sizes}
     example = {
         spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(
             getattr(torch, spec.dtype)
