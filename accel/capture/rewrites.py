@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +33,77 @@ def make_rewrites_exact() -> None:
 
 
 @contextmanager
-def squeeze_known_axes() -> Iterator[None]:
-    """While a model is traced, a squeeze that names no axes drops those that are 1 in every call.
+def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None]:
+    """PyTorch's functions as a trace needs them, with the same results as in every other call.
 
-    A graph's squeeze would drop the axes that are 1 when it runs: the rows of a batch of one, too (mBART's shift of its tokens).
-    The model itself does that as well, and broadcasting makes up for it there; graphs compute with the ranks of the trace.
+    A squeeze that names no axes drops those that are 1 in every call: a graph would drop the rows of a batch of one, too
+    (mBART's shift of its tokens); the model broadcasts them again, but graphs compute with the ranks of the trace. A division
+    of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). Models with a switch
+    for traces of their own get it (Longformer's and LED's `onnx_export`).
+
+    Args:
+        config: Of the transformers model.
+        answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
     """
-    original = torch.Tensor.squeeze
+    original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
+    left = list(answers)
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args or kwargs:
-            return original(self, *args, **kwargs)
+            return original_squeeze(self, *args, **kwargs)
         # Axes that vary are symbols here, also where the sample's size is 1.
-        found: torch.Tensor = original(self, tuple(i for i, n in enumerate(self.shape) if isinstance(n, int) and n == 1))
+        known = tuple(i for i, n in enumerate(self.shape) if isinstance(n, int) and n == 1)
+        found: torch.Tensor = original_squeeze(self, known)
         return found
 
+    def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
+        if sizes and kwargs.get("rounding_mode") in ("trunc", "floor"):
+            return input // other
+        return original_div(input, other, *args, **kwargs)
+
+    def item(self: torch.Tensor) -> Any:
+        return left.pop(0) if left and self.dtype == torch.bool else original_item(self)
+
+    switched = config is not None and getattr(config, "onnx_export", None) is None
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
+    torch.div = div
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+    if switched:
+        config.onnx_export = True
     try:
         yield
     finally:
-        torch.Tensor.squeeze = original  # type: ignore[method-assign]
+        torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
+        torch.div = original_div
+        torch.Tensor.item = original_item  # type: ignore[method-assign]
+        if switched:
+            del config.onnx_export
+
+
+def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:
+    """The booleans that a model reads from its tensors, where they are the same in all calls; else none.
+
+    A trace cannot branch on data. What Longformer asks, whether any token attends to all, its head has settled: the first
+    one does. An answer that differs on other inputs would show in the comparison with the reference cases.
+    """
+    original = torch.Tensor.item
+    heard: list[list[bool]] = []
+
+    def item(self: torch.Tensor) -> Any:
+        value = original(self)
+        if self.dtype == torch.bool:
+            heard[-1].append(bool(value))
+        return value
+
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+    try:
+        for call in calls:
+            heard.append([])
+            call()
+    finally:
+        torch.Tensor.item = original  # type: ignore[method-assign]
+    return tuple(heard[0]) if all(one == heard[0] for one in heard) else ()
 
 
 def round_to_bfloat16(model: onnx_ir.Model) -> None:

@@ -18,6 +18,9 @@ from .wrappers import SentenceEmbedder, Tensors
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
+# Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
+# seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
+_BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 
 Axes = Mapping[str, Mapping[int, str]]
@@ -36,13 +39,14 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     config = getattr(module, "config", None)
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     main = getattr(inner, "main_input_name", None)
+    if main == "inputs":
+        # Perceiver's one word for all modalities; its heads take the usual names, too.
+        main = next((name for name in ("input_ids", "pixel_values") if name in _parameters(module)), main)
+    mel_bins: Any = getattr(config, "num_mel_bins", None)
     mel_frames: Any = getattr(config, "max_source_positions", None)
-    known = main in ("input_ids", "pixel_values") or (main == "input_features" and mel_frames is not None)
-    if config is None or not known:
-        raise ExportError(
-            f"No inputs can be made for a {type(inner).__name__}.",
-            fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
-        )
+    whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
+    if config is None or not (main in ("input_ids", "pixel_values") or whisper):
+        raise _no_inputs(inner, main)
     if main == "pixel_values":
         height, width = _image_size(config, folder)
         channels = getattr(_image_config(config), "num_channels", 3)
@@ -55,16 +59,32 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
         return {"pixel_values": pixels}, {"pixel_values": named}, ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
-        features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), 2 * int(mel_frames))
+        features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = _text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
-    shape = (SAMPLE_BATCH, SAMPLE_CHOICES, SAMPLE_SEQUENCE) if choices else (SAMPLE_BATCH, SAMPLE_SEQUENCE)
+    length = SAMPLE_SEQUENCE + 2 * max(_largest(getattr(config, name, None)) for name in _BLOCKS)
+    shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     axes = {name: dict(enumerate(axis_names)) for name in names}
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
     sizes = dict(zip(axis_names, shape, strict=True))
     return resize(example, axes, sizes, config, seed=0), axes, unused
+
+
+def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
+    name = type(module).__name__
+    if _generates(module):
+        return ExportError(
+            f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
+            "'input_ids', 'pixel_values' or Whisper's 'input_features'.",
+            fix="run it with transformers.",
+        )
+    reads = f": it reads {main!r}, whose shape its config does not say" if main else ""
+    return ExportError(
+        f"No inputs can be made for a {name}{reads}.",
+        fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
+    )
 
 
 def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
@@ -101,6 +121,12 @@ def _tokenizer_names(folder: Path | None) -> Sequence[str]:
     except Exception:  # noqa: BLE001
         return ()
     return names
+
+
+def _largest(size: Any) -> int:
+    """A number of tokens that a config states, for all layers or for each."""
+    sizes = size if isinstance(size, list | tuple) else [size]
+    return max((n for n in sizes if isinstance(n, int)), default=0)
 
 
 def _generates(module: Any) -> bool:
@@ -304,4 +330,11 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
             limits.append(child.num_embeddings - offset)
             if isinstance(declared, int) and 0 < declared < child.num_embeddings:
                 limits.append(declared)
+        elif _POSITIONS.search(name) and isinstance(getattr(child, "weights", None), torch.Tensor) and declared:
+            # Computed once and kept (M2M100): a graph has the rows that the model had.
+            limits.append(int(declared))
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
+        limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
     return {"sequence": min(limits)} if limits else {}

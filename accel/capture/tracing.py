@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
-from .rewrites import make_rewrites_exact, round_to_bfloat16, squeeze_known_axes
+from .rewrites import make_rewrites_exact, round_to_bfloat16, steady_answers, traceable
 from .samples import pad_id, resize, usual_sizes
 from .source import Source
 from .wrappers import Tensors
@@ -43,16 +44,8 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     make_rewrites_exact()
-    try:
-        with quiet(), squeeze_known_axes(), _without_cache(source):
-            exported = OnnxExporter().export(
-                source.model,
-                dict(source.example),
-                OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset),
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
+    exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
@@ -94,14 +87,8 @@ def capture_program(source: Source) -> ExportedProgram:
     """
     from transformers.exporters import DynamoConfig, DynamoExporter
 
-    try:
-        with quiet(), squeeze_known_axes(), _without_cache(source):
-            exported = DynamoExporter().export(
-                source.model, dict(source.example), DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
+    exported = _traced(source, lambda: DynamoExporter().export(source.model, dict(source.example), settings))
     program: ExportedProgram = exported.program
     return program
 
@@ -119,22 +106,53 @@ def capture_openvino(source: Source) -> ExportedModel:
     """
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
-    try:
-        with quiet(), squeeze_known_axes(), _without_cache(source), _without_telemetry():
-            exported = OpenVINOExporter().export(
-                source.model,
-                dict(source.example),
-                OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False),
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False)
+    with _without_telemetry():
+        exported = _traced(source, lambda: OpenVINOExporter().export(source.model, dict(source.example), settings))
     for port in exported.program.inputs:
         for position, axis in source.axes.get(port.any_name, {}).items():
             dimension = port.partial_shape[position]
             if dimension.is_static:
                 raise _fixed_axis(source, axis, port.any_name, dimension.get_length())
     return exported
+
+
+def _traced(source: Source, trace: Callable[[], Any]) -> Any:
+    """What a tracer makes; of a model that branches on its data, with branches that its inputs do not change.
+
+    Raises:
+        ExportError: The trace failed.
+    """
+
+    def attempt(answers: Sequence[bool]) -> Any:
+        with quiet(), traceable(source.config, answers), _without_cache(source):
+            return trace()
+
+    # Tracing runs foreign model code, which may raise anything.
+    try:
+        return attempt(())
+    except Exception as error:
+        answers = _answers(source) if "DataDependent" in type(error).__name__ else ()
+        if not answers:
+            raise _trace_error(source, error) from error
+    try:
+        return attempt(answers)
+    except Exception as error:
+        raise _trace_error(source, error) from error
+
+
+def _answers(source: Source) -> tuple[bool, ...]:
+    """What the model asks its data and always hears the same; nothing where it cannot run."""
+
+    def call(seed: int) -> object:
+        with quiet(), torch.inference_mode():
+            return source.model(**resize(source.example, {}, {}, source.config, seed))
+
+    try:
+        return steady_answers([lambda: call(1), lambda: call(2)])
+    # Foreign model code again.
+    except Exception:  # noqa: BLE001
+        return ()
 
 
 @contextmanager
@@ -180,6 +198,14 @@ def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
 
 
 def _trace_error(source: Source, error: Exception) -> ExportError:
+    if "DataDependent" in type(error).__name__:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling" in frame.filename]
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        return ExportError(
+            f"{source.architecture} decides by the values of its tensors what to compute{where}; a graph computes the same for "
+            "all values.",
+            fix="run it with backend='pytorch'.",
+        )
     return ExportError(
         f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",
         fix="run again with --verbose (or the `accel` logger at DEBUG) to see what upstream says.",
