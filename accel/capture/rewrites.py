@@ -38,14 +38,17 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
 
     A squeeze that names no axes drops those that are 1 in every call: a graph would drop the rows of a batch of one, too
     (mBART's shift of its tokens); the model broadcasts them again, but graphs compute with the ranks of the trace. A division
-    of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). Models with a switch
-    for traces of their own get it (Longformer's and LED's `onnx_export`).
+    of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). A one-hot code of as
+    many classes as something is long has that length, not the sample's (LongT5's global tokens). Models with a switch for
+    traces of their own get it (Longformer's and LED's `onnx_export`).
 
     Args:
         config: Of the transformers model.
         answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
     """
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
+    functional: Any = torch.nn.functional
+    original_one_hot = functional.one_hot
     left = list(answers)
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,12 +65,18 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
             return input // other
         return original_div(input, other, *args, **kwargs)
 
+    def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+        if not isinstance(num_classes, torch.SymInt):
+            found: torch.Tensor = original_one_hot(tensor, num_classes)
+            return found
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
     def item(self: torch.Tensor) -> Any:
         return left.pop(0) if left and self.dtype == torch.bool else original_item(self)
 
     switched = config is not None and getattr(config, "onnx_export", None) is None
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
-    torch.div = div
+    torch.div, functional.one_hot = div, one_hot
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
     if switched:
         config.onnx_export = True
@@ -75,7 +84,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         yield
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
-        torch.div = original_div
+        torch.div, functional.one_hot = original_div, original_one_hot
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         if switched:
             del config.onnx_export

@@ -56,6 +56,11 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     return graph, exported
 
 
+# What torch.export (2.12) says of an axis that the model's code turned into a number.
+_CONSTANT = re.compile(
+    r"L\['(?:kwargs'\]\[')?(?P<name>\w+)'\]\.size\(\)\[(?P<position>\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((?P<size>\d+)\)"
+)
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
@@ -205,6 +210,15 @@ def _trace_error(source: Source, error: Exception) -> ExportError:
             f"{source.architecture} decides by the values of its tensors what to compute{where}; a graph computes the same for "
             "all values.",
             fix="run it with backend='pytorch'.",
+        )
+    constant = _CONSTANT.search(str(error))
+    if constant is not None:
+        name, position, size = constant["name"], int(constant["position"]), int(constant["size"])
+        axis = source.axes.get(name, {}).get(position, str(position))
+        return ExportError(
+            f"{source.architecture} computes with the number that the axis {axis!r} of {name!r} has in the trace ({size}): the "
+            "graph would serve this size alone.",
+            fix="run it with backend='pytorch', or pass sample=... and axes=... without this axis for a graph of one size.",
         )
     return ExportError(
         f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",

@@ -9,9 +9,9 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.capture import IMAGE_AXES, Source, capture_openvino, graph_name, quiet, split
+from accel.capture import IMAGE_AXES, Source, capture_openvino, first_lines, graph_name, quiet, split
 from accel.config import ExportConfig
-from accel.errors import ConfigError
+from accel.errors import ConfigError, ExportError
 
 from . import FORMAT
 from .stateful import fold_cache
@@ -157,5 +157,12 @@ def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, 
         # A cache that holds exactly what came before the new tokens.
         sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}
     copy = model.clone()
-    copy.reshape({s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs})
+    try:
+        copy.reshape({s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs})
+    # What OpenVINO raises for a graph that does not fit together.
+    except RuntimeError as error:
+        raise ExportError(
+            f"OpenVINO's graph fails at inputs of sizes {dict(sizes)}: {first_lines(error, 3)}",
+            fix="export to ONNX (leave backend='openvino' out), which another converter makes.",
+        ) from error
     return [[d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in copy.outputs]
