@@ -12,6 +12,8 @@ import torch
 if TYPE_CHECKING:
     import onnx_ir
 
+# Models that look for `onnx_export` in their config: overlapping chunks without a view of strides.
+_SWITCHED = ("longformer", "led")
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
 
@@ -36,17 +38,22 @@ def make_rewrites_exact() -> None:
 def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None]:
     """PyTorch's functions as a trace needs them, with the same results as in every other call.
 
+    They stand in for the originals in the whole process until the trace ends; tensors that are not being traced get the
+    originals' results.
+
     A squeeze that names no axes drops those that are 1 in every call: a graph would drop the rows of a batch of one, too
     (mBART's shift of its tokens); the model broadcasts them again, but graphs compute with the ranks of the trace. A division
     of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). A one-hot code of as
-    many classes as something is long has that length, not the sample's (LongT5's global tokens). Models with a switch for
-    traces of their own get it (Longformer's and LED's `onnx_export`).
+    many classes as something is long has that length, not the sample's (LongT5's global tokens). What is cut off the
+    end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). Models with a switch for traces of
+    their own get it (Longformer's and LED's `onnx_export`).
 
     Args:
         config: Of the transformers model.
         answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
     """
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
+    original_getitem = torch.Tensor.__getitem__
     functional: Any = torch.nn.functional
     original_one_hot = functional.one_hot
     left = list(answers)
@@ -59,24 +66,33 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         found: torch.Tensor = original_squeeze(self, known)
         return found
 
+    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
+            index = tuple(
+                slice(one.start, self.shape[i] + one.stop, one.step) if _counts_from_the_end(one.stop) else one
+                for i, one in enumerate(index)
+            )
+        return original_getitem(self, index)
+
     def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
         if sizes and kwargs.get("rounding_mode") in ("trunc", "floor"):
             return input // other
         return original_div(input, other, *args, **kwargs)
 
-    def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+    def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
         if not isinstance(num_classes, torch.SymInt):
-            found: torch.Tensor = original_one_hot(tensor, num_classes)
-            return found
-        return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+            return original_one_hot(tensor, num_classes)
+        classes: Any = num_classes
+        return (tensor.unsqueeze(-1) == torch.arange(classes, device=tensor.device)).to(torch.int64)
 
     def item(self: torch.Tensor) -> Any:
         return left.pop(0) if left and self.dtype == torch.bool else original_item(self)
 
-    switched = config is not None and getattr(config, "onnx_export", None) is None
+    switched = getattr(config, "model_type", None) in _SWITCHED and not hasattr(config, "onnx_export")
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, functional.one_hot = div, one_hot
+    torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
     if switched:
         config.onnx_export = True
@@ -85,9 +101,15 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
         torch.div, functional.one_hot = original_div, original_one_hot
+        torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         if switched:
             del config.onnx_export
+
+
+def _counts_from_the_end(stop: Any) -> bool:
+    """Whether the end of a slice is minus something that varies."""
+    return isinstance(stop, torch.SymInt) and bool(stop.node.expr.as_coeff_Mul()[0] < 0)
 
 
 def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:

@@ -149,7 +149,7 @@ def export_resolved(
     source = load_source(resolved, config, sample=sample, axes=axes)
     try:
         artifact = _export_source(source, out, spec, exporter, config, processor, started)
-    except (ExportError, SessionError, ValidationError) as error:
+    except (ExportError, ValidationError) as error:
         # The model computes at any image size, and its trace does not.
         fixed = source.with_fixed_images() if sample is None else None
         if fixed is None:
@@ -219,6 +219,11 @@ def _check(
     sessions = registry.load(spec).open(artifact, device=device, options={}, session=SessionOptions())
     try:
         return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
+    except SessionError as error:
+        raise ExportError(
+            f"The new graph of {artifact.manifest.architecture} does not run on backend {spec.name!r}: {error.message}",
+            fix="export it with another backend=..., or run it with backend='pytorch'.",
+        ) from error
     finally:
         for opened in sessions.values():
             opened.close()

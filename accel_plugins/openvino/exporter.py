@@ -158,7 +158,9 @@ def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, 
         sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}
     copy = model.clone()
     try:
-        copy.reshape({s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs})
+        copy.reshape(
+            {s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs}
+        )
     # What OpenVINO raises for a graph that does not fit together.
     except RuntimeError as error:
         raise ExportError(
