@@ -15,7 +15,7 @@ from .generation import cases_by_part, split
 from .loading import load_source
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
-from .samples import Axes, pad_id
+from .samples import IMAGE_AXES, Axes, pad_id
 from .source import Source
 from .tracing import (
     capture_onnx,
@@ -24,14 +24,17 @@ from .tracing import (
     drop_unused_inputs,
     dtype_name,
     feeds_for,
+    first_lines,
     graph_name,
     graph_specs,
     rename_axes,
     strip_provenance,
+    usual_sizes_in,
 )
 from .wrappers import SentenceEmbedder, Tensors
 
 __all__ = [
+    "IMAGE_AXES",
     "Axes",
     "Case",
     "FusedAttention",
@@ -45,6 +48,7 @@ __all__ = [
     "drop_unused_inputs",
     "dtype_name",
     "feeds_for",
+    "first_lines",
     "graph_name",
     "graph_specs",
     "load_source",
@@ -60,4 +64,5 @@ __all__ = [
     "split",
     "strip_provenance",
     "tolerance",
+    "usual_sizes_in",
 ]

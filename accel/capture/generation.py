@@ -312,25 +312,25 @@ def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
 
 
 def _add_cache(
-    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int]], dtype: str, capacity: int
+    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int, int]], dtype: str, capacity: int
 ) -> None:
     generator = torch.Generator().manual_seed(7)
-    for i, (heads, size) in enumerate(shapes):
-        for what in ("key", "value"):
+    for i, (heads, *kinds) in enumerate(shapes):
+        for what, size in zip(("key", "value"), kinds, strict=True):
             shape = (_BATCH, heads, capacity, size)
             example[f"past_{i}_{what}"] = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
             axes[f"past_{i}_{what}"] = {0: "batch", 2: "capacity"}
 
 
 @torch.inference_mode()
-def _cache_shapes(model: Any) -> list[tuple[int, int]]:
-    """Heads and head size of each cached layer, from a call with two tokens."""
+def _cache_shapes(model: Any) -> list[tuple[int, int, int]]:
+    """Heads and the head sizes of keys and values of each cached layer, from a call with two tokens."""
     with quiet():
         output = model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True)
     return _layer_shapes(model, getattr(output, "past_key_values", None))
 
 
-def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int]]:
+def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int, int]]:
     from transformers.modeling_outputs import BaseModelOutput
 
     output = model(
@@ -341,21 +341,21 @@ def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int]
     return _layer_shapes(model, output.past_key_values.self_attention_cache)
 
 
-def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int]]:
+def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int, int]]:
     layers = getattr(cache, "layers", [])
     kept: list[tuple[Any, Any]] = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
     if not kept or any(
-        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape != values.shape
+        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape[:3] != values.shape[:3]
         for keys, values in kept
     ):
         kinds = sorted({type(layer).__name__ for layer in layers})
         kept_here = ", ".join(kinds) if kinds else "no keys and values (state-space models keep another state)"
         raise ExportError(
-            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values of one shape can be put into a"
-            " graph.",
+            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values can be put into a graph.",
             fix="export it for another task, or run it with transformers.",
         )
-    return [(int(keys.shape[1]), int(keys.shape[3])) for keys, _ in kept]
+    # DeepSeek's latent attention has values of another size than its keys.
+    return [(int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])) for keys, values in kept]
 
 
 def _positions(model: Any) -> dict[str, int]:
@@ -384,7 +384,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
     """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
 
     The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
-    loses or shifts something shows.
+    loses or shifts something shows; `_stepwise` states the one exception.
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
@@ -399,6 +399,9 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         generator = torch.Generator().manual_seed(seed)
         vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
         ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
+        if isinstance(part.model, _CrossDecoder):
+            # M2M100 counts the tokens that are not padding: a padding token among the others moves what is behind it.
+            ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
         mask = torch.ones_like(ids)
         # Padding on the left, in every second row, as batched generation has it.
         padding = min(2, lengths[0] - 1)
@@ -408,7 +411,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
             image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, whole = _whole(source, part, ids, mask, positions, seed, image)
+            fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
         # Foreign model code, which may raise anything.
         except Exception as error:
             raise ExportError(
@@ -478,6 +481,7 @@ def _whole(
     positions: torch.Tensor,
     seed: int,
     image: _Image | None,
+    lengths: tuple[int, ...],
 ) -> tuple[Tensors, torch.Tensor]:
     """What stays the same over the calls, and the logits of the whole sequence."""
     model: Any = source.model
@@ -498,4 +502,32 @@ def _whole(
             fixed[_ENCODER_MASK] = inputs["attention_mask"]
         optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
         logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
+        padded = (mask == 0).any(1)
+        if not optional and bool(padded.any()):
+            logits = logits.clone()
+            logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
         return fixed, logits
+
+
+def _stepwise(
+    model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """The logits of an encoder-decoder in calls of these lengths with transformers' own cache, as `generate` makes them.
+
+    What is expected of rows with a padded prompt, where a decoder is not told its positions: M2M100 counts the tokens of a
+    call that are not padding, but all that are cached, so its own whole and cached calls differ in such rows. Rows without
+    padding are always compared with the whole call.
+    """
+    cache, start, found = None, 0, []
+    for length in lengths:
+        end = start + length
+        output = model(
+            **inputs,
+            decoder_input_ids=ids[:, start:end],
+            decoder_attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, start = output.past_key_values, end
+        found.append(output.logits)
+    return torch.cat(found, dim=1)

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+# Models that look for `onnx_export` in their config: overlapping chunks without a view of strides.
+_SWITCHED = ("longformer", "led")
+# What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div")
 
 
 @functools.cache
@@ -19,3 +32,138 @@ def make_rewrites_exact() -> None:
             for value in node.inputs:
                 if hasattr(value, "_abs_tol"):
                     value._abs_tol = value._rel_tol = 0.0
+
+
+@contextmanager
+def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None]:
+    """PyTorch's functions as a trace needs them, with the same results as in every other call.
+
+    They stand in for the originals in the whole process until the trace ends; tensors that are not being traced get the
+    originals' results.
+
+    A squeeze that names no axes drops those that are 1 in every call: a graph would drop the rows of a batch of one, too
+    (mBART's shift of its tokens); the model broadcasts them again, but graphs compute with the ranks of the trace. A division
+    of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). A one-hot code of as
+    many classes as something is long has that length, not the sample's (LongT5's global tokens). What is cut off the
+    end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). Models with a switch for traces of
+    their own get it (Longformer's and LED's `onnx_export`).
+
+    Args:
+        config: Of the transformers model.
+        answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
+    """
+    original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
+    original_getitem = torch.Tensor.__getitem__
+    functional: Any = torch.nn.functional
+    original_one_hot = functional.one_hot
+    left = list(answers)
+
+    def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs:
+            return original_squeeze(self, *args, **kwargs)
+        # Axes that vary are symbols here, also where the sample's size is 1.
+        known = tuple(i for i, n in enumerate(self.shape) if isinstance(n, int) and n == 1)
+        found: torch.Tensor = original_squeeze(self, known)
+        return found
+
+    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
+            index = tuple(
+                slice(one.start, self.shape[i] + one.stop, one.step) if _counts_from_the_end(one.stop) else one
+                for i, one in enumerate(index)
+            )
+        return original_getitem(self, index)
+
+    def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
+        if sizes and kwargs.get("rounding_mode") in ("trunc", "floor"):
+            return input // other
+        return original_div(input, other, *args, **kwargs)
+
+    def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
+        if not isinstance(num_classes, torch.SymInt):
+            return original_one_hot(tensor, num_classes)
+        classes: Any = num_classes
+        return (tensor.unsqueeze(-1) == torch.arange(classes, device=tensor.device)).to(torch.int64)
+
+    def item(self: torch.Tensor) -> Any:
+        return left.pop(0) if left and self.dtype == torch.bool else original_item(self)
+
+    switched = getattr(config, "model_type", None) in _SWITCHED and not hasattr(config, "onnx_export")
+    torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
+    torch.div, functional.one_hot = div, one_hot
+    torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+    if switched:
+        config.onnx_export = True
+    try:
+        yield
+    finally:
+        torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
+        torch.div, functional.one_hot = original_div, original_one_hot
+        torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
+        torch.Tensor.item = original_item  # type: ignore[method-assign]
+        if switched:
+            del config.onnx_export
+
+
+def _counts_from_the_end(stop: Any) -> bool:
+    """Whether the end of a slice is minus something that varies."""
+    return isinstance(stop, torch.SymInt) and bool(stop.node.expr.as_coeff_Mul()[0] < 0)
+
+
+def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:
+    """The booleans that a model reads from its tensors, where they are the same in all calls; else none.
+
+    A trace cannot branch on data. What Longformer asks, whether any token attends to all, its head has settled: the first
+    one does. An answer that differs on other inputs would show in the comparison with the reference cases.
+    """
+    original = torch.Tensor.item
+    heard: list[list[bool]] = []
+
+    def item(self: torch.Tensor) -> Any:
+        value = original(self)
+        if self.dtype == torch.bool:
+            heard[-1].append(bool(value))
+        return value
+
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+    try:
+        for call in calls:
+            heard.append([])
+            call()
+    finally:
+        torch.Tensor.item = original  # type: ignore[method-assign]
+    return tuple(heard[0]) if all(one == heard[0] for one in heard) else ()
+
+
+def round_to_bfloat16(model: onnx_ir.Model) -> None:
+    """Compute sums and products of bfloat16 in float32 and round them, which is what PyTorch does: the same numbers.
+
+    Falcon's and BLOOM's positions are bfloat16 in models of any type.
+    """
+    import onnx_ir
+
+    for graph in model.graphs():
+        for node in [node for node in graph if node.op_type in _ARITHMETIC and node.domain == ""]:
+            result = node.outputs[0]
+            if result.dtype != onnx_ir.DataType.BFLOAT16:
+                continue
+            wide = [
+                onnx_ir.node("Cast", [value], {"to": onnx_ir.DataType.FLOAT}, name=f"{result.name}_wide_{i}")
+                for i, value in enumerate(node.inputs)
+            ]
+            for cast, value in zip(wide, node.inputs, strict=True):
+                cast.outputs[0].dtype = onnx_ir.DataType.FLOAT
+                cast.outputs[0].shape = value.shape if value is not None else None
+                cast.outputs[0].name = cast.name
+            graph.insert_before(node, wide)
+            for i, cast in enumerate(wide):
+                node.replace_input_with(i, cast.outputs[0])
+            back = onnx_ir.node("Cast", [result], {"to": onnx_ir.DataType.BFLOAT16}, name=f"{result.name}_rounded")
+            rounded = back.outputs[0]
+            rounded.name, rounded.dtype, rounded.shape = back.name, onnx_ir.DataType.BFLOAT16, result.shape
+            result.replace_all_uses_with(rounded)
+            back.replace_input_with(0, result)
+            graph.insert_after(node, back)
+            result.dtype = onnx_ir.DataType.FLOAT

@@ -5,21 +5,28 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..chatter import quiet
 from ..errors import ExportError, InputError
 from .wrappers import SentenceEmbedder, Tensors
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
+# Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
+# seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
+_BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 
 Axes = Mapping[str, Mapping[int, str]]
+# Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
+IMAGE_AXES = ("height", "width")
+_IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
 def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -32,29 +39,52 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     config = getattr(module, "config", None)
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     main = getattr(inner, "main_input_name", None)
+    if main == "inputs":
+        # Perceiver's one word for all modalities; its heads take the usual names, too.
+        main = next((name for name in ("input_ids", "pixel_values") if name in _parameters(module)), main)
+    mel_bins: Any = getattr(config, "num_mel_bins", None)
     mel_frames: Any = getattr(config, "max_source_positions", None)
-    known = main in ("input_ids", "pixel_values") or (main == "input_features" and mel_frames is not None)
-    if config is None or not known:
-        raise ExportError(
-            f"No inputs can be made for a {type(inner).__name__}.",
-            fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
-        )
+    whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
+    if config is None or not (main in ("input_ids", "pixel_values") or whisper):
+        raise _no_inputs(inner, main)
     if main == "pixel_values":
         height, width = _image_size(config, folder)
-        pixels = torch.randn(SAMPLE_BATCH, getattr(_image_config(config), "num_channels", 3), height, width)
-        return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
+        channels = getattr(_image_config(config), "num_channels", 3)
+        named = {0: "batch"}
+        if not _generates(inner) and _computes_at_any_size(inner, (SAMPLE_BATCH, channels, height, width)):
+            named |= dict(enumerate(IMAGE_AXES, start=2))
+            # Axes of one size would become one axis.
+            width += _IMAGE_STEP if height == width else 0
+        pixels = torch.randn(SAMPLE_BATCH, channels, height, width)
+        return {"pixel_values": pixels}, {"pixel_values": named}, ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
-        features = torch.randn(SAMPLE_BATCH, int(config.num_mel_bins), 2 * int(mel_frames))
+        features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = _text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
-    shape = (SAMPLE_BATCH, SAMPLE_CHOICES, SAMPLE_SEQUENCE) if choices else (SAMPLE_BATCH, SAMPLE_SEQUENCE)
+    length = SAMPLE_SEQUENCE + 2 * max(_largest(getattr(config, name, None)) for name in _BLOCKS)
+    shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     axes = {name: dict(enumerate(axis_names)) for name in names}
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
     sizes = dict(zip(axis_names, shape, strict=True))
     return resize(example, axes, sizes, config, seed=0), axes, unused
+
+
+def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
+    name = type(module).__name__
+    if _generates(module):
+        return ExportError(
+            f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
+            "'input_ids', 'pixel_values' or Whisper's 'input_features'.",
+            fix="run it with transformers.",
+        )
+    reads = f": it reads {main!r}, whose shape its config does not say" if main else ""
+    return ExportError(
+        f"No inputs can be made for a {name}{reads}.",
+        fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
+    )
 
 
 def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
@@ -64,8 +94,7 @@ def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> t
     if "attention_mask" in parameters:
         names.append("attention_mask")
     # `generate` passes none, even to models that would take them (GPT-2).
-    generates = getattr(module, "can_generate", None)
-    if "token_type_ids" in parameters and not (generates is not None and generates()):
+    if "token_type_ids" in parameters and not _generates(module):
         types = getattr(config, "type_vocab_size", None)
         if types is None:
             # Left out, they add nothing, where zeros would add something (GPT-2 adds the embedding of token 0): such a
@@ -92,6 +121,49 @@ def _tokenizer_names(folder: Path | None) -> Sequence[str]:
     except Exception:  # noqa: BLE001
         return ()
     return names
+
+
+def _largest(size: Any) -> int:
+    """A number of tokens that a config states, for all layers or for each."""
+    sizes = size if isinstance(size, list | tuple) else [size]
+    return max((n for n in sizes if isinstance(n, int)), default=0)
+
+
+def _generates(module: Any) -> bool:
+    return hasattr(module, "can_generate") and bool(module.can_generate())
+
+
+def _computes_at_any_size(module: torch.nn.Module, shape: tuple[int, int, int, int]) -> bool:
+    """Whether a model of images `(batch, channels, height, width)` computes at two sizes beside its own."""
+    dtype, device = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
+    batch, channels, height, width = shape
+    try:
+        with torch.inference_mode(), quiet():
+            for higher, wider in ((_IMAGE_STEP, 2 * _IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP)):
+                pixels = torch.zeros((batch, channels, height + higher, width + wider), dtype=dtype, device=device)
+                module(pixel_values=pixels)
+    # Foreign model code, which may raise anything: positions for one size alone are the usual reason.
+    except Exception:  # noqa: BLE001
+        return False
+    return True
+
+
+def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
+    """Other heights and widths in pixels for the case `index`; nothing for a graph without such axes."""
+    if not set(IMAGE_AXES) <= set(sizes):
+        return {}
+    height, width = (sizes[axis] for axis in IMAGE_AXES)
+    # Square images, as processors make them, are among them.
+    plans = ((0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP))
+    higher, wider = plans[index % len(plans)]
+    return {"height": height + higher, "width": max(width + wider, _IMAGE_STEP)}
+
+
+def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
+    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
+    if not set(IMAGE_AXES) <= set(axes):
+        return {}
+    return dict(zip(IMAGE_AXES, _image_size(config, folder), strict=True))
 
 
 def _image_config(config: Any) -> Any:
@@ -258,4 +330,11 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
             limits.append(child.num_embeddings - offset)
             if isinstance(declared, int) and 0 < declared < child.num_embeddings:
                 limits.append(declared)
+        elif _POSITIONS.search(name) and isinstance(getattr(child, "weights", None), torch.Tensor) and declared:
+            # Computed once and kept (M2M100): a graph has the rows that the model had.
+            limits.append(int(declared))
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
+        limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
     return {"sequence": min(limits)} if limits else {}

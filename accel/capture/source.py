@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..artifact.manifest import Origin
-from .samples import Axes, resize
+from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrappers import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
@@ -61,3 +61,12 @@ class Source:
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""
         return resize(self.example, self.axes, sizes, self.config, seed)
+
+    def with_fixed_images(self) -> Source | None:
+        """The same with images of the size that the model is made for alone; `None` where their size is fixed already."""
+        named = self.axes.get("pixel_values", {})
+        if not set(IMAGE_AXES) <= set(named.values()):
+            return None
+        sizes = usual_sizes(named.values(), self.config, self.folder)
+        axes = {name: {i: a for i, a in found.items() if a not in IMAGE_AXES} for name, found in self.axes.items()}
+        return replace(self, example=self.sample(sizes), axes=axes)

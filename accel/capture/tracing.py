@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
-from .rewrites import make_rewrites_exact
-from .samples import pad_id, resize
+from .rewrites import make_rewrites_exact, round_to_bfloat16, steady_answers, traceable
+from .samples import pad_id, resize, usual_sizes
 from .source import Source
 from .wrappers import Tensors
 
@@ -43,24 +44,23 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     make_rewrites_exact()
-    try:
-        with quiet(), _without_cache(source):
-            exported = OnnxExporter().export(
-                source.model,
-                dict(source.example),
-                OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset),
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
+    exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         value.name = graph_name(str(value.name))
     strip_provenance(graph)
+    if source.dtype != "bfloat16":
+        round_to_bfloat16(graph)
     return graph, exported
 
 
+# What torch.export (2.12) says of an axis that the model's code turned into a number.
+_CONSTANT = re.compile(
+    r"L\['(?:kwargs'\]\[')?(?P<name>\w+)'\]\.size\(\)\[(?P<position>\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((?P<size>\d+)\)"
+)
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
@@ -92,14 +92,8 @@ def capture_program(source: Source) -> ExportedProgram:
     """
     from transformers.exporters import DynamoConfig, DynamoExporter
 
-    try:
-        with quiet(), _without_cache(source):
-            exported = DynamoExporter().export(
-                source.model, dict(source.example), DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = DynamoConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source))
+    exported = _traced(source, lambda: DynamoExporter().export(source.model, dict(source.example), settings))
     program: ExportedProgram = exported.program
     return program
 
@@ -117,22 +111,53 @@ def capture_openvino(source: Source) -> ExportedModel:
     """
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
-    try:
-        with quiet(), _without_cache(source), _without_telemetry():
-            exported = OpenVINOExporter().export(
-                source.model,
-                dict(source.example),
-                OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False),
-            )
-    # Tracing runs foreign model code, which may raise anything.
-    except Exception as error:
-        raise _trace_error(source, error) from error
+    settings = OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False)
+    with _without_telemetry():
+        exported = _traced(source, lambda: OpenVINOExporter().export(source.model, dict(source.example), settings))
     for port in exported.program.inputs:
         for position, axis in source.axes.get(port.any_name, {}).items():
             dimension = port.partial_shape[position]
             if dimension.is_static:
                 raise _fixed_axis(source, axis, port.any_name, dimension.get_length())
     return exported
+
+
+def _traced(source: Source, trace: Callable[[], Any]) -> Any:
+    """What a tracer makes; of a model that branches on its data, with branches that its inputs do not change.
+
+    Raises:
+        ExportError: The trace failed.
+    """
+
+    def attempt(answers: Sequence[bool]) -> Any:
+        with quiet(), traceable(source.config, answers), _without_cache(source):
+            return trace()
+
+    # Tracing runs foreign model code, which may raise anything.
+    try:
+        return attempt(())
+    except Exception as error:
+        answers = _answers(source) if "DataDependent" in type(error).__name__ else ()
+        if not answers:
+            raise _trace_error(source, error) from error
+    try:
+        return attempt(answers)
+    except Exception as error:
+        raise _trace_error(source, error) from error
+
+
+def _answers(source: Source) -> tuple[bool, ...]:
+    """What the model asks its data and always hears the same; nothing where it cannot run."""
+
+    def call(seed: int) -> object:
+        with quiet(), torch.inference_mode():
+            return source.model(**resize(source.example, {}, {}, source.config, seed))
+
+    try:
+        return steady_answers([lambda: call(1), lambda: call(2)])
+    # Foreign model code again.
+    except Exception:  # noqa: BLE001
+        return ()
 
 
 @contextmanager
@@ -178,6 +203,23 @@ def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
 
 
 def _trace_error(source: Source, error: Exception) -> ExportError:
+    if "DataDependent" in type(error).__name__:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling" in frame.filename]
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        return ExportError(
+            f"{source.architecture} decides by the values of its tensors what to compute{where}; a graph computes the same for "
+            "all values.",
+            fix="run it with backend='pytorch'.",
+        )
+    constant = _CONSTANT.search(str(error))
+    if constant is not None:
+        name, position, size = constant["name"], int(constant["position"]), int(constant["size"])
+        axis = source.axes.get(name, {}).get(position, str(position))
+        return ExportError(
+            f"{source.architecture} computes with the number that the axis {axis!r} of {name!r} has in the trace ({size}): the "
+            "graph would serve this size alone.",
+            fix="run it with backend='pytorch', or pass sample=... and axes=... without this axis for a graph of one size.",
+        )
     return ExportError(
         f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",
         fix="run again with --verbose (or the `accel` logger at DEBUG) to see what upstream says.",
@@ -285,9 +327,18 @@ def dtype_name(dtype: onnx_ir.DataType | None) -> str:
     return words.get(name, name.lower())
 
 
+def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels."""
+    axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
+    return usual_sizes(axes, SimpleNamespace(**read_config(folder)), folder)
+
+
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
-    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2."""
+    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2, those of
+    images the size that the model is made for.
+    """
     config = SimpleNamespace(**read_config(folder))
+    sizes = {**usual_sizes_in(folder, specs), **sizes}
     example = {
         spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(
             getattr(torch, spec.dtype)

@@ -19,10 +19,20 @@ from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, Artifact
 from ..artifact.writing import check_output, copy_companions, staging, tool_versions
 from ..backends import registry
+from ..backends.interfaces import Exporter
 from ..backends.opening import RunSettings
 from ..backends.specs import WEIGHTS, BackendSpec, DeviceSpec
 from ..config import ExportConfig, SessionOptions
-from ..errors import ConfigError, ExportError, InputError, IntegrityError, OutputFolderError, did_you_mean
+from ..errors import (
+    ConfigError,
+    ExportError,
+    InputError,
+    IntegrityError,
+    OutputFolderError,
+    SessionError,
+    ValidationError,
+    did_you_mean,
+)
 from ..tasks.infer import task_spec
 from .checking import compare, merged
 from .foreign import adopt_weights
@@ -137,6 +147,31 @@ def export_resolved(
         raise ExportError(f"The backend {spec.name!r} has no exporter.", fix="leave backend=... out.")
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
+    try:
+        artifact = _export_source(source, out, spec, exporter, config, processor, started)
+    except (ExportError, ValidationError) as error:
+        # The model computes at any image size, and its trace does not.
+        fixed = source.with_fixed_images() if sample is None else None
+        if fixed is None:
+            raise
+        logger.info("exporting %s again for images of one size: %s", source.origin.id, error.message)
+        artifact = _export_source(fixed, out, spec, exporter, config, processor, started)
+    progress.report("exported", 4, 4)
+    seconds = artifact.manifest.steps[-1].seconds
+    logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
+    return artifact
+
+
+def _export_source(
+    source: capture.Source,
+    out: Path,
+    spec: BackendSpec,
+    exporter: Exporter,
+    config: ExportConfig,
+    processor: Any,
+    started: float,
+) -> Artifact:
+    """Write and check one artifact of a source; nothing stays behind where that fails."""
     with staging(out) as folder:
         # Configs and tokenizers first: the exporter may want to read them, and never overwrites its own files.
         if source.folder is not None:
@@ -156,8 +191,6 @@ def export_resolved(
             validation[PADDING_DIFFERENCE] = changed
         seconds = round(time.perf_counter() - started, 2)
         artifact = artifact.with_step(seconds=seconds, validation=validation)
-    progress.report("exported", 4, 4)
-    logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
     return Artifact(out, artifact.manifest)
 
 
@@ -198,6 +231,11 @@ def _check(
     sessions = registry.load(spec).open(artifact, device=device, options={}, session=SessionOptions())
     try:
         return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
+    except SessionError as error:
+        raise ExportError(
+            f"The new graph of {artifact.manifest.architecture} does not run on backend {spec.name!r}: {error.message}",
+            fix="export it with another backend=..., or run it with backend='pytorch'.",
+        ) from error
     finally:
         for opened in sessions.values():
             opened.close()

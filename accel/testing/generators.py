@@ -102,6 +102,7 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("text-generation", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
     "bart": ("text2text-generation", "BartForConditionalGeneration", _BART),
     "marian": ("text2text-generation", "MarianMTModel", _BART),
+    "m2m-100": ("text2text-generation", "M2M100ForConditionalGeneration", _BART),
     "mt5": ("text2text-generation", "MT5ForConditionalGeneration", _T5),
     "pegasus": ("text2text-generation", "PegasusForConditionalGeneration", _BART),
     "t5": ("text2text-generation", "T5ForConditionalGeneration", _T5),

@@ -9,9 +9,9 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.capture import Source, capture_openvino, graph_name, quiet, split
+from accel.capture import IMAGE_AXES, Source, capture_openvino, first_lines, graph_name, quiet, split
 from accel.config import ExportConfig
-from accel.errors import ConfigError
+from accel.errors import ConfigError, ExportError
 
 from . import FORMAT
 from .stateful import fold_cache
@@ -133,13 +133,18 @@ def dtype_word(type_: ov.Type) -> str:
 def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes."""
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
-    shapes = [_probe(model, inputs, dict(zip(axes, sizes, strict=False))) for sizes in _PROBES]
+    # An image of a few pixels would not survive a model's halvings.
+    probes = [
+        {axis: size * (32 if axis in IMAGE_AXES else 1) for axis, size in zip(axes, sizes, strict=False)}
+        for sizes in _PROBES
+    ]
+    shapes = [_probe(model, inputs, sizes) for sizes in probes]
     specs = []
     for index, port in enumerate(model.outputs):
         name = port.any_name
         dims: list[int | str] = []
         for position, pair in enumerate(zip(*(probe[index] for probe in shapes), strict=True)):
-            named = [axis for i, axis in enumerate(axes) if pair == (_PROBES[0][i], _PROBES[1][i])]
+            named = [axis for axis in axes if pair == (probes[0][axis], probes[1][axis])]
             fixed = pair[0] if pair[0] == pair[1] and pair[0] >= 0 else None
             dims.append(named[0] if named else fixed if fixed is not None else f"{name}_{position}")
         specs.append(TensorSpec(name, dtype_word(port.element_type), tuple(dims)))
@@ -152,5 +157,14 @@ def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, 
         # A cache that holds exactly what came before the new tokens.
         sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}
     copy = model.clone()
-    copy.reshape({s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs})
+    try:
+        copy.reshape(
+            {s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs}
+        )
+    # What OpenVINO raises for a graph that does not fit together.
+    except RuntimeError as error:
+        raise ExportError(
+            f"OpenVINO's graph fails at inputs of sizes {dict(sizes)}: {first_lines(error, 3)}",
+            fix="export to ONNX (leave backend='openvino' out), which another converter makes.",
+        ) from error
     return [[d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in copy.outputs]

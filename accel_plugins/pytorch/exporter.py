@@ -11,7 +11,7 @@ import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.specs import WEIGHTS
-from accel.capture import SentenceEmbedder, Source, Tensors, graph_name, pad_id, quiet, reference, split
+from accel.capture import IMAGE_AXES, SentenceEmbedder, Source, Tensors, graph_name, pad_id, quiet, reference, split
 from accel.config import ExportConfig
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")
@@ -100,6 +100,8 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
     runs: list[tuple[dict[str, int], Tensors]] = []
     for first in (2, 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
+        # An image of a few pixels would not survive a model's halvings.
+        sizes |= {axis: 32 * (first + names.index(axis)) for axis in names if axis in IMAGE_AXES}
         runs.append((sizes, reference(part.model, part.sample(sizes))))
     (sizes, one), (_, other) = runs
     return tuple(

@@ -12,6 +12,7 @@ from pathlib import Path
 from accel.artifact import Artifact, Component
 from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
 from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.capture import usual_sizes_in
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
@@ -126,7 +127,9 @@ class TensorrtBackend:
         machine: Machine,
     ) -> DeviceSession:
         """ONNX Runtime's session; what TensorRT has no kernels for is left to CUDA."""
-        profile = complete(component, options.profile, shapes)
+        profile = complete(
+            component, options.profile, {**usual_sizes_in(artifact.path, component.inputs), **(shapes or {})}
+        )
         found = precisions(load_graph(artifact, component))
         precision = "+".join(found) or "float32"
         cache = engine_cache(artifact, component.name, machine, profile, precision)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
 from accel.backends.specs import DeviceSpec, Probe
-from accel.capture import Source
+from accel.capture import Source, usual_sizes_in
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
@@ -56,7 +56,7 @@ def build(
                 f"{component.file} has operators of ONNX Runtime's own: {', '.join(own)}. TensorRT does not know them.",
                 fix="start from the artifact before it was optimized, or optimize it with --backend tensorrt.",
             )
-        wanted = complete(component, profile or {})
+        wanted = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
         sizes[component.name] = {axis: str(found) for axis, found in wanted.items()}
         plan = build_plan(
             artifact.path / component.file,

@@ -1,0 +1,167 @@
+"""Architectures whose code a trace does not follow by itself: each stands for the mechanism that makes it export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel import ORTModelForCausalLM, ORTModelForImageClassification, ORTModelForSequenceClassification, export
+from accel.capture import max_difference
+from accel.errors import ExportError
+from accel.testing.models import rescale, tiny_model
+
+BACKENDS = ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)]
+_BART: dict[str, Any] = {
+    "vocab_size": 120, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_labels": 3,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+
+
+def made(architecture: str, **settings: Any) -> Any:
+    """A model of these settings whose logits are of order 1."""
+    cls = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    return rescale(cls(cls.config_class(**settings))).eval()
+
+
+def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids: tuple[int, int] = (5, 100)) -> float:
+    """Largest difference of a classifier's logits from PyTorch's at these rows and lengths, every second row padded."""
+    model = ORTModelForSequenceClassification(artifact)
+    pad = getattr(original.config, "pad_token_id", None) or 0
+    end = original.config.eos_token_id if original.config.is_encoder_decoder else None
+    found = 0.0
+    for batch, length in sizes:
+        drawn = torch.randint(*ids, (batch, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(drawn)
+        mask[1::2, (length + 1) // 2 :] = 0
+        drawn[mask == 0] = pad
+        if end is not None:
+            drawn.scatter_(1, mask.sum(1, keepdim=True) - 1, end)
+        with torch.inference_mode():
+            expected = original(input_ids=drawn, attention_mask=mask).logits
+        assert expected.abs().max() > 0.1
+        found = max(found, float((model(input_ids=drawn, attention_mask=mask).logits - expected).abs().max()))
+    return found
+
+
+# Float32 sums in another order.
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
+    """Convolutions take any size; a graph of one size would refuse what the model answers."""
+    original = made(
+        "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
+    )
+    artifact = export(original, tmp_path / "out", task="image-classification", backend=backend)
+    assert artifact.component().inputs[0].shape == ("batch", 3, "height", "width")
+    model = ORTModelForImageClassification(artifact)
+    for height, width in ((224, 224), (96, 64), (333, 95)):
+        pixels = torch.randn((2, 3, height, width), generator=torch.Generator().manual_seed(height))
+        with torch.inference_mode():
+            expected = original(pixel_values=pixels).logits
+        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
+    """The model computes at any size, in a way that a trace does not keep."""
+
+    class Pooled(transformers.ResNetForImageClassification):  # type: ignore[misc]  # transformers is untyped here
+        def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+            if pixel_values.shape[-1] == 256:
+                pixel_values = pixel_values * 2
+            return super().forward(pixel_values, **kwargs)
+
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3)
+    artifact = export(rescale(Pooled(config)).eval(), tmp_path / "out", task="image-classification")
+    assert artifact.component().inputs[0].shape == ("batch", 3, 224, 224)
+
+
+def test_positions_for_one_image_size(tmp_path: Path) -> None:
+    artifact = export(tiny_model("vit", "image-classification"), tmp_path / "out", task="image-classification")
+    assert artifact.component().inputs[0].shape == ("batch", 3, 32, 32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_squeeze_of_every_axis_keeps_single_rows(backend: str, tmp_path: Path) -> None:
+    """mBART shifts its tokens with a squeeze that drops the batch, too, where it is 1."""
+    original = made("MBartForSequenceClassification", **_BART, max_position_embeddings=96)
+    artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
+    assert worst(artifact, original, ((1, 4), (2, 9), (3, 30))) <= TOLERANCE
+
+
+def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
+    """Falcon's positions are bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
+    original = made(
+        "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        new_decoder_architecture=False, multi_query=False, bias=True, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    artifact = export(original, tmp_path / "out", task="text-generation")
+    # Far enough for products that bfloat16 rounds.
+    ids = torch.randint(5, 100, (1, 600), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = original(input_ids=ids).logits
+    found = ORTModelForCausalLM(artifact)(input_ids=ids).logits
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_and_values_of_different_sizes(backend: str, tmp_path: Path) -> None:
+    """DeepSeek's latent attention."""
+    original = made(
+        "DeepseekV3ForCausalLM", vocab_size=120, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=192, pad_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    artifact = export(original, tmp_path / "out", task="text-generation", backend=backend)
+    ids = torch.tensor([[0, 5, 6, 7, 8], [9, 10, 11, 12, 13]])
+    rows = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    expected = original.generate(**rows, max_new_tokens=12, do_sample=False)
+    assert torch.equal(ORTModelForCausalLM(artifact).generate(**rows, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
+    original = made(
+        "PerceiverForSequenceClassification", vocab_size=120, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
+        num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=4,
+        max_position_embeddings=96, num_labels=3,
+    )  # fmt: skip
+    artifact = export(original, tmp_path / "out", task="text-classification")
+    assert [spec.name for spec in artifact.component().inputs] == ["input_ids", "attention_mask"]
+    assert worst(artifact, original, ((1, 4), (3, 30))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reads"),
+    [("MoonshineForConditionalGeneration", "input_values"), ("Speech2TextForConditionalGeneration", "input_features")],
+)
+def test_speech_that_only_transformers_reads(architecture: str, reads: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"vocab_size": 120, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 1}
+    if architecture.startswith("Moonshine"):
+        settings |= {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "encoder_num_hidden_layers": 1,
+            "decoder_num_hidden_layers": 1,
+        }
+    else:
+        settings |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "conv_channels": 32}
+    with pytest.raises(ExportError, match=f"it generates from '{reads}'"):
+        export(made(architecture, **settings), tmp_path / "out", task="automatic-speech-recognition")
+
+
+def test_masked_scores_are_no_measure() -> None:
+    """Splinter writes the smallest number where nothing may be chosen: as a scale it would accept anything."""
+    lowest = torch.finfo(torch.float32).min
+    expected = {"logits": torch.tensor([1.0, lowest])}
+    assert max_difference({"logits": torch.tensor([1.5, lowest])}, expected) == (0.5, 1.0)
+    difference, _ = max_difference({"logits": torch.tensor([1.0, 2.0])}, expected)
+    assert difference > 1e30
