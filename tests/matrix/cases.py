@@ -22,6 +22,9 @@ from accel.tasks.infer import TASKS, task_spec
 HOST = ("cpu", "auto")
 """Device types that every machine has: a case on another one is marked `gpu`."""
 
+HALVING = get_args(Level)[-1]
+"""The level that makes half-precision graphs."""
+
 # Custom modules have no task of their own, and no weights folder to compare with: tests/integration/test_parity.py.
 CASE_TASKS = tuple(name for name in TASKS if name != "custom")
 
@@ -85,6 +88,7 @@ class Case:
     format: str
     dtype: str
     capture: str = ""
+    rewritten: str = ""
     optimizer: str = ""
     level: str = ""
     quantizer: str = ""
@@ -139,6 +143,16 @@ class Case:
     def made(self) -> Case:
         """It, without the run."""
         return replace(self, runner="", device="", option="")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Its formats, from the export's to the one that runs."""
+        return (self.format, *dict.fromkeys(one for one in (self.rewritten,) if one and one != self.format))
+
+    @property
+    def made_dtype(self) -> str:
+        """Element type of the artifact that runs."""
+        return "float16" if self.level == HALVING else self.dtype
 
     @property
     def on_host(self) -> bool:
@@ -213,9 +227,8 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[C
     starts = [(start, start.format, start.dtype)]
     for spec, one in _offers(specs, start.task, "optimize", start.format):
         for level in one.schemes if start.dtype in one.dtypes else ():
-            half = level == get_args(Level)[-1]
-            optimized = replace(start, optimizer=spec.name, level=level)
-            starts.append((optimized, str(one.produces), "float16" if half else start.dtype))
+            optimized = replace(start, optimizer=spec.name, level=level, rewritten=str(one.produces))
+            starts.append((optimized, str(one.produces), optimized.made_dtype))
     for case, format, dtype in starts:
         yield from _runs(specs, case, format, dtype, plain)
         for spec, one in _offers(specs, case.task, "quantize", format):
@@ -224,7 +237,9 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[C
                 continue
             for scheme in one.schemes:
                 for setting in [""] if plain else _settings(spec, one, scheme):
-                    made = replace(case, quantizer=spec.name, scheme=scheme, setting=setting)
+                    made = replace(
+                        case, quantizer=spec.name, scheme=scheme, setting=setting, rewritten=str(one.produces)
+                    )
                     yield from _runs(specs, made, str(one.produces), dtype, plain)
 
 
