@@ -25,6 +25,9 @@ HOST = ("cpu", "auto")
 HALVING = get_args(Level)[-1]
 """The level that makes half-precision graphs."""
 
+# Switches of the optimizer by name: no level has them.
+ENABLED = ("bfloat16",)
+
 # Custom modules have no task of their own, and no weights folder to compare with: tests/integration/test_parity.py.
 CASE_TASKS = tuple(name for name in TASKS if name != "custom")
 
@@ -91,6 +94,7 @@ class Case:
     rewritten: str = ""
     optimizer: str = ""
     level: str = ""
+    enable: str = ""
     quantizer: str = ""
     scheme: str = ""
     setting: str = ""
@@ -103,7 +107,7 @@ class Case:
         words = [
             self.task,
             f"{export} {self.capture}" if self.capture else export,
-            f"{self.optimizer} {self.level}" if self.level else "",
+            f"{self.optimizer} {self.level} {self.enable}".rstrip() if self.level else "",
             f"{self.quantizer} {self.scheme} {self.setting}".rstrip() if self.scheme else "",
             f"{self.runner} on {self.device} {self.option}".rstrip(),
         ]
@@ -117,7 +121,7 @@ class Case:
             "export": f"{self.exporter} {self.format}",
             "dtype": self.dtype,
             "capture": self.capture,
-            "optimize": f"{self.optimizer} {self.level}",
+            "optimize": f"{self.optimizer} {self.level} {self.enable}",
             "quantize": f"{self.quantizer} {self.scheme}",
             "setting": self.setting,
             "run": f"{self.runner} {self.device}",
@@ -137,7 +141,7 @@ class Case:
     @property
     def optimized(self) -> Case:
         """It, up to its optimization."""
-        return replace(self.exported, optimizer=self.optimizer, level=self.level)
+        return replace(self.exported, optimizer=self.optimizer, level=self.level, enable=self.enable)
 
     @property
     def made(self) -> Case:
@@ -152,7 +156,7 @@ class Case:
     @property
     def made_dtype(self) -> str:
         """Element type of the artifact that runs."""
-        return "float16" if self.level == HALVING else self.dtype
+        return self.enable or ("float16" if self.level == HALVING else self.dtype)
 
     @property
     def on_host(self) -> bool:
@@ -226,8 +230,13 @@ def _captures(task: str, capability: Capability) -> list[str]:
 def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[Case]:
     starts = [(start, start.format, start.dtype)]
     for spec, one in _offers(specs, start.task, "optimize", start.format):
-        for level in one.schemes if start.dtype in one.dtypes else ():
-            optimized = replace(start, optimizer=spec.name, level=level, rewritten=str(one.produces))
+        levels = [(level, "") for level in one.schemes]
+        if start.dtype == "float32" and one.consumes == one.produces:
+            levels += [("O2", dtype) for dtype in ENABLED if dtype in one.dtypes]
+        for level, enable in levels if start.dtype in one.dtypes else ():
+            optimized = replace(
+                start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces)
+            )
             starts.append((optimized, str(one.produces), optimized.made_dtype))
     for case, format, dtype in starts:
         yield from _runs(specs, case, format, dtype, plain)
@@ -253,9 +262,11 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         (spec, spec.capability("run", format, task=case.task) or one)
         for spec, one in _offers(specs, case.task, "run", format)
     ]
+    # What was rewritten for one backend's kernels is run by it, where it runs the format at all.
     rewriter = case.quantizer or case.optimizer
-    own = [offer for offer in offers if offer[0].name == rewriter]
-    for spec, one in dict((spec.name, (spec, one)) for spec, one in own or offers).values():
+    if any(spec.name == rewriter and spec.capability("run", format) for spec in specs):
+        offers = [offer for offer in offers if offer[0].name == rewriter]
+    for spec, one in {offer[0].name: offer for offer in offers}.values():
         if dtype in one.dtypes:
             for device in one.devices:
                 for option in [""] if plain else _run_options(spec, one):

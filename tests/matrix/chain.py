@@ -138,8 +138,11 @@ class Chains:
             return start
         return self._made(
             f"matrix-{_digest(case.optimized)}",
-            lambda out: optimize(start, out, level=case.level, backend=case.optimizer, atol=_atol(case)),
-        )
+            lambda out: optimize(
+                start, out, level=case.level, backend=case.optimizer, atol=_atol(case),
+                enable=(case.enable,) if case.enable else (),
+            ),
+        )  # fmt: skip
 
     def made(self, case: Case) -> Artifact:
         """The artifact that a case runs."""
@@ -232,22 +235,22 @@ _EIGHT_BITS, _FOUR_BITS = 0.3, 0.8
 def tolerance(case: Case) -> float:
     """What rounding explains."""
     allowed = {"float32": _EXACT, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
-    found = max(allowed[case.dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
-    if case.level in ("O3", "O4") or "tf32" in case.option:
+    found = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
+    if case.level == "O3" or "tf32" in case.option:
         found = max(found, _FLOAT16)
     if "group_size" in case.option:
         # Activations are rounded to 8 bits when they meet compressed weights.
         found = max(found, _EIGHT_BITS if case.scheme else found)
     if case.scheme:
         found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
-    if case.generates and case.dtype != "float32":
+    if case.generates and case.made_dtype != "float32":
         # Their weights are large on purpose, so that rounding grows from layer to layer.
         found *= 5
     return found
 
 
 def _atol(case: Case) -> float | None:
-    return 100.0 if case.generates and (case.dtype != "float32" or case.level in ("O3", "O4")) else None
+    return 100.0 if case.generates and (case.made_dtype != "float32" or case.level == "O3") else None
 
 
 def missing_device(case: Case) -> str | None:

@@ -93,6 +93,13 @@ def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path
         answers(chains.opened(case, chains.made(case), tmp_path), case.task)
 
 
+NOT_MADE_HERE = {
+    # ONNX in bfloat16 is made for GPUs alone; what other tools make is run.
+    "openvino run onnx: dtype bfloat16",
+    "openvino optimize openvino_ir: dtype bfloat16",
+}
+
+
 def test_every_capability_is_reached() -> None:
     """Each value of each capability of each spec occurs in a case: on the host, or among those for other devices."""
     cases = reached()
@@ -115,7 +122,7 @@ def test_every_capability_is_reached() -> None:
                 tasks = {case.task for case in declared(specs(), plain=True) if case.runner == spec.name}
                 able = set(CASE_TASKS) - set(capability.excludes)
                 missing += [f"{spec.name} {stage} {format}: task {one}" for one in able - tasks if stage == "run"]
-    assert not missing, "declared, and in no case:\n" + "\n".join(missing)
+    assert set(missing) == NOT_MADE_HERE, "declared, and in no case, or the other way round:\n" + "\n".join(missing)
 
 
 def test_every_setting_of_a_config_has_values() -> None:
@@ -150,8 +157,8 @@ def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: 
 
 
 def _values(case: Case, stage: str) -> list[tuple[str, str]]:
-    dtype = case.dtype if stage in ("export", "optimize") else case.made_dtype
-    found = [("device", case.device), ("dtype", dtype), ("task", case.task)]
+    dtypes = {"export": [case.dtype], "optimize": [case.dtype, case.made_dtype]}.get(stage, [case.made_dtype])
+    found = [("device", case.device), ("task", case.task), *(("dtype", dtype) for dtype in dtypes)]
     if stage == "optimize":
         found.append(("scheme", case.level))
     if stage == "quantize":
