@@ -15,7 +15,7 @@ from cases import HOST, Case, parsed
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.config import SessionOptions
+from accel.config import QuantizeConfig, SessionOptions
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
@@ -160,8 +160,8 @@ class Chains:
         return self._made(
             f"matrix-{_digest(case.made)}",
             lambda out: quantize(
-                start, out, calibration=data, backend=case.quantizer,
-                evaluate=(lambda artifact: 1.0) if "max_drop" in how else None, **how,
+                start, out, calibration=data, backend=case.quantizer, config=QuantizeConfig.from_dict(how),
+                evaluate=(lambda artifact: 1.0) if "max_drop" in how else None,
             ),
         )  # fmt: skip
 
