@@ -21,7 +21,7 @@ SPEC = BackendSpec(
     distributions=("onnxruntime-gpu", "tensorrt"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=_FLOATS, options=("profile",)),
-        Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_FLOATS, "int8"), device_io=True),
+        Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=_FLOATS, device_io=True),
         Capability(
             stage="run",
             consumes="onnx",

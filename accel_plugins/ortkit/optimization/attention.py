@@ -84,20 +84,25 @@ def multiply_masked_rows(model: ir.Model) -> int:
         assert kept is not None
         graph = root_graph(node)
         if id(condition) not in keeps:
-            keeps[id(condition)] = _kept_rows(graph, condition, node)
+            keeps[id(condition)] = _kept_rows(graph, condition, node, dtype=kept.dtype)
         replace_node(node, ir.node("Mul", [kept, keeps[id(condition)]], name=f"{node.name}.keep"))
         count += 1
     return count
 
 
-def _kept_rows(graph: ir.Graph, masked: ir.Value, before: ir.Node, *, squeeze: bool = False) -> ir.Value:
-    """1 where `masked` is false, 0 where it is true, computed as early as it can be; `squeeze` drops the heads' axis."""
+def _kept_rows(
+    graph: ir.Graph, masked: ir.Value, before: ir.Node, *, dtype: ir.DataType | None, squeeze: bool = False
+) -> ir.Value:
+    """1 where `masked` is false, 0 where it is true, in the type of what is kept (float32 where that is unknown), computed as
+    early as it can be; `squeeze` drops the heads' axis.
+    """
+    dtype = dtype or ir.DataType.FLOAT
     negated = ir.node("Not", [masked], name=f"{masked.name}.not")
-    cast = ir.node("Cast", [negated.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{masked.name}.keep")
+    cast = ir.node("Cast", [negated.outputs[0]], {"to": dtype}, name=f"{masked.name}.keep")
     made = [negated, cast]
     negated.outputs[0].shape = cast.outputs[0].shape = masked.shape
     negated.outputs[0].type = masked.type
-    cast.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    cast.outputs[0].type = ir.TensorType(dtype)
     if squeeze:
         axis = add_initializer(graph, f"{masked.name}.heads_axis", np.array([1], np.int64))
         made.append(ir.node("Squeeze", [cast.outputs[0], axis], name=f"{masked.name}.rows"))
@@ -150,7 +155,7 @@ def fuse_attention(model: ir.Model) -> int:
         result.type, result.shape = merge.outputs[0].type, merge.outputs[0].shape
         if masked is not None:
             if id(masked) not in keeps:
-                keeps[id(masked)] = _kept_rows(graph, masked, product, squeeze=True)
+                keeps[id(masked)] = _kept_rows(graph, masked, product, dtype=result.dtype, squeeze=True)
             zeroed = ir.node("Mul", [result, keeps[id(masked)]], name=f"{product.name}.keep")
             graph.insert_before(merge, zeroed)
             result = zeroed.outputs[0]

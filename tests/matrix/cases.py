@@ -1,0 +1,427 @@
+"""What backends declare, as cases: every valid chain of export, optimization, quantization and run.
+
+In: the specs of the installed backends. Out: `Case`s. A new backend, format, dtype, level, scheme, setting or device has its
+cases by being declared; a new setting or option also needs a value to try, in one of the tables below.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from covering import cover, pairs
+
+from accel.backends import registry
+from accel.backends.specs import WEIGHTS, BackendSpec, Capability
+from accel.config import Calibration, Dtype, Level, Pooling
+from accel.tasks.infer import TASKS, task_spec
+
+HOST = ("cpu", "auto")
+"""Device types that every machine has: a case on another one is marked `gpu`."""
+
+HALVING = get_args(Level)[-1]
+"""The level that makes half-precision graphs."""
+
+# Switches of the optimizer by name: no level has them.
+ENABLED = ("bfloat16",)
+
+# Custom modules have no task of their own, and no weights folder to compare with: tests/integration/test_parity.py.
+CASE_TASKS = tuple(name for name in TASKS if name != "custom")
+
+# Values that are not the default, by setting.
+CAPTURES: Mapping[str, tuple[Any, ...]] = {
+    "opset": (20,),
+    "pooling": get_args(Pooling),
+    "normalize": (True,),
+    "atol": (0.5,),
+    "external_data": (False,),
+}
+SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "per_channel": (False, True),
+    "symmetric": (False, True),
+    "operators": (("MatMul",),),
+    "exclude": (("re:.*0.*",),),
+    "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
+    "percentile": (99.0,),
+    "format": ("qoperator",),
+    "smooth_quant": (0.5,),
+    "block_size": (16,),
+    "algorithm": ("hqq", "awq", "gptq"),
+    "ratio": (0.5,),
+    "scale_estimation": (True,),
+    "max_drop": (0.9,),
+}
+# A preset names hardware, which backends know different words for.
+PRESETS: Mapping[str, tuple[str, ...]] = {"cpu": ("avx2", "arm64"), "openvino": ("performance", "mixed")}
+OTHER_PRESETS = ("tensorrt",)
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "threads": (1,),
+    "inter_op_threads": (2,),
+    "compute_dtype": get_args(Dtype),
+    "buckets": ((8, 16),),
+    "graph_optimization": ("none", "basic", "extended"),
+    "spinning": (False,),
+    "profile": ("FOLDER",),
+}
+# The vendor's own words: in `SessionOptions.native`, and as provider options.
+NATIVE: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"enable_cpu_mem_arena": False},
+    "cuda": {"enable_mem_pattern": False},
+    "openvino": {"PERF_COUNT": False},
+    "tensorrt": {"enable_mem_pattern": False},
+}
+PROVIDER: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"cuda_graphs": 0, "padding": "any", "packing": False, "use_tf32": True, "gpu_mem_limit": 2**31},
+    "openvino": {"performance_hint": "throughput", "streams": 1, "dynamic_quantization_group_size": 32},
+    "pytorch": {"cuda_graph": True},
+    "tensorrt": {"trt_builder_optimization_level": 1, "profile": "batch=1:2:8,sequence=1:8:64"},
+}
+EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One chain. An empty word is a step that is left out, or a default; a setting is `name=` and JSON."""
+
+    task: str
+    exporter: str
+    format: str
+    dtype: str
+    capture: str = ""
+    rewritten: str = ""
+    optimizer: str = ""
+    level: str = ""
+    enable: str = ""
+    quantizer: str = ""
+    scheme: str = ""
+    setting: str = ""
+    runner: str = ""
+    device: str = ""
+    option: str = ""
+
+    def __str__(self) -> str:
+        export = f"{self.exporter} {self.format} {self.dtype}"
+        words = [
+            self.task,
+            f"{export} {self.capture}" if self.capture else export,
+            f"{self.optimizer} {self.level} {self.enable}".rstrip() if self.level else "",
+            f"{self.quantizer} {self.scheme} {self.setting}".rstrip() if self.scheme else "",
+            f"{self.runner} on {self.device} {self.option}".rstrip(),
+        ]
+        return " > ".join(word for word in words if word)
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """What is combined in pairs: words that only occur together are one."""
+        return {
+            "task": self.task,
+            "export": f"{self.exporter} {self.format}",
+            "dtype": self.dtype,
+            "capture": self.capture,
+            "optimize": f"{self.optimizer} {self.level} {self.enable}",
+            "quantize": f"{self.quantizer} {self.scheme}",
+            "setting": self.setting,
+            "run": f"{self.runner} {self.device}",
+            "option": self.option,
+        }
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """Everything but settings and options."""
+        return tuple(value for name, value in asdict(self).items() if name not in ("capture", "setting", "option"))
+
+    @property
+    def exported(self) -> Case:
+        """Its export alone."""
+        return Case(task=self.task, exporter=self.exporter, format=self.format, dtype=self.dtype, capture=self.capture)
+
+    @property
+    def optimized(self) -> Case:
+        """It, up to its optimization."""
+        return replace(self.exported, optimizer=self.optimizer, level=self.level, enable=self.enable)
+
+    @property
+    def made(self) -> Case:
+        """It, without the run."""
+        return replace(self, runner="", device="", option="")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Its formats, from the export's to the one that runs."""
+        return (self.format, *dict.fromkeys(one for one in (self.rewritten,) if one and one != self.format))
+
+    @property
+    def made_dtype(self) -> str:
+        """Element type of the artifact that runs."""
+        return self.enable or ("float16" if self.level == HALVING else self.dtype)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether every machine has the device that it runs on."""
+        return self.device in HOST
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has a cache."""
+        return task_spec(self.task).generates
+
+
+def parsed(words: str) -> dict[str, Any]:
+    """A setting as keyword arguments."""
+    name, _, value = words.partition("=")
+    return {name: json.loads(value)} if words else {}
+
+
+def word(name: str, value: object) -> str:
+    """A setting as a word of a case."""
+    return f"{name}={json.dumps(value)}"
+
+
+def declared(specs: Sequence[BackendSpec], tasks: Iterable[str] = CASE_TASKS, **limits: Any) -> list[Case]:
+    """Every valid case of the specs: what they declare, less what `REFUSALS` says. See `combined`."""
+    return [case for case in combined(specs, tasks, **limits) if refusal(case) is None]
+
+
+def combined(
+    specs: Sequence[BackendSpec],
+    tasks: Iterable[str] = CASE_TASKS,
+    *,
+    plain: bool = False,
+    exports: Callable[[Case], bool] = lambda case: True,
+) -> Iterator[Case]:
+    """Every case that the specs' own words allow.
+
+    Args:
+        specs: Of the backends.
+        tasks: Of the cases.
+        plain: With the defaults of all settings and options alone: with them, a million for all tasks.
+        exports: Which exports to go on from.
+    """
+    for task in tasks:
+        for spec, capability in _offers(specs, task, "export", None):
+            for dtype in capability.dtypes:
+                for capture in [""] if plain else _captures(task, capability):
+                    start = Case(
+                        task=task, exporter=spec.name, format=str(capability.produces), dtype=dtype, capture=capture
+                    )
+                    if exports(start):
+                        yield from _steps(specs, start, plain)
+
+
+def _offers(
+    specs: Iterable[BackendSpec], task: str, stage: str, consumes: str | None
+) -> Iterator[tuple[BackendSpec, Capability]]:
+    for spec in specs:
+        for one in spec.capabilities:
+            fits = task not in one.excludes and ("*" in one.tasks or task in one.tasks)
+            if one.stage == stage and one.consumes == consumes and fits:
+                yield spec, one
+
+
+def _captures(task: str, capability: Capability) -> list[str]:
+    names = [n for n in CAPTURES if task_spec(task).embeds or n not in ("pooling", "normalize")]
+    own = [word("options", {name: EXPORTER_OPTIONS[name]}) for name in capability.options]
+    return ["", *(word(name, value) for name in names for value in CAPTURES[name]), *own]
+
+
+def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[Case]:
+    starts = [(start, start.format, start.dtype)]
+    for spec, one in _offers(specs, start.task, "optimize", start.format):
+        levels = [(level, "") for level in one.schemes]
+        if start.dtype == "float32" and one.consumes == one.produces:
+            levels += [("O2", dtype) for dtype in ENABLED if dtype in one.dtypes]
+        for level, enable in levels if start.dtype in one.dtypes else ():
+            optimized = replace(
+                start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces)
+            )
+            starts.append((optimized, str(one.produces), optimized.made_dtype))
+    for case, format, dtype in starts:
+        yield from _runs(specs, case, format, dtype, plain)
+        for spec, one in _offers(specs, case.task, "quantize", format):
+            # What was rewritten for one backend's kernels is quantized and run by it.
+            if dtype not in one.dtypes or case.optimizer not in ("", spec.name):
+                continue
+            for scheme in one.schemes:
+                for setting in [""] if plain else _settings(spec, one, scheme):
+                    made = replace(
+                        case, quantizer=spec.name, scheme=scheme, setting=setting, rewritten=str(one.produces)
+                    )
+                    yield from _runs(specs, made, str(one.produces), dtype, plain)
+
+
+def _settings(spec: BackendSpec, capability: Capability, scheme: str) -> list[str]:
+    values = {**SETTINGS, "preset": PRESETS.get(spec.name, OTHER_PRESETS)}
+    return ["", *(word(name, value) for name in capability.takes(scheme) for value in values[name])]
+
+
+def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, plain: bool) -> Iterator[Case]:
+    offers = [
+        (spec, spec.capability("run", format, task=case.task) or one)
+        for spec, one in _offers(specs, case.task, "run", format)
+    ]
+    # What was rewritten for one backend's kernels is run by it, where it runs the format at all.
+    rewriter = case.quantizer or case.optimizer
+    if any(spec.name == rewriter and spec.capability("run", format) for spec in specs):
+        offers = [offer for offer in offers if offer[0].name == rewriter]
+    for spec, one in {offer[0].name: offer for offer in offers}.values():
+        if dtype in one.dtypes:
+            for device in one.devices:
+                for option in [""] if plain else _run_options(spec, one):
+                    yield replace(case, runner=spec.name, device=device, option=option)
+
+
+def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
+    made = [word(name, value) for name, values in OPTIONS.items() for value in values if name != "compute_dtype"]
+    made += [word("compute_dtype", value) for value in OPTIONS["compute_dtype"] if value in capability.dtypes]
+    made += [word("native", {name: value}) for name, value in NATIVE.get(spec.name, {}).items()]
+    made += [word("provider", {name: value}) for name, value in PROVIDER.get(spec.name, {}).items()]
+    return ["", *made]
+
+
+# What backends refuse, with an error, though their specs do not say so. Each is run once to see that it is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Combinations that are refused, and a piece of the error's message."""
+
+    when: Callable[[Case], bool]
+    message: str
+
+
+def _ort(case: Case) -> bool:
+    return case.runner in ("cpu", "cuda", "tensorrt")
+
+
+def _has(case: Case, *names: str) -> bool:
+    return case.option.partition("=")[0] in names
+
+
+@functools.cache
+def _openvino_dtypes() -> tuple[str, ...]:
+    """What OpenVINO computes in on this processor."""
+    import openvino
+
+    words = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return tuple(dtype for dtype, word in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if word in words)
+
+
+def _computes(case: Case) -> bool:
+    return parsed(case.option)["compute_dtype"] in _openvino_dtypes()
+
+
+def _sets(case: Case, *settings: str) -> bool:
+    return case.setting in settings or case.setting.partition("=")[0] in settings
+
+
+_PARTS = ("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text")
+_HALVES = ("float16", "bfloat16")
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(lambda c: c.exporter == "openvino" and c.capture.startswith("opset"), "has no opset to choose"),
+    Refusal(lambda c: c.optimizer == "cpu" and c.level == "O4" and c.dtype in _HALVES, "already"),
+    Refusal(lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"),
+    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
+    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
+    Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
+    Refusal(
+        lambda c: c.generates and c.format == "onnx" and "openvino" in (c.optimizer, c.quantizer),
+        "keeps its cache outside",
+    ),
+    Refusal(
+        lambda c: (
+            c.quantizer == "openvino"
+            and c.task in _PARTS
+            and (c.scheme == "static-int8" or _sets(c, 'algorithm="gptq"', "scale_estimation"))
+        ),
+        "needs data for each of the graphs",
+    ),
+    Refusal(lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"),
+    Refusal(
+        lambda c: c.runner == "openvino" and _has(c, "inter_op_threads", "graph_optimization"), "OpenVINO has no"
+    ),
+    # NNCF's own limit: it takes transposed activations for products with constant matrices, which graphs from ONNX have.
+    Refusal(
+        lambda c: c.quantizer == "openvino" and c.format == "onnx" and _sets(c, 'algorithm="gptq"'),
+        "Transpose is not supported",
+    ),
+    # Processors without float16 instructions; those that have them run these cases.
+    Refusal(
+        lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
+        "does not compute in",
+    ),
+    Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
+    Refusal(lambda c: c.runner == "pytorch" and _has(c, "profile", "graph_optimization"), "PyTorch has no setting"),
+    Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
+    Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
+    Refusal(lambda c: "image" in c.task and not c.generates and _has(c, "buckets"), "buckets"),
+)
+"""Also left out: decoders in ONNX have operators of ONNX Runtime's own, which `Capability.domains` excludes."""
+
+
+def refusal(case: Case) -> Refusal | None:
+    """Why a case is left out."""
+    return next((one for one in REFUSALS if one.when(case)), None)
+
+
+def specs() -> tuple[BackendSpec, ...]:
+    """What the installed backends declare."""
+    return registry.describe_all()[0]
+
+
+# What is run how often
+
+
+def stages(case: Case) -> dict[str, float]:
+    """What a case makes before it runs, with about how many seconds each takes on two cores."""
+    made = {}
+    if case.format != WEIGHTS:
+        made[str(case.exported)] = 12.0 if case.generates else 4.0
+    if case.level:
+        made[str(case.optimized)] = 0.7
+    if case.scheme:
+        made[str(case.made)] = 0.7
+    return made
+
+
+QUICK = ("text-classification", "text-generation", "text2text-generation", "sentence-similarity")
+
+
+def _is_quick(case: Case) -> bool:
+    """Whether a case is for every run: a task of each kind (encoder, decoder, encoder and decoder), and for what an export
+    may be told the smallest model. An encoder-decoder takes long to export: it is not, in half precision.
+    """
+    if case.task == "sentence-similarity":
+        return not (case.level or case.scheme or case.option) and (not case.capture or case.dtype == "float32")
+    if case.task == "text2text-generation" and case.dtype != "float32":
+        return False
+    return not case.capture
+
+
+def _quick_pairs(case: Case) -> list[Hashable]:
+    """Pairs that meet in every run. What a file was told and how it is opened do not know of each other: either meets
+    every scheme.
+    """
+    told = {name: value for name, value in case.factors.items() if name != "option"}
+    return [*pairs(told), *pairs({name: value for name, value in case.factors.items() if name != "setting"})]
+
+
+@functools.cache
+def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
+    """The cases of every run: each pair of values that can occur together occurs in one."""
+    pool = [case for case in declared(specs(), QUICK, exports=_is_quick) if case.on_host is on_host and _is_quick(case)]
+    return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=0.7), key=str))
+
+
+@functools.cache
+def thorough_cases() -> tuple[Case, ...]:
+    """Every chain of every task on the host, with the defaults of its settings and options."""
+    return tuple(case for case in declared(specs(), plain=True) if case.on_host)
+
+
+def reached() -> tuple[Case, ...]:
+    """Every case that is ever run, on one machine or another."""
+    return (*quick_cases(), *thorough_cases(), *quick_cases(on_host=False))

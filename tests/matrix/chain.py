@@ -1,0 +1,275 @@
+"""A case, run: the artifact made stage by stage, each stage once a run, and its answers beside those of PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cases import HOST, Case, parsed
+
+import accel
+from accel.artifact import Artifact
+from accel.backends import registry
+from accel.config import QuantizeConfig, SessionOptions
+from accel.stages.export import export
+from accel.stages.optimize import optimize
+from accel.stages.quantize_once import quantize
+from accel.stages.validate import validate
+from accel.tasks.infer import TASKS, task_spec
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN
+from accel.testing.models import FAMILIES, VOCABULARY
+
+Tensors = dict[str, torch.Tensor]
+Shared = Callable[..., Path]
+
+FAMILY: Mapping[str, str] = {
+    **dict.fromkeys((name for name, spec in TASKS.items() if not spec.generates), "bert"),
+    "sentence-similarity": "distilbert",
+    "image-classification": "vit",
+    "text-generation": "llama",
+    "text2text-generation": "t5",
+    "automatic-speech-recognition": "whisper",
+    "image-to-text": "vit-gpt2",
+    "image-text-to-text": "llava",
+}
+"""The family that stands for a task."""
+
+
+def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
+    """A batch for a tiny model of a task: texts of unequal lengths, padded as its pipeline pads them, images or speech."""
+    draw = torch.Generator().manual_seed(seed)
+    if task == "image-classification":
+        return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
+    start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
+    if task == "automatic-speech-recognition":
+        return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
+    if task == "image-to-text":
+        return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), **start}
+    ids = torch.randint(6, 100, (rows, 10), generator=draw)
+    mask = torch.ones_like(ids)
+    # Decoders read on from the last token, so that they are padded in front of the first.
+    for row in range(1, rows):
+        padding = slice(0, row) if FAMILY[task] in ("llama", "llava") else slice(10 - 2 * row, 10)
+        mask[row, padding] = 0
+    if task == "image-text-to-text":
+        images = torch.full((rows, 4), IMAGE_TOKEN)
+        ids = torch.cat([ids[:, :5], images, ids[:, 5:]], dim=1)
+        mask = torch.cat([mask[:, :5], torch.ones_like(images), mask[:, 5:]], dim=1)
+        pixels = torch.randn((rows, 3, 16, 16), generator=draw)
+        return {"input_ids": ids * mask, "attention_mask": mask, "pixel_values": pixels}
+    feeds = {"input_ids": ids * mask, "attention_mask": mask}
+    if FAMILY[task] == "bert":
+        feeds["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=draw)
+    if task == "multiple-choice":
+        return {name: tensor.view(1, rows, -1) for name, tensor in feeds.items()}
+    return {**feeds, **(start if task == "text2text-generation" else {})}
+
+
+def loaded(task: str, folder: Path) -> Any:
+    """The PyTorch model of a folder."""
+    return getattr(transformers, task_spec(task).auto_model).from_pretrained(folder).eval()
+
+
+class Chains:
+    """Makes what cases need, and remembers it.
+
+    Args:
+        shared: Folders that are made once for all processes (`tests/conftest.py`).
+        tiny_folder, tiny_artifact, generator: Sources and exports that other tests have, too.
+    """
+
+    def __init__(
+        self, shared: Shared, tiny_folder: Shared, tiny_artifact: Callable[..., Artifact], generator: Callable[..., Artifact]
+    ) -> None:
+        self._shared = shared
+        self._folder = tiny_folder
+        self._artifact = tiny_artifact
+        self._generator = generator
+        self._expected: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+        self._failed: dict[str, Exception] = {}
+        self._valid: dict[str, Any] = {}
+
+    def source(self, task: str) -> Path:
+        """The PyTorch folder behind a task's cases."""
+        family = FAMILY[task]
+        if family in GENERATORS:
+            self._generator(family)
+            return self._shared(f"generator-{family}", _nothing)
+        return self._folder(family, task)
+
+    def expected(self, task: str) -> tuple[Any, Tensors]:
+        """The PyTorch model, and its outputs on `inputs_of` the task."""
+        if task not in self._expected:
+            model = loaded(task, self.source(task))
+            with torch.inference_mode():
+                outputs = dict(model(**inputs_of(task)))
+            self._expected[task] = model, {k: v for k, v in outputs.items() if isinstance(v, torch.Tensor)}
+        return self._expected[task]
+
+    def exported(self, case: Case) -> Artifact:
+        """The export of a case; those with defaults are shared with all tests."""
+        family, how = FAMILY[case.task], parsed(case.capture)
+        plain = not how and case.dtype == "float32"
+        if plain and family in GENERATORS:
+            return self._generator(family, case.exporter)
+        if plain and case.exporter == "cpu":
+            return self._artifact(family, case.task)
+        if case.generates and case.dtype != "float32":
+            # The large random weights of tiny generators let rounding grow beyond what an export accepts.
+            how = {"atol": 100.0, **how}
+        name = f"{family}-{case.task}-{case.exporter}" if plain else f"matrix-{_digest(case.exported)}"
+        return self._made(
+            name,
+            lambda out: export(
+                self.source(case.task), out, task=case.task, backend=case.exporter, format=case.format,
+                dtype=case.dtype, **how,
+            ),
+        )  # fmt: skip
+
+    def optimized(self, case: Case) -> Artifact:
+        """Its export, optimized where the case says so."""
+        start = self.exported(case)
+        if not case.level:
+            return start
+        return self._made(
+            f"matrix-{_digest(case.optimized)}",
+            lambda out: optimize(
+                start, out, level=case.level, backend=case.optimizer, atol=_atol(case),
+                enable=(case.enable,) if case.enable else (),
+            ),
+        )  # fmt: skip
+
+    def made(self, case: Case) -> Artifact:
+        """The artifact that a case runs."""
+        start = self.optimized(case)
+        if not case.scheme:
+            return start
+        how: dict[str, Any] = {"scheme": case.scheme, **parsed(case.setting)}
+        if case.quantizer == "openvino" and case.scheme == "weight-int4":
+            # A block must divide the channels, of which tiny models have few.
+            how = {"block_size": 16, **how}
+        if "percentile" in how:
+            how["calibration"] = "percentile"
+        needed = case.scheme.startswith("static") or how.get("algorithm") == "gptq" or "scale_estimation" in how
+        data = calibration(start) if needed else None
+        return self._made(
+            f"matrix-{_digest(case.made)}",
+            lambda out: quantize(
+                start, out, calibration=data, backend=case.quantizer, config=QuantizeConfig.from_dict(how),
+                evaluate=(lambda artifact: 1.0) if "max_drop" in how else None,
+            ),
+        )  # fmt: skip
+
+    def opened(self, case: Case, artifact: Artifact | Path, tmp_path: Path) -> Any:
+        """The model of a case, by an artifact or a folder."""
+        how, given = parsed(case.option), {}
+        if "profile" in how:
+            how["profile"] = str(tmp_path / "profile")
+        if "provider" in how:
+            given["provider_options"] = how.pop("provider")
+        if how:
+            given["session_options"] = SessionOptions.from_dict(how)
+        cls = getattr(accel, task_spec(case.task).model_name)
+        where = {"backend": case.runner, "device": case.device}
+        if isinstance(artifact, Artifact):
+            return cls(artifact, **where, **given)
+        return cls.from_pretrained(artifact, **where, **given)
+
+    def validated(self, case: Case, folder: Path) -> Any:
+        """The library's own comparison with the source; options play no part in it."""
+        key = _digest(case.made) + case.runner + case.device
+        if key not in self._valid:
+            self._valid[key] = validate(folder, backend=case.runner, device=case.device)
+        return self._valid[key]
+
+    def _made(self, name: str, make: Callable[[Path], object]) -> Artifact:
+        if name in self._failed:
+            raise self._failed[name]
+        try:
+            return Artifact.load(self._shared(name, make))
+        except Exception as error:
+            self._failed[name] = error
+            raise
+
+
+def calibration(artifact: Artifact) -> list[Tensors]:
+    """Two batches for its first graph, with every input that is no cache."""
+    made = []
+    for seed in (1, 2):
+        feeds = inputs_of(artifact.task, seed=seed)
+        ids = feeds.get("input_ids")
+        if ids is not None:
+            feeds["position_ids"] = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+            feeds["logits_to_keep"] = torch.arange(ids.shape[1])
+        names = [spec.name for spec in artifact.components[0].inputs if spec.pair is None]
+        made.append({name: feeds[name] for name in names})
+    return made
+
+
+def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | None) -> float:
+    """Mean absolute difference over real tokens, as a share of the mean absolute value; the worst output's."""
+    worst = 0.0
+    for name, wanted in expected.items():
+        if name not in found or not wanted.is_floating_point():
+            continue
+        have, want = found[name].float().cpu(), wanted.float()
+        assert have.shape == want.shape, name
+        if kept is not None and want.shape[:2] == kept.shape:
+            have, want = have[kept], want[kept]
+        assert have.isfinite().all(), name
+        worst = max(worst, float((have - want).abs().mean() / want.abs().mean()))
+    return worst
+
+
+# Shares of the mean answer. Sums in another order; ten bits of mantissa, or three digits; TF32 is in between.
+_EXACT, _FLOAT16, _BFLOAT16 = 1e-4, 2e-2, 0.15
+# Random weights are the hardest to round: a trained model loses a tenth of this.
+_EIGHT_BITS, _FOUR_BITS = 0.3, 0.8
+
+
+def tolerance(case: Case) -> float:
+    """What rounding explains."""
+    allowed = {"float32": _EXACT, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
+    found = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
+    if case.level == "O3" or "tf32" in case.option:
+        found = max(found, _FLOAT16)
+    if "group_size" in case.option:
+        # Activations are rounded to 8 bits when they meet compressed weights.
+        found = max(found, _EIGHT_BITS if case.scheme else found)
+    if case.scheme:
+        found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
+    if case.generates and case.made_dtype != "float32":
+        # Their weights are large on purpose, so that rounding grows from layer to layer.
+        found *= 5
+    return found
+
+
+def _atol(case: Case) -> float | None:
+    return 100.0 if case.generates and (case.made_dtype != "float32" or case.level == "O3") else None
+
+
+def missing_device(case: Case) -> str | None:
+    """Why a case cannot run here."""
+    probe = registry.probe(registry.describe(case.runner))
+    if any(device.type == case.device for device in probe.devices):
+        return None
+    have = ", ".join(map(str, probe.devices)) or "; ".join(map(str, probe.reasons))
+    return f"{case.runner} has no device {case.device!r} here: {have}"
+
+
+def marks(case: Case) -> list[str]:
+    """The markers of a case."""
+    return [] if case.device in HOST else ["gpu"]
+
+
+def _digest(case: Case) -> str:
+    return f"{re.sub('[^a-z0-9]+', '-', case.task)}-{hashlib.sha256(str(case).encode()).hexdigest()[:16]}"
+
+
+def _nothing(folder: Path) -> None:
+    raise AssertionError(f"{folder} was made before")

@@ -1,0 +1,102 @@
+"""Saved artifacts answer the same in another process, and the search finds its way over every backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+from chain import Chains, inputs_of
+
+import accel
+from accel.backends import registry
+from accel.tasks.infer import task_spec
+
+CLASSIFIER = Case(task="text-classification", exporter="cpu", format="onnx", dtype="float32", runner="cpu", device="cpu")
+IR = {"exporter": "openvino", "format": "openvino_ir", "runner": "openvino"}
+CPU_BACKENDS = ("cpu", "openvino", "pytorch")
+
+SAVED: dict[str, dict[str, str]] = {
+    "exported": {},
+    "optimized": {"optimizer": "cpu", "level": "O2"},
+    "quantized": {"optimizer": "cpu", "level": "O2", "quantizer": "cpu", "scheme": "static-int8"},
+    "weights": {"exporter": "pytorch", "format": "torch", "runner": "pytorch"},
+    "ir": IR,
+    "ir-quantized": {**IR, "quantizer": "openvino", "scheme": "static-int8"},
+    "decoder": {"task": "text-generation"},
+    "encoder-decoder": {"task": "text2text-generation"},
+}
+
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+import accel
+from accel.artifact import Artifact
+from accel.tasks.infer import task_spec
+
+for folder in map(Path, sys.argv[1:]):
+    given = torch.load(folder / "given.pt")
+    cls = getattr(accel, task_spec(Artifact.load(folder / "model").task).model_name)
+    model = cls.from_pretrained(folder / "model", backend=given["backend"])
+    found = model(**given["feeds"])
+    torch.save({name: found[name] for name in given["names"]}, folder / "found.pt")
+"""
+
+
+def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path) -> None:
+    expected = {}
+    for name, changes in SAVED.items():
+        case = Case(**{**{"task": CLASSIFIER.task, "dtype": "float32", "device": "cpu"}, **_started(changes)})
+        folder = tmp_path / name
+        folder.mkdir()
+        model = getattr(accel, task_spec(case.task).model_name)(chains.made(case), backend=case.runner)
+        model.save_pretrained(folder / "model")
+        feeds = inputs_of(case.task)
+        found = model(**feeds)
+        expected[name] = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+        torch.save({"feeds": feeds, "backend": case.runner, "names": list(expected[name])}, folder / "given.pt")
+    folders = [str(tmp_path / name) for name in SAVED]
+    done = subprocess.run([sys.executable, "-c", CHILD, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, wanted in expected.items():
+        found = torch.load(tmp_path / name / "found.pt")
+        for output, value in wanted.items():
+            assert torch.allclose(found[output], value, atol=1e-5), (name, output)
+
+
+def _started(changes: dict[str, str]) -> dict[str, str]:
+    return {"exporter": "cpu", "format": "onnx", "runner": "cpu", **changes}
+
+
+def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_folder()
+    classify = accel.pipeline("text-classification", model=folder, backend="pytorch")
+    words = "the a my card is not here where when lost new old money bank pay".split()
+    texts = [" ".join(words[i % 7 : i % 7 + 2 + i % 6]) for i in range(20)]
+    # PyTorch's own answers: what the search must keep is agreement.
+    rows = [{"text": text, "label": classify(text)[0]["label"]} for text in texts]
+    found = accel.tune(
+        folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
+        backends=CPU_BACKENDS, threads=1, time_limit_s=60,
+    )  # fmt: skip
+    tried = {trial.backend for trial in found.trials}
+    assert tried == set(CPU_BACKENDS)
+    assert found.rows == 20
+    assert registry.describe(found.winner.backend).capability("run", found.artifact.format) is not None
+    assert found.winner.drop <= 50.0
+
+
+@pytest.mark.thorough
+def test_tune_a_generator(chains: Chains, tmp_path: Path) -> None:
+    rows = [{"text": " ".join(["where is my card"] * (1 + i % 3))} for i in range(20)]
+    found = accel.tune(
+        chains.source("text-generation"), tmp_path / "tuned", data=rows, max_drop=1000.0, sequence=(8,),
+        backends=("cpu", "pytorch"), threads=1, time_limit_s=90,
+    )  # fmt: skip
+    assert found.artifact.task == "text-generation"
+    assert sum(trial.winner for trial in found.trials) == 1

@@ -1,0 +1,141 @@
+"""What Optimum's own tests check on each of its models, on ours: a few families of each kind, by the same calls.
+
+Parity with transformers on tensors, tokens and pipelines of text is in `tests/integration`; here are the kinds of input,
+output and options that those have on one model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from chain import FAMILY, inputs_of
+from PIL import Image
+
+import accel
+from accel import SessionOptions
+from accel.artifact import Artifact
+from accel.tasks.infer import task_spec
+from accel.testing.generators import GENERATORS, tiny_generator
+from accel.testing.models import tiny_model
+
+ort = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
+
+Artifacts = Callable[..., Artifact]
+ENCODERS = ("token-classification", "question-answering", "fill-mask", "feature-extraction", "image-classification")
+FAMILIES = ("llama", "t5", "vit-gpt2", "whisper")
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 2},
+    "group": {"num_beams": 2, "num_return_sequences": 2},
+}
+
+
+def classed(task: str) -> Any:
+    return getattr(accel, task_spec(task).model_name)
+
+
+def prompt(family: str) -> dict[str, torch.Tensor]:
+    """What `generate` starts from."""
+    feeds = inputs_of(GENERATORS[family][0])
+    return {name: value for name, value in feeds.items() if name != "decoder_input_ids"}
+
+
+@pytest.mark.parametrize("task", ENCODERS)
+def test_numpy_in_numpy_out(task: str, tiny_artifact: Artifacts) -> None:
+    model = classed(task)(tiny_artifact(FAMILY[task], task))
+    feeds = inputs_of(task)
+    expected, found = model(**feeds), model(**{name: value.numpy() for name, value in feeds.items()})
+    assert list(found) == list(expected)
+    for name in expected:
+        assert isinstance(found[name], np.ndarray)
+        assert np.array_equal(found[name], expected[name].numpy())
+
+
+@pytest.mark.parametrize("task", ENCODERS)
+def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
+    """`return_dict=False`, and the first input by position, as callers of transformers have it."""
+    model, original = classed(task)(tiny_artifact(FAMILY[task], task)), tiny_model(FAMILY[task], task)
+    feeds = inputs_of(task)
+    first = feeds.pop(original.main_input_name)
+    with torch.inference_mode():
+        expected = original(first, **feeds, return_dict=False)
+    found = model(first, **feeds, return_dict=False)
+    assert isinstance(found, tuple)
+    assert len(found) == len(expected)
+    assert (found[0] - expected[0]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_cache(family: str, generator: Artifacts) -> None:
+    model = classed(GENERATORS[family][0])(generator(family))
+    for choices in ({}, {"num_beams": 2}):
+        cached = model.generate(**prompt(family), max_new_tokens=6, **choices)
+        assert torch.equal(model.generate(**prompt(family), max_new_tokens=6, use_cache=False, **choices), cached)
+
+
+@pytest.mark.parametrize("how", CHOICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_and_loaded_from_a_subfolder(family: str, how: str, generator: Artifacts, tmp_path: Path) -> None:
+    cls = classed(GENERATORS[family][0])
+    cls(generator(family)).save_pretrained(tmp_path / "hub" / "graphs")
+    model = cls.from_pretrained(tmp_path / "hub", subfolder="graphs")
+    original = tiny_generator(family)
+    torch.manual_seed(3)
+    expected = original.generate(**prompt(family), max_new_tokens=6, **CHOICES[how])
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**prompt(family), max_new_tokens=6, **CHOICES[how]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_do_not_depend_on_their_batch(family: str, generator: Artifacts) -> None:
+    model = classed(GENERATORS[family][0])(generator(family))
+    feeds = prompt(family)
+    together = model.generate(**feeds, max_new_tokens=6)
+    for row in range(3):
+        alone = model.generate(**{name: value[row : row + 1] for name, value in feeds.items()}, max_new_tokens=6)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("given", [{}, [{}], {"provider": "CPUExecutionProvider"}], ids=["dict", "list", "provider"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_onnx_runtimes_own_objects(family: str, given: Any, generator: Artifacts) -> None:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    how = given if "provider" in given else {"provider_options": given}
+    model = classed(GENERATORS[family][0]).from_pretrained(generator(family).path, session_options=options, **how)
+    assert model.backend == "cpu"
+    for session in model.sessions.values():
+        assert session.runtime.get_session_options().intra_op_num_threads == 1
+        assert session.runtime.get_providers() == ["CPUExecutionProvider"]
+    plain = classed(GENERATORS[family][0])(generator(family), session_options=SessionOptions(threads=1))
+    expected = plain.generate(**prompt(family), max_new_tokens=4)
+    assert torch.equal(model.generate(**prompt(family), max_new_tokens=4), expected)
+
+
+@pytest.mark.parametrize("make", [transformers.pipeline, accel.pipeline], ids=["stock", "accel"])
+def test_speech_pipeline(make: Any, generator: Artifacts) -> None:
+    artifact = generator("whisper")
+    parts = {
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(artifact.path),
+        "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(artifact.path),
+    }
+    speech = np.random.default_rng(0).normal(size=16_000).astype(np.float32)
+    task = "automatic-speech-recognition"
+    model = classed(task)(artifact)
+    how = {"generate_kwargs": {"max_new_tokens": 5}}
+    expected = transformers.pipeline(task, model=tiny_generator("whisper"), **parts)(speech, **how)
+    assert make(task, model=model, **parts)(speech, **how) == expected
+
+
+def test_image_features_pipeline(tiny_artifact: Artifacts, tmp_path: Path) -> None:
+    artifact = tiny_artifact("vit", "image-classification")
+    pictures = [Image.new("RGB", (40 + 8 * i, 32), (60 * i, 90, 200)) for i in range(3)]
+    classify = accel.pipeline("image-classification", model=artifact.path)
+    assert classify(pictures, batch_size=2) == [classify(picture) for picture in pictures]

@@ -1,0 +1,172 @@
+"""What backends declare has run: chains of export, optimization, quantization and run, made from the specs.
+
+In every run each pair of values meets in some case; `thorough` runs every chain of every task. `gpu` has the cases of
+devices that not every machine has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    CAPTURES,
+    CASE_TASKS,
+    OPTIONS,
+    REFUSALS,
+    SETTINGS,
+    Case,
+    combined,
+    declared,
+    parsed,
+    quick_cases,
+    reached,
+    refusal,
+    specs,
+    thorough_cases,
+)
+from chain import Chains, error_of, inputs_of, missing_device, tolerance
+from covering import cover, pairs
+
+from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
+from accel.errors import AccelError
+
+
+def parameters(cases: tuple[Case, ...], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(case, id=str(case), marks=marks) for case in cases]
+
+
+def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
+    with torch.inference_mode():
+        found = model(**inputs_of(task))
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *parameters(quick_cases()),
+        *parameters(tuple(c for c in thorough_cases() if c not in set(quick_cases())), pytest.mark.thorough),
+        *parameters(quick_cases(on_host=False), pytest.mark.gpu),
+    ],
+)
+def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
+    if reason := missing_device(case):
+        pytest.skip(reason)
+    artifact = chains.made(case)
+    assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
+    _, expected = chains.expected(case.task)
+    feeds = inputs_of(case.task)
+    mask = feeds.get("attention_mask") if "decoder_input_ids" not in feeds else None
+    kept = mask.bool() if mask is not None else None
+    model = chains.opened(case, artifact, tmp_path)
+    found = answers(model, case.task)
+    if case.capture.partition("=")[0] not in ("pooling", "normalize"):
+        assert found.keys() & expected.keys()
+    assert error_of(found, expected, kept) <= tolerance(case)
+    assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
+    model.save_pretrained(tmp_path / "saved")
+    again = answers(chains.opened(case, tmp_path / "saved", tmp_path), case.task)
+    assert error_of(again, found, kept) <= 1e-5
+    check = chains.validated(case, tmp_path / "saved")
+    # The library's own tolerance knows dtypes, and no approximations and fewer bits.
+    rough = case.scheme or case.level in ("O3", "O4") or (case.generates and case.dtype != "float32")
+    assert check.passed or rough, check
+    assert check.backend == case.runner
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[one.message.replace(" ", "-") for one in REFUSALS])
+def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path) -> None:
+    wanted = REFUSALS[number]
+    tasks = ("text-classification", "text-generation", "text2text-generation", "image-classification")
+    left = (
+        case
+        for case in combined(specs(), tasks, exports=lambda c: c.dtype == "float32" or "already" in wanted.message)
+        if refusal(case) is wanted
+    )
+    case = next((one for one in left if not one.level or "already" in wanted.message), None)
+    assert case is not None, "nothing declares it any more: leave the refusal out"
+    with pytest.raises(AccelError, match=wanted.message):
+        answers(chains.opened(case, chains.made(case), tmp_path), case.task)
+
+
+NOT_MADE_HERE = {
+    # ONNX in bfloat16 is made for GPUs alone; what other tools make is run.
+    "openvino run onnx: dtype bfloat16",
+    "openvino optimize openvino_ir: dtype bfloat16",
+}
+
+
+def test_every_capability_is_reached() -> None:
+    """Each value of each capability of each spec occurs in a case: on the host, or among those for other devices."""
+    cases = reached()
+    missing = []
+    for spec in specs():
+        for capability in spec.capabilities:
+            stage, format = capability.stage, capability.produces or capability.consumes
+            mine = [case for case in cases if _does(case, spec.name, stage, capability.consumes, capability.produces)]
+            words = [
+                *(("device", device) for device in capability.devices if stage == "run"),
+                *(("dtype", dtype) for dtype in capability.dtypes),
+                *(("scheme", scheme) for scheme in capability.schemes),
+                *(("setting", f"{one.scheme} {name}") for one in capability.settings for name in one.names),
+                *(("option", name) for name in capability.options),
+                *(("task", task) for task in capability.tasks if task != "*"),
+            ]
+            seen = {word for case in mine for word in _values(case, stage)}
+            missing += [f"{spec.name} {stage} {format}: {kind} {value}" for kind, value in words if (kind, value) not in seen]
+            if "*" in capability.tasks:
+                tasks = {case.task for case in declared(specs(), plain=True) if case.runner == spec.name}
+                able = set(CASE_TASKS) - set(capability.excludes)
+                missing += [f"{spec.name} {stage} {format}: task {one}" for one in able - tasks if stage == "run"]
+    assert set(missing) == NOT_MADE_HERE, "declared, and in no case, or the other way round:\n" + "\n".join(missing)
+
+
+def test_every_setting_of_a_config_has_values() -> None:
+    known = {
+        ExportConfig: {*CAPTURES, "dtype", "options"},
+        OptimizeConfig: {"level", "disable", "enable", "atol"},
+        QuantizeConfig: {*SETTINGS, "scheme", "preset", "samples", "seed"},
+        SessionOptions: {*OPTIONS, "native"},
+    }
+    for config, names in known.items():
+        assert {field.name for field in fields(config)} == names, f"{config.__name__}: add a value to try to cases.py"
+
+
+def test_the_cover_holds_every_pair() -> None:
+    pool = [{"a": str(a), "b": str(b), "c": str(a + b)} for a in range(4) for b in range(4) if a != 3 or b != 3]
+    chosen = cover(pool, pairs, seed=1)
+    assert {pair for one in chosen for pair in pairs(one)} == {pair for one in pool for pair in pairs(one)}
+    assert chosen == cover(pool, pairs, seed=1)
+    assert len(chosen) == len(pool), "a and b are free, so that each of their pairs needs a case of its own"
+    assert len(cover([{"a": str(a), "b": "0"} for a in (0, 1, 1, 1)], pairs)) == 2
+
+
+def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: str | None) -> bool:
+    """Whether a capability is needed by a case."""
+    if stage == "export":
+        return (case.exporter, case.format) == (backend, produces)
+    if stage == "optimize":
+        return case.optimizer == backend and case.format == consumes
+    if stage == "quantize":
+        return case.quantizer == backend and consumes in case.formats
+    return case.runner == backend and consumes == case.formats[-1]
+
+
+def _values(case: Case, stage: str) -> list[tuple[str, str]]:
+    dtypes = {"export": [case.dtype], "optimize": [case.dtype, case.made_dtype]}.get(stage, [case.made_dtype])
+    found = [("device", case.device), ("task", case.task), *(("dtype", dtype) for dtype in dtypes)]
+    if stage == "optimize":
+        found.append(("scheme", case.level))
+    if stage == "quantize":
+        found += [("scheme", case.scheme), ("setting", f"{case.scheme} {case.setting.partition('=')[0]}")]
+    if stage == "export":
+        found += [("option", name) for name in parsed(case.capture).get("options", ())]
+    if stage == "run":
+        found += [("option", name) for name in parsed(case.option).get("provider", ())]
+        if case.scheme.endswith("int8"):
+            found.append(("dtype", "int8"))
+    return found
