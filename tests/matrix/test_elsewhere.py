@@ -16,7 +16,9 @@ import accel
 from accel.backends import registry
 from accel.tasks.infer import task_spec
 
-CLASSIFIER = Case(task="text-classification", exporter="cpu", format="onnx", dtype="float32", runner="cpu", device="cpu")
+CLASSIFIER = Case(
+    task="text-classification", exporter="cpu", format="onnx", dtype="float32", runner="cpu", device="cpu"
+)
 IR = {"exporter": "openvino", "format": "openvino_ir", "runner": "openvino"}
 CPU_BACKENDS = ("cpu", "openvino", "pytorch")
 
@@ -51,7 +53,7 @@ for folder in map(Path, sys.argv[1:]):
 def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path) -> None:
     expected = {}
     for name, changes in SAVED.items():
-        case = Case(**{**{"task": CLASSIFIER.task, "dtype": "float32", "device": "cpu"}, **_started(changes)})
+        case = Case(**{"task": CLASSIFIER.task, "dtype": "float32", "device": "cpu", **_started(changes)})
         folder = tmp_path / name
         folder.mkdir()
         model = getattr(accel, task_spec(case.task).model_name)(chains.made(case), backend=case.runner)
