@@ -148,8 +148,9 @@ def _whole(
         padded = (mask == 0).any(1)
         if not optional and bool(padded.any()):
             # Two calls of several tokens: in calls of one, LED leaves the mask out, which the graph rightly does not.
-            two = _stepwise(model, inputs, ids, mask, (lengths[0], sum(lengths[1:])))[padded]
-            difference, scale = max_difference({"logits": two}, {"logits": logits[padded]})
+            two = _stepwise(model, inputs, ids, mask, (lengths[0], sum(lengths[1:])))
+            read = padded[:, None] & mask.bool()
+            difference, scale = max_difference({"logits": two[read]}, {"logits": logits[read]})
             if difference > tolerance(None, source.dtype, scale):
                 logits = logits.clone()
                 logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
