@@ -11,8 +11,9 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from ..chatter import quiet
 from .attention import FusedAttention
-from .generation import cases_by_part, split
+from .generation import split
 from .loading import load_source
+from .prompts import cases_by_part
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id

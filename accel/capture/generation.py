@@ -22,14 +22,12 @@ from ..chatter import quiet
 from ..errors import ExportError
 from ..tasks.infer import task_spec
 from .attention import CacheLayer, FusedAttention, tracing
-from .references import Case, reference_cases
-from .samples import has_position_table, pad_id
+from .samples import has_position_table
 from .source import Source
-from .tracing import first_lines, graph_name
 from .wrappers import Tensors, Wrapper
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
-_ENCODER_MASK = "encoder_attention_mask"
+ENCODER_MASK = "encoder_attention_mask"
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
@@ -47,7 +45,7 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)
     if source.task == "image-text-to-text":
-        return _vision_language(source, fusion)
+        return vision_language(source, fusion)
     return (_decoder_only(source, fusion),)
 
 
@@ -112,7 +110,7 @@ class _Embedding(_Part):
         return {"inputs_embeds": model.get_input_embeddings()(feeds["input_ids"])}
 
 
-class _Encoder(_Part):
+class Encoder(_Part):
     """The encoder's inputs to `last_hidden_state`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
@@ -121,7 +119,7 @@ class _Encoder(_Part):
         return {"last_hidden_state": encoder.get_encoder()(**feeds, return_dict=True).last_hidden_state}
 
 
-class _CrossAttention(_Part):
+class CrossAttention(_Part):
     """`encoder_hidden_states` to the keys and values of the decoder's cross-attention.
 
     Runs one decoder step of which the trace keeps these projections only.
@@ -146,7 +144,7 @@ class _CrossAttention(_Part):
         return found
 
 
-class _CrossDecoder(_Part):
+class CrossDecoder(_Part):
     """`input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
 
     def __init__(self, model: Any, fusion: FusedAttention | None, encoder_size: int) -> None:
@@ -168,8 +166,8 @@ class _CrossDecoder(_Part):
         # Nothing reads the hidden states behind the keys and values, only their shape.
         hidden = key.new_zeros(1).expand(batch, key.shape[2], self.encoder_size)
         optional = {}
-        if _ENCODER_MASK in feeds:
-            optional["attention_mask"] = feeds[_ENCODER_MASK]
+        if ENCODER_MASK in feeds:
+            optional["attention_mask"] = feeds[ENCODER_MASK]
         if "position_ids" in feeds:
             optional["decoder_position_ids"] = feeds["position_ids"]
         with tracing(self.model, self.fusion, layers, batch, total):
@@ -209,7 +207,8 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     )
 
 
-def _vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
+def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
+    """The vision tower, the embedding table and the decoder of a model that puts images into the prompt."""
     model: Any = source.model
     vision = getattr(source.config, "vision_config", None)
     size = getattr(vision, "image_size", None)
@@ -249,12 +248,12 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     model: Any = source.model
     encoder_example = {name: tensor for name, tensor in source.example.items() if name != "decoder_input_ids"}
     encoder_axes = {name: source.axes[name] for name in encoder_example}
-    encoder = _Encoder(model, None).eval()
+    encoder = Encoder(model, None).eval()
     with torch.inference_mode(), quiet():
         hidden = encoder(**encoder_example)["last_hidden_state"].clone()
     batch, length, size = hidden.shape
     fixed = "sequence" not in {axis for named in encoder_axes.values() for axis in named.values()}
-    cross_module = _CrossAttention(model, None).eval()
+    cross_module = CrossAttention(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
         shapes = _self_cache_shapes(model, hidden)
@@ -272,16 +271,16 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     ]
     example, axes = _tokens()
     if "attention_mask" in encoder_example:
-        example[_ENCODER_MASK] = torch.ones((batch, length), dtype=torch.int64)
-        example[_ENCODER_MASK][1, 1 + length // 2 :] = 0
-        axes[_ENCODER_MASK] = {0: "batch", 1: "encoder_sequence"}
+        example[ENCODER_MASK] = torch.ones((batch, length), dtype=torch.int64)
+        example[ENCODER_MASK][1, 1 + length // 2 :] = 0
+        axes[ENCODER_MASK] = {0: "batch", 1: "encoder_sequence"}
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
         _add_positions(example, axes)
     for name, value in cross.items():
         example[name] = value
         axes[name] = {0: "batch"} if fixed else {0: "batch", 2: "encoder_sequence"}
     _add_cache(example, axes, shapes, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
-    decoder = _CrossDecoder(model, fusion, size).eval()
+    decoder = CrossDecoder(model, fusion, size).eval()
     parts.append(
         replace(
             source,
@@ -368,166 +367,3 @@ def _positions(model: Any) -> dict[str, int]:
     if not isinstance(limit, int) or not (changing or has_position_table(model, limit)):
         return {}
     return {"total": int(limit)}
-
-
-# Checking
-
-
-def cases_by_part(source: Source) -> dict[str, list[Case]]:
-    """Reference cases of every graph of a source, by the graph's name."""
-    return {
-        part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
-    }
-
-
-def decoder_cases(source: Source, part: Source) -> list[Case]:
-    """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
-
-    The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
-    loses or shifts something shows; `_stepwise` states the one exception.
-    """
-    cases = []
-    plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
-    image = _Image.of(source, part)
-    if image is not None:
-        plans.append((1, (len(image.features) + 5, 1)))
-    for seed, (batch, lengths) in enumerate(plans, start=1):
-        total = sum(lengths)
-        limit = part.max_sizes.get("total", total)
-        if total > limit:
-            continue
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
-        ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
-        if isinstance(part.model, _CrossDecoder):
-            # M2M100 counts the tokens that are not padding: a padding token among the others moves what is behind it.
-            ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
-        mask = torch.ones_like(ids)
-        # Padding on the left, in every second row, as batched generation has it.
-        padding = min(2, lengths[0] - 1)
-        mask[1::2, :padding] = 0
-        ids[mask == 0] = pad_id(source.config)
-        if image is not None:
-            image.place(ids)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        try:
-            fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
-        # Foreign model code, which may raise anything.
-        except Exception as error:
-            raise ExportError(
-                f"{source.architecture} itself fails on {batch} rows of {total} tokens: "
-                f"{type(error).__name__}: {first_lines(error)}",
-                fix="check that it runs in transformers.",
-            ) from error
-        following: Case | None = None
-        end = total
-        for length in reversed(lengths):
-            start = end - length
-            read = {"input_ids": ids} if image is None else {"inputs_embeds": image.embedded(ids)}
-            feeds: Tensors = {name: value[:, start:end] for name, value in read.items()}
-            feeds |= {"attention_mask": mask[:, :end], **fixed}
-            if "position_ids" in part.example:
-                feeds["position_ids"] = positions[:, start:end]
-            # Rows of padding answer nothing that anyone reads.
-            first = max(padding - start, 0)
-            expected = whole[:, start + first : end]
-            if "logits_to_keep" in part.example:
-                feeds["logits_to_keep"] = torch.arange(first, length)
-            skip = 0 if "logits_to_keep" in feeds else first
-            sizes = {"batch": batch, "sequence": length, "total": end}
-            following = Case(sizes, feeds, {"logits": expected}, stateful=True, skip=skip, then=following)
-            end = start
-        assert following is not None
-        cases.append(following)
-    return cases
-
-
-class _Image:
-    """An image in prompts: placeholders among the tokens, and what stands for them among the embeddings."""
-
-    def __init__(self, source: Source) -> None:
-        vision, embedding, _ = _vision_language(source, None)
-        self.token = int(source.config.image_token_id)
-        self.pixels = vision.example["pixel_values"]
-        self._embedding = embedding.model
-        with torch.inference_mode(), quiet():
-            self.features = vision.model(pixel_values=self.pixels)["image_features"].clone()
-
-    @classmethod
-    def of(cls, source: Source, part: Source) -> _Image | None:
-        """One for a decoder of embeddings."""
-        return cls(source) if "inputs_embeds" in part.example else None
-
-    def place(self, ids: torch.Tensor) -> None:
-        """No placeholder by chance; in a row that is long enough, those of the image behind the first token."""
-        ids[ids == self.token] = 0 if self.token else 1
-        if ids.shape[1] > len(self.features) + 2:
-            ids[:, 1 : 1 + len(self.features)] = self.token
-
-    @torch.inference_mode()
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings with the image's in the place of its tokens."""
-        found: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
-        found[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
-        return found
-
-
-@torch.inference_mode()
-def _whole(
-    source: Source,
-    part: Source,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor,
-    seed: int,
-    image: _Image | None,
-    lengths: tuple[int, ...],
-) -> tuple[Tensors, torch.Tensor]:
-    """What stays the same over the calls, and the logits of the whole sequence."""
-    model: Any = source.model
-    with quiet():
-        if not isinstance(part.model, _CrossDecoder):
-            optional = {"position_ids": positions} if "position_ids" in part.example else {}
-            if image is not None and bool((ids == image.token).any()):
-                optional["pixel_values"] = image.pixels.repeat(ids.shape[0], 1, 1, 1)
-            return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
-        sizes = {"batch": ids.shape[0], "sequence": 6}
-        inputs = source.sample(sizes, seed=seed)
-        inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
-        fixed: Tensors = {}
-        hidden = _Encoder(model, None)(**inputs)["last_hidden_state"]
-        cross = _CrossAttention(model, None)(encoder_hidden_states=hidden)
-        fixed.update({graph_name(name): value for name, value in cross.items()})
-        if _ENCODER_MASK in part.example:
-            fixed[_ENCODER_MASK] = inputs["attention_mask"]
-        optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
-        logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
-        padded = (mask == 0).any(1)
-        if not optional and bool(padded.any()):
-            logits = logits.clone()
-            logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
-        return fixed, logits
-
-
-def _stepwise(
-    model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
-) -> torch.Tensor:
-    """The logits of an encoder-decoder in calls of these lengths with transformers' own cache, as `generate` makes them.
-
-    What is expected of rows with a padded prompt, where a decoder is not told its positions: M2M100 counts the tokens of a
-    call that are not padding, but all that are cached, so its own whole and cached calls differ in such rows. Rows without
-    padding are always compared with the whole call.
-    """
-    cache, start, found = None, 0, []
-    for length in lengths:
-        end = start + length
-        output = model(
-            **inputs,
-            decoder_input_ids=ids[:, start:end],
-            decoder_attention_mask=mask[:, :end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache, start = output.past_key_values, end
-        found.append(output.logits)
-    return torch.cat(found, dim=1)

@@ -80,6 +80,8 @@ def validate(
     )
     recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
     source = load_source(other, ExportConfig.from_dict(recorded))
+    if not any(axis in spec.shape for axis in capture.IMAGE_AXES for spec in artifact.components[0].inputs):
+        source = source.with_fixed_images() or source
     progress.report("computing reference outputs", 0, 2)
     cases = capture.cases_by_part(source)
     opened = open_artifact(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 import transformers
 
-from accel import ORTModelForCausalLM, ORTModelForImageClassification, ORTModelForSequenceClassification, export
+from accel import (
+    ORTModelForCausalLM,
+    ORTModelForImageClassification,
+    ORTModelForSeq2SeqLM,
+    ORTModelForSequenceClassification,
+    export,
+    validate,
+)
+from accel.artifact import Artifact
 from accel.capture import max_difference
 from accel.errors import ExportError
 from accel.testing.models import rescale, tiny_model
@@ -83,6 +92,16 @@ def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
     assert artifact.component().inputs[0].shape == ("batch", 3, 224, 224)
 
 
+def test_a_graph_of_one_image_size_is_validated_at_it(tmp_path: Path) -> None:
+    made(
+        "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
+    ).save_pretrained(tmp_path / "model")
+    sample, axes = {"pixel_values": torch.randn(2, 3, 224, 224)}, {"pixel_values": {0: "batch"}}
+    artifact = export(tmp_path / "model", tmp_path / "out", sample=sample, axes=axes)
+    assert artifact.component().inputs[0].shape == ("batch", 3, 224, 224)
+    assert validate(artifact).passed
+
+
 def test_positions_for_one_image_size(tmp_path: Path) -> None:
     artifact = export(tiny_model("vit", "image-classification"), tmp_path / "out", task="image-classification")
     assert artifact.component().inputs[0].shape == ("batch", 3, 32, 32)
@@ -126,6 +145,74 @@ def test_keys_and_values_of_different_sizes(backend: str, tmp_path: Path) -> Non
     rows = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     expected = original.generate(**rows, max_new_tokens=12, do_sample=False)
     assert torch.equal(ORTModelForCausalLM(artifact).generate(**rows, max_new_tokens=12, do_sample=False), expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.parametrize("length", [2, 12, 40])
+def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., Path], tmp_path: Path) -> None:
+    """LED pads to whole windows and cuts the padding off again: none, where the text fills them."""
+    original = made(
+        "LEDForConditionalGeneration", **_BART, attention_window=[8], max_encoder_position_embeddings=96,
+        max_decoder_position_embeddings=96,
+    )  # fmt: skip
+    folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
+    ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = original.generate(**rows, max_new_tokens=10, do_sample=False, eos_token_id=None)
+    found = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(**rows, max_new_tokens=10, eos_token_id=None)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.thorough
+def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
+    """LongT5 has one for each whole block of a text: none for a short one."""
+    original = made(
+        "LongT5ForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1,
+        num_heads=4, encoder_attention_type="transient-global", local_radius=7, global_block_size=4, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = ORTModelForSeq2SeqLM(export(original, tmp_path / "out", task="text2text-generation"))
+    for length in (2, 4, 30):
+        ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
+        rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        expected = original.generate(**rows, max_new_tokens=10, do_sample=False, eos_token_id=None)
+        assert torch.equal(model.generate(**rows, max_new_tokens=10, eos_token_id=None), expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason", "settings"),
+    [
+        (
+            "LongformerForSequenceClassification",
+            "decides by the values of its tensors what to compute",
+            {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "intermediate_size": 48, "attention_window": [8], "max_position_embeddings": 98},
+        ),
+        (
+            "FunnelForSequenceClassification",
+            "computes with the number that the axis 'sequence'",
+            {"vocab_size": 120, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1]},
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_graph_holds_is_refused_with_the_reason(
+    architecture: str, reason: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=reason):
+        export(made(architecture, **settings), tmp_path / "out", task="text-classification")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
+    """BigBird attends to everything in short texts and to blocks of long ones: the graph holds the first."""
+    original = made(
+        "BigBirdForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=96, attention_type="block_sparse", block_size=4,
+        num_random_blocks=1, pad_token_id=0,
+    )  # fmt: skip
+    artifact = export(original, tmp_path / "out", task="text-classification")
+    assert artifact.component().max_sizes == {"sequence": 28}
 
 
 def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:

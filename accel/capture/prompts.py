@@ -1,0 +1,181 @@
+"""What a generating model's graphs are compared with: a prompt, and what follows it in the same state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..chatter import quiet
+from ..errors import ExportError
+from .generation import ENCODER_MASK, CrossAttention, CrossDecoder, Encoder, split, vision_language
+from .references import Case, max_difference, reference_cases, tolerance
+from .samples import pad_id
+from .source import Source
+from .tracing import first_lines, graph_name
+from .wrappers import Tensors
+
+
+def cases_by_part(source: Source) -> dict[str, list[Case]]:
+    """Reference cases of every graph of a source, by the graph's name."""
+    return {
+        part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
+    }
+
+
+def decoder_cases(source: Source, part: Source) -> list[Case]:
+    """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
+
+    The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
+    loses or shifts something shows; `_stepwise` states the one exception.
+    """
+    cases = []
+    plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
+    image = _Image.of(source, part)
+    if image is not None:
+        plans.append((1, (len(image.features) + 5, 1)))
+    for seed, (batch, lengths) in enumerate(plans, start=1):
+        total = sum(lengths)
+        limit = part.max_sizes.get("total", total)
+        if total > limit:
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
+        ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
+        if isinstance(part.model, CrossDecoder):
+            # M2M100 counts the tokens that are not padding: a padding token among the others moves what is behind it.
+            ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
+        mask = torch.ones_like(ids)
+        # Padding on the left, in every second row, as batched generation has it.
+        padding = min(2, lengths[0] - 1)
+        mask[1::2, :padding] = 0
+        ids[mask == 0] = pad_id(source.config)
+        if image is not None:
+            image.place(ids)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        try:
+            fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
+        # Foreign model code, which may raise anything.
+        except Exception as error:
+            raise ExportError(
+                f"{source.architecture} itself fails on {batch} rows of {total} tokens: "
+                f"{type(error).__name__}: {first_lines(error)}",
+                fix="check that it runs in transformers.",
+            ) from error
+        following: Case | None = None
+        end = total
+        for length in reversed(lengths):
+            start = end - length
+            read = {"input_ids": ids} if image is None else {"inputs_embeds": image.embedded(ids)}
+            feeds: Tensors = {name: value[:, start:end] for name, value in read.items()}
+            feeds |= {"attention_mask": mask[:, :end], **fixed}
+            if "position_ids" in part.example:
+                feeds["position_ids"] = positions[:, start:end]
+            # Rows of padding answer nothing that anyone reads.
+            first = max(padding - start, 0)
+            expected = whole[:, start + first : end]
+            if "logits_to_keep" in part.example:
+                feeds["logits_to_keep"] = torch.arange(first, length)
+            skip = 0 if "logits_to_keep" in feeds else first
+            sizes = {"batch": batch, "sequence": length, "total": end}
+            following = Case(sizes, feeds, {"logits": expected}, stateful=True, skip=skip, then=following)
+            end = start
+        assert following is not None
+        cases.append(following)
+    return cases
+
+
+class _Image:
+    """An image in prompts: placeholders among the tokens, and what stands for them among the embeddings."""
+
+    def __init__(self, source: Source) -> None:
+        vision, embedding, _ = vision_language(source, None)
+        self.token = int(source.config.image_token_id)
+        self.pixels = vision.example["pixel_values"]
+        self._embedding = embedding.model
+        with torch.inference_mode(), quiet():
+            self.features = vision.model(pixel_values=self.pixels)["image_features"].clone()
+
+    @classmethod
+    def of(cls, source: Source, part: Source) -> _Image | None:
+        """One for a decoder of embeddings."""
+        return cls(source) if "inputs_embeds" in part.example else None
+
+    def place(self, ids: torch.Tensor) -> None:
+        """No placeholder by chance; in a row that is long enough, those of the image behind the first token."""
+        ids[ids == self.token] = 0 if self.token else 1
+        if ids.shape[1] > len(self.features) + 2:
+            ids[:, 1 : 1 + len(self.features)] = self.token
+
+    @torch.inference_mode()
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings with the image's in the place of its tokens."""
+        found: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
+        found[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
+        return found
+
+
+@torch.inference_mode()
+def _whole(
+    source: Source,
+    part: Source,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    seed: int,
+    image: _Image | None,
+    lengths: tuple[int, ...],
+) -> tuple[Tensors, torch.Tensor]:
+    """What stays the same over the calls, and the logits of the whole sequence."""
+    model: Any = source.model
+    with quiet():
+        if not isinstance(part.model, CrossDecoder):
+            optional = {"position_ids": positions} if "position_ids" in part.example else {}
+            if image is not None and bool((ids == image.token).any()):
+                optional["pixel_values"] = image.pixels.repeat(ids.shape[0], 1, 1, 1)
+            return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
+        sizes = {"batch": ids.shape[0], "sequence": 6}
+        inputs = source.sample(sizes, seed=seed)
+        inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
+        fixed: Tensors = {}
+        hidden = Encoder(model, None)(**inputs)["last_hidden_state"]
+        cross = CrossAttention(model, None)(encoder_hidden_states=hidden)
+        fixed.update({graph_name(name): value for name, value in cross.items()})
+        if ENCODER_MASK in part.example:
+            fixed[ENCODER_MASK] = inputs["attention_mask"]
+        optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
+        logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
+        padded = (mask == 0).any(1)
+        if not optional and bool(padded.any()):
+            # Two calls of several tokens: in calls of one, LED leaves the mask out, which the graph rightly does not.
+            two = _stepwise(model, inputs, ids, mask, (lengths[0], sum(lengths[1:])))
+            read = padded[:, None] & mask.bool()
+            difference, scale = max_difference({"logits": two[read]}, {"logits": logits[read]})
+            if difference > tolerance(None, source.dtype, scale):
+                logits = logits.clone()
+                logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
+        return fixed, logits
+
+
+def _stepwise(
+    model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """The logits of an encoder-decoder in calls of these lengths with transformers' own cache, as `generate` makes them.
+
+    What is expected of rows with a padded prompt, where a decoder is not told its positions and its whole and cached calls
+    differ: M2M100 counts the tokens of a call that are not padding, but all that are cached. Rows without padding are always
+    compared with the whole call.
+    """
+    cache, start, found = None, 0, []
+    for length in lengths:
+        end = start + length
+        output = model(
+            **inputs,
+            decoder_input_ids=ids[:, start:end],
+            decoder_attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, start = output.past_key_values, end
+        found.append(output.logits)
+    return torch.cat(found, dim=1)
