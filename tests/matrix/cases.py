@@ -234,9 +234,7 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[C
         if start.dtype == "float32" and one.consumes == one.produces:
             levels += [("O2", dtype) for dtype in ENABLED if dtype in one.dtypes]
         for level, enable in levels if start.dtype in one.dtypes else ():
-            optimized = replace(
-                start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces)
-            )
+            optimized = replace(start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces))
             starts.append((optimized, str(one.produces), optimized.made_dtype))
     for case, format, dtype in starts:
         yield from _runs(specs, case, format, dtype, plain)
@@ -306,7 +304,9 @@ def _openvino_dtypes() -> tuple[str, ...]:
     import openvino
 
     words = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return tuple(dtype for dtype, word in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if word in words)
+    return tuple(
+        dtype for dtype, word in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if word in words
+    )
 
 
 def _computes(case: Case) -> bool:
@@ -323,7 +323,9 @@ _HALVES = ("float16", "bfloat16")
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.exporter == "openvino" and c.capture.startswith("opset"), "has no opset to choose"),
     Refusal(lambda c: c.optimizer == "cpu" and c.level == "O4" and c.dtype in _HALVES, "already"),
-    Refusal(lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"),
+    Refusal(
+        lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
+    ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
@@ -337,10 +339,10 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "needs data for each of the graphs",
     ),
-    Refusal(lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"),
     Refusal(
-        lambda c: c.runner == "openvino" and _has(c, "inter_op_threads", "graph_optimization"), "OpenVINO has no"
+        lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"
     ),
+    Refusal(lambda c: c.runner == "openvino" and _has(c, "inter_op_threads", "graph_optimization"), "OpenVINO has no"),
     # NNCF's own limit: it takes transposed activations for products with constant matrices, which graphs from ONNX have.
     Refusal(
         lambda c: c.quantizer == "openvino" and c.format == "onnx" and _sets(c, 'algorithm="gptq"'),

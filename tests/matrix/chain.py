@@ -22,7 +22,7 @@ from accel.stages.quantize_once import quantize
 from accel.stages.validate import validate
 from accel.tasks.infer import TASKS, task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN
-from accel.testing.models import FAMILIES, VOCABULARY
+from accel.testing.models import VOCABULARY
 
 Tensors = dict[str, torch.Tensor]
 Shared = Callable[..., Path]
@@ -84,7 +84,11 @@ class Chains:
     """
 
     def __init__(
-        self, shared: Shared, tiny_folder: Shared, tiny_artifact: Callable[..., Artifact], generator: Callable[..., Artifact]
+        self,
+        shared: Shared,
+        tiny_folder: Shared,
+        tiny_artifact: Callable[..., Artifact],
+        generator: Callable[..., Artifact],
     ) -> None:
         self._shared = shared
         self._folder = tiny_folder

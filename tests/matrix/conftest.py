@@ -18,9 +18,9 @@ def chains(
     tiny_folder: Callable[..., Path],
     tiny_artifact: Callable[..., Artifact],
     generator: Callable[..., Artifact],
-) -> Iterator[Chains]:
+) -> Chains:
     """What makes the artifacts of cases."""
-    yield Chains(shared, tiny_folder, tiny_artifact, generator)
+    return Chains(shared, tiny_folder, tiny_artifact, generator)
 
 
 @pytest.fixture(autouse=True)

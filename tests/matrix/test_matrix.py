@@ -117,7 +117,9 @@ def test_every_capability_is_reached() -> None:
                 *(("task", task) for task in capability.tasks if task != "*"),
             ]
             seen = {word for case in mine for word in _values(case, stage)}
-            missing += [f"{spec.name} {stage} {format}: {kind} {value}" for kind, value in words if (kind, value) not in seen]
+            missing += [
+                f"{spec.name} {stage} {format}: {kind} {value}" for kind, value in words if (kind, value) not in seen
+            ]
             if "*" in capability.tasks:
                 tasks = {case.task for case in declared(specs(), plain=True) if case.runner == spec.name}
                 able = set(CASE_TASKS) - set(capability.excludes)
