@@ -27,12 +27,13 @@ atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=Tr
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked `gpu` are skipped, with every reason, where the CUDA backend cannot run."""
-    if item.get_closest_marker("gpu") is None:
+    """Tests marked `gpu` are skipped, with every reason, where the CUDA backend, or the one that the mark names, cannot run."""
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
         return
     from accel.backends import registry
 
-    found = registry.probe(registry.describe("cuda"))
+    found = registry.probe(registry.describe(mark.args[0] if mark.args else "cuda"))
     if not found.available:
         pytest.skip(f"no GPU: {'; '.join(reason.message for reason in found.reasons)}")
 

@@ -4,6 +4,14 @@ from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
+# An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
+_DECODERS = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
 _DEVICES = ("cpu", "gpu", "npu", "auto")
 _SCHEMES = ("static-int8", "weight-int8", "weight-int4")
 _COMMON = ("preset", "operators", "exclude")
@@ -29,10 +37,26 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
-        Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
+        Capability(
+            stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=_DECODERS, thread_safe=True
+        ),
         # ONNX that exists already is converted; both levels do the same, exactly.
-        Capability(stage="optimize", consumes="onnx", produces=FORMAT, dtypes=_FLOATS, schemes=("O1", "O2")),
+        Capability(
+            stage="optimize",
+            consumes="onnx",
+            produces=FORMAT,
+            dtypes=_FLOATS,
+            schemes=("O1", "O2"),
+            excludes=_DECODERS,
+        ),
         Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
-        Capability(stage="quantize", consumes="onnx", produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
+        Capability(
+            stage="quantize",
+            consumes="onnx",
+            produces=FORMAT,
+            schemes=_SCHEMES,
+            settings=_SETTINGS,
+            excludes=_DECODERS,
+        ),
     ),
 )

@@ -33,6 +33,7 @@ from . import FORMAT
 from .exporter import VERSIONS, write_graph
 from .optimizer import refuse_onnx_decoders
 from .runtime import one_line, port_order, read_model
+from .stateful import BEAM_INDEX
 
 _PRESETS = ("auto", "performance", "mixed")
 BLOB = "model.blob"
@@ -144,8 +145,12 @@ def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> lis
                 fix="make the batches with the model's own tokenizer or processor.",
             )
         batch = {name: feeds[name][: limit - rows].detach().cpu().numpy() for name in names}
+        kept = len(batch[names[0]])
+        if component.stateful:
+            # The order of the cache's rows, which no tokenizer makes; NNCF empties the cache before each batch.
+            batch[BEAM_INDEX] = np.arange(kept, dtype=np.int32)
         batches.append(batch)
-        rows += len(batch[names[0]])
+        rows += kept
     if not rows:
         raise QuantizeError("The calibration data is empty.", fix="pass at least a few dozen rows of real inputs.")
     return batches

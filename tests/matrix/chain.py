@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import HOST, Case, parsed
+from cases import Case, parsed
 
 import accel
 from accel.artifact import Artifact
@@ -264,11 +264,6 @@ def missing_device(case: Case) -> str | None:
         return None
     have = ", ".join(map(str, probe.devices)) or "; ".join(map(str, probe.reasons))
     return f"{case.runner} has no device {case.device!r} here: {have}"
-
-
-def marks(case: Case) -> list[str]:
-    """The markers of a case."""
-    return [] if case.device in HOST else ["gpu"]
 
 
 def _digest(case: Case) -> str:

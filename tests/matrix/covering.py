@@ -11,7 +11,10 @@ import numpy as np
 T = TypeVar("T")
 
 
-def pairs(factors: Mapping[str, str]) -> list[Hashable]:
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs(factors: Mapping[str, str]) -> list[Pair]:
     """Every pair of values of two factors."""
     return list(combinations(factors.items(), 2))
 

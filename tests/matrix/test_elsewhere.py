@@ -16,9 +16,14 @@ import accel
 from accel.backends import registry
 from accel.tasks.infer import task_spec
 
-CLASSIFIER = Case(
-    task="text-classification", exporter="cpu", format="onnx", dtype="float32", runner="cpu", device="cpu"
-)
+PLAIN = {
+    "task": "text-classification",
+    "exporter": "cpu",
+    "format": "onnx",
+    "dtype": "float32",
+    "runner": "cpu",
+    "device": "cpu",
+}
 IR = {"exporter": "openvino", "format": "openvino_ir", "runner": "openvino"}
 CPU_BACKENDS = ("cpu", "openvino", "pytorch")
 
@@ -53,7 +58,7 @@ for folder in map(Path, sys.argv[1:]):
 def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path) -> None:
     expected = {}
     for name, changes in SAVED.items():
-        case = Case(**{"task": CLASSIFIER.task, "dtype": "float32", "device": "cpu", **_started(changes)})
+        case = Case(**(PLAIN | changes))
         folder = tmp_path / name
         folder.mkdir()
         model = getattr(accel, task_spec(case.task).model_name)(chains.made(case), backend=case.runner)
@@ -69,10 +74,6 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
         found = torch.load(tmp_path / name / "found.pt")
         for output, value in wanted.items():
             assert torch.allclose(found[output], value, atol=1e-5), (name, output)
-
-
-def _started(changes: dict[str, str]) -> dict[str, str]:
-    return {"exporter": "cpu", "format": "onnx", "runner": "cpu", **changes}
 
 
 def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_speech_pipeline(make: Any, generator: Artifacts) -> None:
         "tokenizer": transformers.AutoTokenizer.from_pretrained(artifact.path),
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(artifact.path),
     }
-    speech = np.random.default_rng(0).normal(size=16_000).astype(np.float32)
+    # As long as the tiny model's positions: a longer recording is cut by time stamps, which it has no tokens for.
+    parts["feature_extractor"].n_samples, parts["feature_extractor"].nb_max_frames = 6400, 40
+    speech = np.random.default_rng(0).normal(size=6400).astype(np.float32)
     task = "automatic-speech-recognition"
     model = classed(task)(artifact)
     how = {"generate_kwargs": {"max_new_tokens": 5}}
@@ -134,7 +136,7 @@ def test_speech_pipeline(make: Any, generator: Artifacts) -> None:
     assert make(task, model=model, **parts)(speech, **how) == expected
 
 
-def test_image_features_pipeline(tiny_artifact: Artifacts, tmp_path: Path) -> None:
+def test_image_pipeline_in_batches(tiny_artifact: Artifacts, tmp_path: Path) -> None:
     artifact = tiny_artifact("vit", "image-classification")
     pictures = [Image.new("RGB", (40 + 8 * i, 32), (60 * i, 90, 200)) for i in range(3)]
     classify = accel.pipeline("image-classification", model=artifact.path)

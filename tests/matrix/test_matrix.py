@@ -50,7 +50,7 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
     [
         *parameters(quick_cases()),
         *parameters(tuple(c for c in thorough_cases() if c not in set(quick_cases())), pytest.mark.thorough),
-        *parameters(quick_cases(on_host=False), pytest.mark.gpu),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in quick_cases(on_host=False)),
     ],
 )
 def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
