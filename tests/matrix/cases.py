@@ -45,7 +45,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "operators": (("MatMul",),),
     "exclude": (("re:.*0.*",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
-    "percentile": (99.0,),
+    "percentile": (99.9,),
     "format": ("qoperator",),
     "smooth_quant": (0.5,),
     "block_size": (16,),
