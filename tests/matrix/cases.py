@@ -318,11 +318,9 @@ def _sets(case: Case, *settings: str) -> bool:
 
 
 _PARTS = ("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text")
-_HALVES = ("float16", "bfloat16")
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.exporter == "openvino" and c.capture.startswith("opset"), "has no opset to choose"),
-    Refusal(lambda c: c.optimizer == "cpu" and c.level == "O4" and c.dtype in _HALVES, "already"),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
     ),
