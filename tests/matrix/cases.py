@@ -407,7 +407,9 @@ run.
 
 def _quick_pairs(case: Case) -> list[Hashable]:
     """Pairs that meet in every run."""
-    return [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
+    met: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
+    # A setting belongs to one scheme of one backend for one format: others have settings of the same name.
+    return [*met, (case.format, case.quantizer, case.scheme, case.setting)]
 
 
 @functools.cache
