@@ -365,6 +365,7 @@ def _validation(artifact: Artifact, evaluate: Evaluate, out: Path) -> Callable[[
         request = compiled.create_infer_request()
         outputs = []
         for item in items:
+            request.reset_state()
             request.infer(dict(item))
             ports = port_order(compiled.outputs, names, "output")
             outputs.append([request.get_output_tensor(port).data.copy() for port in ports])

@@ -76,6 +76,7 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
             assert torch.allclose(found[output], value, atol=1e-5), (name, output)
 
 
+@pytest.mark.thorough  # minutes: every candidate of three backends is timed
 def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder()
     classify = accel.pipeline("text-classification", model=folder, backend="pytorch")
@@ -85,7 +86,7 @@ def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], 
     rows = [{"text": text, "label": classify(text)[0]["label"]} for text in texts]
     found = accel.tune(
         folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
-        backends=CPU_BACKENDS, threads=1, time_limit_s=60,
+        backends=CPU_BACKENDS, threads=1, time_limit_s=300,
     )  # fmt: skip
     tried = {trial.backend for trial in found.trials}
     assert tried == set(CPU_BACKENDS)
@@ -99,7 +100,7 @@ def test_tune_a_generator(chains: Chains, tmp_path: Path) -> None:
     rows = [{"text": " ".join(["where is my card"] * (1 + i % 3))} for i in range(20)]
     found = accel.tune(
         chains.source("text-generation"), tmp_path / "tuned", data=rows, max_drop=1000.0, sequence=(8,),
-        backends=("cpu", "pytorch"), threads=1, time_limit_s=90,
+        backends=("cpu", "pytorch"), threads=1, time_limit_s=300,
     )  # fmt: skip
     assert found.artifact.task == "text-generation"
     assert sum(trial.winner for trial in found.trials) == 1
