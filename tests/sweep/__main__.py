@@ -14,6 +14,9 @@ from typing import Any
 # Each process has one processor; read when torch is imported, which happens below.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+if "--artifacts" not in sys.argv:
+    # A trace looks for GPUs, and a process that has seen one cannot be forked.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CI", "true")  # OpenVINO's and NNCF's telemetry stays off
 
@@ -149,7 +152,8 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
             if (cell.architecture, cell.task) not in wanted or cell.backend not in (*backends, "pytorch")
         }
     store.about = _joined(store.about, about(backends))
-    _warm_up()
+    if options.artifacts is None:
+        _warm_up()
     with _progress(len(chosen), ", ".join(backends)) as advance:
         running.run(
             chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
