@@ -17,7 +17,8 @@ from accel.testing.models import FAMILIES, tiny_model
 
 # Float32 sums in another order: about 1e-6 on logits of order 1.
 TOLERANCE = 1e-4
-TEXT_FAMILIES = sorted(set(FAMILIES) - {"vit"})
+# Megatron-BERT's first token hardly sees the mask at this size; its packed form is compared token by token elsewhere.
+TEXT_FAMILIES = sorted(set(FAMILIES) - {"vit", "megatron-bert"})
 
 
 def text_inputs(config: Any, batch: int, sequence: int, *, types: bool) -> dict[str, torch.Tensor]:
