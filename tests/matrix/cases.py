@@ -388,6 +388,10 @@ def stages(case: Case) -> dict[str, float]:
 QUICK = ("text-classification", "text-generation", "text2text-generation", "sentence-similarity")
 
 
+USUAL = ("text-classification", "text-generation")
+"""Of these tasks `make test` runs the cover; `make test-all` runs it whole, and every chain beside it."""
+
+
 def _is_quick(case: Case) -> bool:
     """Whether a case is for every run: a task of each kind (encoder, decoder, encoder and decoder), and for what an export
     may be told the smallest model. An encoder-decoder takes long to export: it is not, in half precision.

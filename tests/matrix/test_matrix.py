@@ -1,7 +1,7 @@
 """What backends declare has run: chains of export, optimization, quantization and run, made from the specs.
 
-In every run each pair of values meets in some case; `thorough` runs every chain of every task. `gpu` has the cases of
-devices that not every machine has.
+Each pair of values meets in some case; every run has those of the usual tasks, `thorough` the others, and every chain of every
+task. `gpu` has the cases of devices that not every machine has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cases import (
     OPTIONS,
     REFUSALS,
     SETTINGS,
+    USUAL,
     Case,
     combined,
     declared,
@@ -48,7 +49,8 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        *parameters(quick_cases()),
+        *parameters(tuple(c for c in quick_cases() if c.task in USUAL)),
+        *parameters(tuple(c for c in quick_cases() if c.task not in USUAL), pytest.mark.thorough),
         *parameters(tuple(c for c in thorough_cases() if c not in set(quick_cases())), pytest.mark.thorough),
         *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in quick_cases(on_host=False)),
     ],
