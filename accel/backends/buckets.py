@@ -38,6 +38,11 @@ class BucketedSession:
         open_plain: Callable[[], Mapping[str, Session]],
         checks: Callable[[Session], FormChecks],
     ) -> None:
+        if component.stateful:
+            raise ConfigError(
+                f"Buckets pad the sequence, and {component.name!r} keeps a cache that would hold the padding.",
+                fix="leave buckets out.",
+            )
         if not any(spec.role == "mask" for spec in component.inputs):
             raise ConfigError(
                 f"Buckets pad the sequence, and {component.name!r} takes no mask to hide the padding.",

@@ -148,14 +148,14 @@ def export_resolved(
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
     try:
-        artifact = _export_source(source, out, spec, exporter, config, processor, started)
+        artifact = _export_source(source, out, spec, exporter, config, processor, started, resolved.hub)
     except (ExportError, ValidationError) as error:
         # The model computes at any image size, and its trace does not.
         fixed = source.with_fixed_images() if sample is None else None
         if fixed is None:
             raise
         logger.info("exporting %s again for images of one size: %s", source.origin.id, error.message)
-        artifact = _export_source(fixed, out, spec, exporter, config, processor, started)
+        artifact = _export_source(fixed, out, spec, exporter, config, processor, started, resolved.hub)
     progress.report("exported", 4, 4)
     seconds = artifact.manifest.steps[-1].seconds
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
@@ -170,6 +170,7 @@ def _export_source(
     config: ExportConfig,
     processor: Any,
     started: float,
+    hub: HubOptions,
 ) -> Artifact:
     """Write and check one artifact of a source; nothing stays behind where that fails."""
     with staging(out) as folder:
@@ -186,7 +187,7 @@ def _export_source(
         progress.report("tracing and converting", 2, 4)
         artifact = exporter.export(source, task=source.task, config=config, out=folder)
         progress.report("checking against PyTorch", 3, 4)
-        validation = _check(artifact, spec, cases, config)
+        validation = _check(artifact, spec, cases, config, hub)
         if changed is not None:
             validation[PADDING_DIFFERENCE] = changed
         seconds = round(time.perf_counter() - started, 2)
@@ -217,7 +218,11 @@ def load_source(
 
 
 def _check(
-    artifact: Artifact, spec: BackendSpec, cases: Mapping[str, list[capture.Case]], config: ExportConfig
+    artifact: Artifact,
+    spec: BackendSpec,
+    cases: Mapping[str, list[capture.Case]],
+    config: ExportConfig,
+    hub: HubOptions,
 ) -> dict[str, Any]:
     """Run every graph of the new artifact on its reference cases.
 
@@ -228,7 +233,9 @@ def _check(
     device = next(
         (d for d in probe.devices if d.type == "cpu"), probe.devices[0] if probe.devices else DeviceSpec("cpu")
     )
-    sessions = registry.load(spec).open(artifact, device=device, options={}, session=SessionOptions())
+    sessions = registry.load(spec).open(
+        artifact, device=device, options={}, session=SessionOptions(), trust_remote_code=hub.trust_remote_code
+    )
     try:
         return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
     except SessionError as error:

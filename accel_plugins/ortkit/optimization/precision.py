@@ -215,8 +215,22 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
                 if id(value) in converted:
                     value.type = ir.TensorType(target)
     _keep_outside(graph, converted, as_single)
+    _keep_names(graph, dtype)
     passes.RemoveUnusedNodesPass()(model)
     return {"converted": sum(id(node) not in kept and _touches_half(node, target) for node in graph), "kept": names}
+
+
+def _keep_names(graph: ir.Graph, dtype: str) -> None:
+    """Give weights that exist in half precision alone the names of those they come from: layers are called by them."""
+    for name, half in list(graph.initializers.items()):
+        original = graph.initializers.get(name.removesuffix(f".{dtype}"))
+        if original is None or original is half or original.uses() or original.is_graph_output():
+            continue
+        kept = str(original.name)
+        del graph.initializers[kept]
+        del graph.initializers[name]
+        original.name, half.name = f"{kept}.float32", kept
+        graph.initializers[kept] = half
 
 
 def _stays(node: ir.Node, out_of_range: frozenset[str], opset: int, target: ir.DataType) -> bool:
