@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
-from ..artifact.tensors import TensorSpec
 from ..errors import ConfigError, InputError
 from .checks import ShapeCheck, no_state, wrong_names
+from .description import SessionDescription
 from .forms import Form, FormChecks, FormVerdict
 from .interfaces import Feeds, Session, State
-from .specs import DeviceSpec
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ OpenShapes = Callable[[Mapping[str, int] | None], Mapping[str, Session]]
 _AXIS = "sequence"
 
 
-class BucketedSession:
+class BucketedSession(SessionDescription):
     """A session that rounds the sequence up to the next bucket. Longer calls run with dynamic shapes."""
 
     def __init__(
@@ -54,10 +53,13 @@ class BucketedSession:
         self._open_plain = open_plain
         self._first = open_bucket(self._buckets[0])
         self._sessions: dict[int | None, Session] = {self._buckets[0]: self._first}
-        self._inputs = {spec.name: spec for spec in component.inputs}
-        self._outputs = {spec.name: spec for spec in component.outputs}
+        super().__init__(component.inputs, component.outputs, self._first.device, self._first.compute_dtype)
+        self._taken = {spec.name: spec for spec in component.inputs}
+        self._made = {spec.name: spec for spec in component.outputs}
         self._check_shapes = ShapeCheck(component.inputs)
         self._forms = checks(self._first)
+        # Which buckets were found right here; asked for each when it is first needed.
+        self._right: dict[int, bool] = {}
 
     @classmethod
     def open_all(
@@ -102,26 +104,6 @@ class BucketedSession:
             for c in artifact.components
         }
 
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As the artifact declares them: the sequence may vary."""
-        return tuple(self._inputs.values())
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As the artifact declares them."""
-        return tuple(self._outputs.values())
-
-    @property
-    def device(self) -> DeviceSpec:
-        """Where the sessions run."""
-        return self._first.device
-
-    @property
-    def compute_dtype(self) -> str:
-        """What the sessions compute in."""
-        return self._first.compute_dtype
-
     def run(
         self,
         feeds: Feeds,
@@ -135,16 +117,14 @@ class BucketedSession:
             raise InputError(
                 "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
             )
-        if feeds.keys() != self._inputs.keys():
-            raise wrong_names(feeds, self._inputs)
+        if feeds.keys() != self._taken.keys():
+            raise wrong_names(feeds, self._taken)
         # Before padding, which would hide a mask that is too short.
-        self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._inputs]))
+        self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
         length = self._length(feeds)
         position = bisect.bisect_left(self._buckets, length)
         bucket = self._buckets[position] if position < len(self._buckets) else None
-        if bucket is not None and not self._forms.allows(
-            self._form(bucket), functools.partial(self._run_in, bucket), self._run_plain
-        ):
+        if bucket is not None and not self._is_right(bucket):
             bucket = None
         return self._run_in(bucket, feeds, outputs=outputs, state=state)
 
@@ -170,16 +150,18 @@ class BucketedSession:
             for session in opened.values():
                 session.close()
 
-    def _form(self, bucket: int) -> Form:
-        shorter = max(1, bucket - 1)
-        return Form(name=f"bucket of {bucket}", sizes={"batch": 2, _AXIS: shorter}, padding="right")
+    def _is_right(self, bucket: int) -> bool:
+        if bucket not in self._right:
+            self._right[bucket] = self._verdict(bucket).passed
+        return self._right[bucket]
+
+    def _verdict(self, bucket: int) -> FormVerdict:
+        form = Form(name=f"bucket of {bucket}", sizes={"batch": 2, _AXIS: max(1, bucket - 1)}, padding="right")
+        return self._forms.check(form, functools.partial(self._run_in, bucket), self._run_plain)
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare every bucket with dynamic shapes."""
-        return [
-            self._forms.check(self._form(bucket), functools.partial(self._run_in, bucket), self._run_plain)
-            for bucket in self._buckets
-        ]
+        return [self._verdict(bucket) for bucket in self._buckets]
 
     def _session(self, bucket: int | None) -> Session:
         if bucket not in self._sessions:
@@ -187,7 +169,7 @@ class BucketedSession:
         return self._sessions[bucket]
 
     def _length(self, feeds: Feeds) -> int:
-        for name, spec in self._inputs.items():
+        for name, spec in self._taken.items():
             if _AXIS in spec.shape and name in feeds:
                 return int(feeds[name].shape[spec.shape.index(_AXIS)])
         raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
@@ -195,7 +177,7 @@ class BucketedSession:
     def _padded(self, name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
         from torch.nn.functional import pad
 
-        spec = self._inputs.get(name)
+        spec = self._taken.get(name)
         if spec is None or _AXIS not in spec.shape:
             return tensor
         axis = spec.shape.index(_AXIS)
@@ -203,7 +185,7 @@ class BucketedSession:
         return pad(tensor, amount, value=spec.pad_value)
 
     def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        spec = self._outputs[name]
+        spec = self._made[name]
         return tensor.narrow(spec.shape.index(_AXIS), 0, length) if _AXIS in spec.shape else tensor
 
     def new_state(self, batch: int) -> State:
