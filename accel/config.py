@@ -67,12 +67,13 @@ class JsonConfig:
         hints = get_type_hints(type(self))
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value = getattr(self, item.name)
-            if isinstance(value, list | range) and "tuple" in str(hints[item.name]):
+            hint = hints[item.name]
+            if isinstance(value, list | range) and tuple in map(get_origin, (hint, *get_args(hint))):
                 # Any sequence will do; frozen settings keep a tuple.
                 value = tuple(value)
                 object.__setattr__(self, item.name, value)
-            _check_type(type(self).__name__, item.name, value, hints[item.name])
-            _check_choice(type(self).__name__, item.name, value, hints[item.name])
+            _check_type(type(self).__name__, item.name, value, hint)
+            _check_choice(type(self).__name__, item.name, value, hint)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
