@@ -5,7 +5,7 @@ bucket. Whether it is right depends on the model, the kernels and the device, so
 makes it run, on rows of different lengths, with the plain form of the same graph. A form that differs is turned off and
 named. What was found is remembered by artifact, device and versions, so that this costs two runs once.
 
-A session that has forms asks `FormChecks.allows` before it uses one, and offers all of them to `accel validate` by
+A session that has forms asks `FormChecks.check` before it uses one, and offers all of them to `accel validate` by
 `check_forms`.
 """
 
@@ -117,20 +117,15 @@ class FormChecks:
         self._verdicts: dict[str, FormVerdict] = {}
         self._lock = threading.RLock()
 
-    def allows(self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]) -> bool:
-        """Whether a form may answer. The first question compares it with the plain form, in one run of each; later ones
-        cost a lookup.
+    def check(self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]) -> FormVerdict:
+        """Whether a form may answer. The first question compares it with the plain form, in one run of each; later ones cost a
+        lookup.
 
         Args:
             form: The form and a shape that makes it run.
             compute: Runs a batch in that form; gives the outputs by name.
             plain: Runs it in the plain form.
         """
-        found = self._verdicts.get(form.name)
-        return (found or self.check(form, compute, plain)).passed
-
-    def check(self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]) -> FormVerdict:
-        """The verdict on a form; see `allows`."""
         with self._lock:
             verdict = self._verdicts.get(form.name) or self._recalled(form)
             if verdict is None:

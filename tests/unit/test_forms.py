@@ -47,28 +47,28 @@ def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
 
 def test_right_forms_are_asked_once(artifact: Artifact) -> None:
     checks, form, plain = checks_of(artifact, run="once"), Counted(), Counted()
-    assert all(checks.allows(PACKED, form, plain) for _ in range(5))
+    assert all(checks.check(PACKED, form, plain).passed for _ in range(5))
     assert (len(form.feeds), len(plain.feeds)) == (1, 1)
     assert form.feeds[0]["attention_mask"].sum(1).tolist() == [6, 4, 1]
     again = checks_of(artifact, run="once")
-    assert again.allows(PACKED, form, plain)
+    assert again.check(PACKED, form, plain).passed
     assert len(form.feeds) == 1, "it is remembered"
-    assert checks_of(artifact, run="another version").allows(PACKED, form, plain)
+    assert checks_of(artifact, run="another version").check(PACKED, form, plain).passed
     assert len(form.feeds) == 2
 
 
 @pytest.mark.parametrize(("compute_dtype", "error", "allowed"), [("float32", 2e-3, False), ("float16", 2e-3, True)])
 def test_tolerance_is_that_of_the_kernels(artifact: Artifact, compute_dtype: str, error: float, allowed: bool) -> None:
-    assert checks_of(artifact, compute_dtype).allows(PACKED, Counted(error), Counted()) is allowed
+    assert checks_of(artifact, compute_dtype).check(PACKED, Counted(error), Counted()).passed is allowed
 
 
 def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
-        assert not checks_of(artifact, run="wrong").allows(PACKED, Counted(0.4), Counted())
+        assert not checks_of(artifact, run="wrong").check(PACKED, Counted(0.4), Counted()).passed
         assert "'packed'" in caplog.text
         assert "0.4" in caplog.text
         caplog.clear()
-        assert not checks_of(artifact, run="wrong").allows(PACKED, Counted(), Counted()), "it is remembered"
+        assert not checks_of(artifact, run="wrong").check(PACKED, Counted(), Counted()).passed, "it is remembered"
         assert "'packed'" in caplog.text, "and said again in each process"
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
     (accel_home() / "forms.json").write_text("[", encoding="utf-8")
     form = Counted()
     for _ in range(2):
-        assert checks_of(artifact, run="damaged").allows(PACKED, form, Counted())
+        assert checks_of(artifact, run="damaged").check(PACKED, form, Counted()).passed
     assert len(form.feeds) == 1
 
 
