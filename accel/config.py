@@ -68,7 +68,7 @@ class JsonConfig:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value = getattr(self, item.name)
             hint = hints[item.name]
-            if isinstance(value, list | range) and tuple in map(get_origin, (hint, *get_args(hint))):
+            if isinstance(value, list | range) and any(get_origin(one) is tuple for one in (hint, *get_args(hint))):
                 # Any sequence will do; frozen settings keep a tuple.
                 value = tuple(value)
                 object.__setattr__(self, item.name, value)

@@ -73,7 +73,7 @@ def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixt
 
 
 def test_values_that_are_not_finite_are_wrong(artifact: Artifact) -> None:
-    assert not checks_of(artifact, run="nan").allows(PACKED, Counted(float("nan")), Counted())
+    assert not checks_of(artifact, run="nan").check(PACKED, Counted(float("nan")), Counted()).passed
 
 
 def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
