@@ -78,7 +78,12 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
         numbers = " | ".join(str(found[status]) for status in (OK, REFUSED, FAILED, WRONG))
         lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(able):.1%} of {len(able)} |")
     missing = sum(cell.status == NOT_BUILT for cell in cells)
-    return "\n".join(lines) + f"\n\nNo small model could be made of {missing} pairs: see [below](#not-built).\n"
+    seen = len({(cell.architecture, cell.task) for cell in cells})
+    unmade = f"; of {missing} no small model could be made: see [below](#not-built)" if missing else ""
+    return (
+        "\n".join(lines)
+        + f"\n\nPairs of an architecture and a task on this page: {seen}{unmade}. Others were not run.\n"
+    )
 
 
 def _wrong(cells: Sequence[Cell]) -> str:
@@ -163,7 +168,7 @@ def _not_built(cells: Sequence[Cell]) -> str:
             text = _CLASS.sub("the model", cell.reason)[:_MOST_OF_A_REASON]
             by_reason[text].append(f"{cell.architecture} ({cell.task})")
     if not by_reason:
-        return "## Not built\n\nEvery pair has a small model.\n"
+        return "## Not built\n\nEvery pair on this page has a small model.\n"
     lines = [f"- {_literal(reason)}: {', '.join(sorted(names))}" for reason, names in sorted(by_reason.items())]
     return (
         "## Not built\n\nThese say nothing about the library: a package is missing, the sizes of the config depend on each "
