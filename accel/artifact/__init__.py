@@ -9,6 +9,7 @@ from .home import accel_home
 from .hub import HubOptions, Location
 from .manifest import (
     MANIFEST,
+    MARK,
     Artifact,
     Component,
     Manifest,
@@ -16,13 +17,15 @@ from .manifest import (
     Quantization,
     RunRecord,
     Step,
+    lost_manifest,
     with_files,
 )
 from .tensors import TensorSpec
-from .writing import copy_companions, tool_versions
+from .writing import copy_companions, scratch, tool_versions
 
 __all__ = [
     "MANIFEST",
+    "MARK",
     "Artifact",
     "Component",
     "FileRecord",
@@ -36,7 +39,9 @@ __all__ = [
     "TensorSpec",
     "accel_home",
     "copy_companions",
+    "lost_manifest",
     "record_files",
+    "scratch",
     "tool_versions",
     "with_files",
 ]

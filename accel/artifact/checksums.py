@@ -7,18 +7,24 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import IntegrityError
+from ..errors import ConfigError, IntegrityError
 from .home import accel_home
 
 logger = logging.getLogger(__name__)
 
 _VERIFIED = "verified.json"
 _KEPT = 2000
+_LARGE = 1 << 20
+_LONGEST_NAME = 1024
+_REMEDY = (
+    "make the artifact again, or copy the file again from where it came; where it was changed on purpose (a tokenizer "
+    "saved over another): `accel validate FOLDER --accept-files`."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,38 +47,58 @@ def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
     return tuple(FileRecord(name=n, bytes=(folder / n).stat().st_size, sha256=sha256(folder / n)) for n in names)
 
 
-def verify(folder: Path, record: FileRecord) -> None:
-    """Compare a file with its record; the result is remembered by inode, size and modification time.
+def verify(folder: Path, records: Sequence[FileRecord]) -> None:
+    """Compare files with their records; of large ones the result is remembered by inode, size and modification time.
 
     Raises:
-        IntegrityError: The file is missing, truncated or changed, or lies outside the folder.
+        IntegrityError: The first file that is missing, truncated or changed, or lies outside the folder.
     """
-    path = folder / record.name
-    remedy = "make the artifact again, or copy the file again from where it came."
-    if Path(record.name).is_absolute() or ".." in Path(record.name).parts:
-        raise IntegrityError(f"The manifest of {folder} names a file outside the folder: {record.name!r}.", fix=remedy)
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise IntegrityError(f"{path} is missing.", fix=remedy) from error
-    if not _inside(path, folder):
-        raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=remedy)
-    if stat.st_size != record.bytes:
-        raise IntegrityError(
-            f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=remedy
-        )
-    key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-    if recall(_VERIFIED).get(key) == record.sha256:
-        return
-    found = sha256(path)
-    if found != record.sha256:
-        raise IntegrityError(
-            f"{path} has checksum {found[:12]}… instead of {record.sha256[:12]}…: changed.", fix=remedy
-        )
-    remember(_VERIFIED, key, found)
+    known: dict[str, Any] | None = None
+    found: dict[str, str] = {}
+    for record in records:
+        path = folder / _checked_name(folder, record.name)
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise IntegrityError(f"{path} is missing.", fix=_REMEDY) from error
+        if not is_inside(path, folder):
+            raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=_REMEDY)
+        if stat.st_size != record.bytes:
+            raise IntegrityError(
+                f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=_REMEDY
+            )
+        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+        large = stat.st_size > _LARGE
+        if large:
+            known = recall(_VERIFIED) if known is None else known
+            if known.get(key) == record.sha256:
+                continue
+        checksum = sha256(path)
+        if checksum != record.sha256:
+            raise IntegrityError(
+                f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=_REMEDY
+            )
+        if large:
+            found[key] = checksum
+    if found:
+        remember(_VERIFIED, found)
 
 
-def _inside(path: Path, folder: Path) -> bool:
+def _checked_name(folder: Path, name: str) -> str:
+    """A file's name in its folder.
+
+    Raises:
+        IntegrityError: It is none: it leaves the folder, or no file has such a name.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > _LONGEST_NAME:
+        raise IntegrityError(
+            f"The manifest of {folder} names a file outside the folder: {name[:_LONGEST_NAME]!r}.", fix=_REMEDY
+        )
+    return name
+
+
+def is_inside(path: Path, folder: Path) -> bool:
     """Whether a file is within its folder; a file of a Hub snapshot may also be a link into the repository's own blobs."""
     real, root = path.resolve(), folder.resolve()
     if real.is_relative_to(root):
@@ -86,24 +112,24 @@ def recall(name: str) -> dict[str, Any]:
     try:
         values = json.loads((accel_home() / name).read_text(encoding="utf-8"))
         return values if isinstance(values, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):
         return {}
 
 
-def remember(name: str, key: str, value: object) -> None:
-    """Keep the result of a check in a file of the home, so that it is not done again.
+def remember(name: str, found: Mapping[str, object]) -> None:
+    """Keep results of checks in a file of the home, so that they are not done again.
 
     Best effort: with a read-only home, or when another process writes at the same time, the check is done once more.
     """
-    path = accel_home() / name
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
+        path = accel_home() / name
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = list({**recall(name), key: value}.items())[-_KEPT:]
+        kept = list({**recall(name), **found}.items())[-_KEPT:]
         temporary.write_text(json.dumps(dict(kept)), encoding="utf-8")
         temporary.replace(path)
-    except OSError as error:
-        logger.debug("cannot remember checks in %s: %s", path, error)
+    except (OSError, ConfigError) as error:
+        logger.debug("cannot remember checks in %s: %s", name, error)
 
 
 def folder_digest(folder: Path) -> str:

@@ -1,11 +1,8 @@
-"""What `accel` keeps under `ACCEL_HOME`: exports made on the fly, and what searches built and measured."""
+"""Where `accel` keeps what it makes on the way: `ACCEL_HOME`."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -15,77 +12,16 @@ SEARCHES = "tune"
 
 
 def accel_home() -> Path:
-    """Where on-the-fly exports and caches live: `$ACCEL_HOME`, or `accel` in the user's cache folder."""
-    if home := os.environ.get("ACCEL_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")).expanduser().absolute() / "accel"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Something that can be made again, at the cost of time.
-
-    Attributes:
-        name: Shown, and matched by `clear`.
-        what: In words.
-        path: Its folder.
-        bytes: Of all files in it.
-    """
-
-    name: str
-    what: str
-    path: Path
-    bytes: int
-
-
-def entries() -> list[Entry]:
-    """Everything that is kept, exports first."""
-    return [*_exports(), *_searches()]
-
-
-def clear(name: str | None = None) -> list[Entry]:
-    """Remove what is kept; and where nothing is named, what was found when files and forms were checked.
-
-    Args:
-        name: Only entries whose name starts with this.
-
-    Returns:
-        What was removed.
+    """Where on-the-fly exports and caches live: `$ACCEL_HOME`, or `accel` in the user's cache folder.
 
     Raises:
-        ConfigError: No entry has that name.
+        ConfigError: This user has no home.
     """
-    kept = entries()
-    removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
-    if name is not None and not removed:
+    try:
+        if home := os.environ.get("ACCEL_HOME"):
+            return Path(home).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "accel"
+    except RuntimeError as error:
         raise ConfigError(
-            f"The cache holds nothing whose name starts with {name!r}.", fix="`accel cache list` shows what it holds."
-        )
-    for entry in removed:
-        shutil.rmtree(entry.path)
-    if name is None:
-        for remembered in ("verified.json", "forms.json"):
-            (accel_home() / remembered).unlink(missing_ok=True)
-    return removed
-
-
-def _exports() -> Iterator[Entry]:
-    folder = accel_home() / "exports"
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir():
-            yield Entry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
-
-
-def _searches() -> Iterator[Entry]:
-    folder = accel_home() / SEARCHES
-    if not folder.is_dir():
-        return
-    artifacts = sum(1 for path in (folder / "artifacts").glob("*") if path.is_dir())
-    measured = sum(1 for path in folder.glob("*/*.json"))
-    yield Entry(
-        name=SEARCHES, what=f"searches: {artifacts} artifacts, {measured} results", path=folder, bytes=_size(folder)
-    )
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            f"There is no folder for caches: {error}", fix="set ACCEL_HOME to a folder that can be written."
+        ) from error

@@ -6,10 +6,12 @@ and measured. A stage reads one artifact and writes another; nothing edits one i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,26 @@ from typing import Any
 from .._version import __version__
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from .checksums import FileRecord, record_files, verify
+from .reading import build, read_bytes_and_json
 from .tensors import TensorSpec
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "accel.json"
-SCHEMA_VERSION = 1
+MARK = "accel.manifest"
+"""A key in the metadata of graphs that were written with a manifest: without it they are not taken for a foreign tool's."""
+SCHEMA_VERSION = 2
+_WITH_FILES = 2
+"""The schema that began to record companions and its own checksum."""
+_SEAL, _UNSEALED = "sha256", "0" * 64
+"""The manifest's own checksum: of its text with zeros in this place."""
+_LARGEST = 1 << 40
+
+DTYPES = frozenset(
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2",
+     "float16", "bfloat16", "float32", "float64", "complex64")
+)  # fmt: skip
+"""Element types of tensors, by torch's names."""
 
 PADDING_DIFFERENCE = "padding_difference"
 """In an export's validation: how much more padding changes the model's answers, relative to the largest."""
@@ -38,6 +56,8 @@ class Component:
         outputs: What it returns.
         max_sizes: Largest size of a named axis, where the model has a limit (its positions).
         unused_inputs: Inputs of the model that its result does not depend on; dropped when given.
+        own_defaults: Inputs of the model for which it computes something of its own where they are left out, and not what
+            others assume: the zeros of `token_type_ids`. Never filled in, and never dropped when given.
         stateful: Whether its sessions keep a KV cache (`Session.new_state`).
         domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
             or the format has no operators.
@@ -50,6 +70,7 @@ class Component:
     outputs: tuple[TensorSpec, ...]
     max_sizes: Mapping[str, int] = field(default_factory=dict)
     unused_inputs: tuple[str, ...] = ()
+    own_defaults: tuple[str, ...] = ()
     stateful: bool = False
     domains: tuple[str, ...] | None = None
 
@@ -100,7 +121,24 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of `accel.json`."""
+    """The content of `accel.json`.
+
+    Attributes:
+        format: `onnx`, `openvino_ir`, ...
+        task: What it was made for.
+        architecture: The class of the model.
+        dtype: What it computes in unless a session is asked for another.
+        opset: Of ONNX graphs.
+        source: Where the model came from.
+        components: Its graphs.
+        quantization: What was quantized.
+        steps: The stages it went through, oldest first.
+        run: How it was measured to run best.
+        target: What it was built for, where it runs nowhere else.
+        files: Everything else that belongs to it: configs, tokenizers, processors. Schema 1 did not record them.
+        schema: Which fields there are.
+        accel: The version that wrote it.
+    """
 
     format: str
     task: str
@@ -113,6 +151,7 @@ class Manifest:
     steps: tuple[Step, ...] = ()
     run: RunRecord | None = None
     target: Mapping[str, Any] | None = None
+    files: tuple[FileRecord, ...] = ()
     schema: int = SCHEMA_VERSION
     accel: str = __version__
 
@@ -122,6 +161,11 @@ class Manifest:
         for component in values["components"]:
             if component["domains"] is None:
                 del component["domains"]
+            for spec in (*component["inputs"], *component["outputs"]):
+                if spec["bounds"] is None:
+                    del spec["bounds"]
+            if not component["own_defaults"]:
+                del component["own_defaults"]
         return values
 
     @classmethod
@@ -132,7 +176,7 @@ class Manifest:
             SchemaError: A newer schema, or not a manifest.
         """
         schema = values.get("schema")
-        if not isinstance(schema, int):
+        if not isinstance(schema, int) or isinstance(schema, bool):
             raise SchemaError(
                 f"{where} is not an accel manifest: it has no schema number.",
                 fix="make the artifact again; a folder of another tool's needs no accel.json.",
@@ -142,38 +186,38 @@ class Manifest:
                 f"{where} has schema {schema}; this accel {__version__} reads up to {SCHEMA_VERSION}.",
                 fix="upgrade accel-transformers, or make the artifact again with this version.",
             )
-        try:
-            parsed = dict(values)
-            parsed["components"] = tuple(_component(item) for item in values["components"])
-            if not parsed["components"]:
-                raise SchemaError(f"{where} names no component.", fix="make the artifact again.")
-            parsed["steps"] = tuple(Step(**item) for item in values.get("steps", ()))
-            for name, cls_ in (("source", Origin), ("quantization", Quantization), ("run", RunRecord)):
-                if values.get(name) is not None:
-                    parsed[name] = cls_(**{k: _tuple(v) for k, v in values[name].items()})
-            return cls(**parsed)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise SchemaError(f"{where} is malformed: {error}.", fix="make the artifact again.") from error
+        manifest = build(cls, values, str(where))
+        manifest.check(where)
+        return manifest
 
+    def check(self, where: Path) -> None:
+        """Whether it can be true; `where` is what errors name.
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        Raises:
+            SchemaError: Names that are no names, sizes that are no sizes, types that no tensor has.
+        """
+        wrong = next(self._faults(), None)
+        if wrong is not None:
+            raise SchemaError(f"{where}: {wrong}.", fix="make the artifact again.")
 
-
-def _component(values: Mapping[str, Any]) -> Component:
-    def specs(items: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in items)
-
-    return Component(
-        **{
-            **values,
-            "files": tuple(FileRecord(**item) for item in values["files"]),
-            "inputs": specs(values["inputs"]),
-            "outputs": specs(values["outputs"]),
-            "unused_inputs": tuple(values.get("unused_inputs", ())),
-            "domains": _tuple(values.get("domains")),
-        }
-    )
+    def _faults(self) -> Iterator[str]:
+        if not self.components:
+            yield "it names no component"
+        if len({component.name for component in self.components}) < len(self.components):
+            yield "two components have one name"
+        for component in self.components:
+            specs = (*component.inputs, *component.outputs)
+            for given in (component.inputs, component.outputs):
+                if len({spec.name for spec in given}) < len(given):
+                    yield f"two tensors of {component.name!r} have one name"
+            for spec in specs:
+                if spec.dtype not in DTYPES:
+                    yield f"{spec.name!r} is of {spec.dtype!r}, which is no type of tensors"
+                if any(isinstance(size, int) and not 0 <= size <= _LARGEST for size in spec.shape):
+                    yield f"{spec.name!r} has an impossible shape"
+            for axis, size in component.max_sizes.items():
+                if not 0 < size <= _LARGEST:
+                    yield f"the largest size of {axis!r} is {size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +296,35 @@ class Artifact:
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
         """Read a folder that has a manifest and check its files.
 
-        Checksums cost about a second for each gigabyte the first time; the result is remembered by inode, size and
-        modification time.
+        Checksums cost about a second for each gigabyte the first time; of files over a mebibyte the result is remembered
+        by inode, size and modification time.
 
         Raises:
             ArtifactNotFoundError: No folder, or no manifest in it.
             SchemaError: A manifest that this version does not understand.
             IntegrityError: A file is missing, truncated or changed.
         """
+        artifact = cls._read(path)
+        artifact.verify()
+        return artifact
+
+    @classmethod
+    def accept_files(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Record the configs and tokenizer files of a folder as they are now; graphs have to be what they were.
+
+        For files that were changed on purpose: the one way in which a folder changes after it was made.
+
+        Raises:
+            ArtifactNotFoundError: No folder, or no manifest in it.
+            SchemaError: A manifest that this version does not understand.
+            IntegrityError: A graph, or the manifest itself, is missing, truncated or changed.
+        """
+        artifact = cls._read(path)
+        cls(artifact.path, replace(artifact.manifest, files=(), schema=SCHEMA_VERSION)).verify()
+        return cls.create(artifact.path, artifact.manifest)
+
+    @classmethod
+    def _read(cls, path: str | os.PathLike[str]) -> Artifact:
         folder = Path(path).absolute()
         file = folder / MANIFEST
         if not file.is_file():
@@ -267,42 +332,89 @@ class Artifact:
                 f"{folder} is not an accel artifact: it has no {MANIFEST}.",
                 fix="export a model into it with `accel export MODEL OUT`, or check the path.",
             )
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise IntegrityError(f"{file} cannot be read: {error}.", fix="make the artifact again.") from error
-        if not isinstance(values, dict):
-            raise SchemaError(f"{file} is not an accel manifest.", fix="make the artifact again.")
-        artifact = cls(folder, Manifest.from_dict(values, file))
-        artifact.verify()
-        return artifact
+        content, values = read_bytes_and_json(file)
+        _check_seal(file, content, values)
+        return cls(folder, Manifest.from_dict(values, file))
 
     def verify(self) -> None:
-        """Compare every graph file with its checksum.
+        """Compare every file that the manifest records with its checksum; others are nobody's business.
 
         Raises:
             IntegrityError: The first file that differs, by name; a graph without a checksum, or outside of the folder.
         """
+        records = {record.name: record for component in self.components for record in component.files}
         for component in self.components:
-            for record in component.files:
-                verify(self.path, record)
             if component.file not in {record.name for record in component.files}:
                 raise IntegrityError(
                     f"The manifest of {self.path} has no checksum of {component.file!r}.",
                     fix="make the artifact again.",
                 )
+        verify(self.path, [*records.values(), *self.manifest.files])
+        if self.manifest.schema < _WITH_FILES:
+            _tell_unrecorded(self.path)
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest) -> Artifact:
-        """Write the manifest into a folder that holds everything else."""
-        text = json.dumps(manifest.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        (folder / MANIFEST).write_text(text, encoding="utf-8")
+        """Write the manifest into a folder that holds everything else, whose files it records."""
+        graphs = {record.name for component in manifest.components for record in component.files}
+        names = [
+            name
+            for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+            if name not in graphs and name != MANIFEST and not any(part.startswith(".") for part in Path(name).parts)
+        ]
+        manifest = replace(manifest, files=record_files(folder, names), schema=SCHEMA_VERSION)
+        # In one step: a folder that is complete already keeps its manifest, whatever happens meanwhile.
+        written = folder / f".{MANIFEST}.{os.getpid()}"
+        written.write_text(sealed(manifest.to_dict()), encoding="utf-8")
+        written.replace(folder / MANIFEST)
         return cls(folder.absolute(), manifest)
 
     def with_step(self, **changes: Any) -> Artifact:
         """The same folder with fields of its last step replaced; for the core, before the folder is final."""
         steps = (*self.manifest.steps[:-1], replace(self.manifest.steps[-1], **changes))
         return Artifact.create(self.path, replace(self.manifest, steps=steps))
+
+
+def sealed(values: Mapping[str, Any]) -> str:
+    """The text of a manifest, with its own checksum in it."""
+    text = json.dumps({**values, _SEAL: _UNSEALED}, indent=2, ensure_ascii=False) + "\n"
+    return text.replace(_UNSEALED, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
+    """Hold a manifest against its own checksum, which is taken out of `values`.
+
+    Raises:
+        IntegrityError: It was changed.
+    """
+    seal, schema = values.pop(_SEAL, None), values.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA_VERSION or (seal is None and schema < _WITH_FILES):
+        return
+    whole = content.replace(str(seal).encode(), _UNSEALED.encode())
+    if not isinstance(seal, str) or hashlib.sha256(whole).hexdigest() != seal:
+        raise IntegrityError(
+            f"{file} was changed: it does not fit the checksum in it.",
+            fix="make the artifact again, or copy the file again from where it came.",
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_unrecorded(folder: Path) -> None:
+    """Say once that a manifest of an older schema records graphs alone."""
+    logger.warning(
+        "%s was made by an older accel, which recorded no checksums of tokenizers and configs: changes to them are not "
+        "found. Making the artifact again, or saving it with save_pretrained, records them.",
+        folder,
+    )
+
+
+def lost_manifest(graph: Path) -> IntegrityError:
+    """What to raise for a graph with our mark in a folder without a manifest."""
+    return IntegrityError(
+        f"{graph} was written with a manifest, and {graph.parent / MANIFEST} is missing: what goes in and out of the graph, "
+        "and which files belong to it, is not known.",
+        fix="copy the whole folder again, or make the artifact again.",
+    )
 
 
 def with_files(folder: Path, components: Sequence[Component], names: Sequence[Sequence[str]]) -> tuple[Component, ...]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import hashlib
 import logging
 import os
 import platform
 import secrets
 import shutil
-import socket
-import time
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from .._version import __version__
 from ..errors import OutputFolderError
+from .checksums import is_inside
 from .manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
-_STAGING_PREFIX = ".accel-staging-"
-_STAGING_MAX_AGE_S = 24 * 3600
+STAGING_PREFIX = ".accel-staging-"
+"""Names of what is not finished start with this."""
+_NO_ROOM = 64 << 10
 
 # Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
@@ -55,67 +58,209 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
 
 
 @contextmanager
-def staging(out: str | os.PathLike[str]) -> Iterator[Path]:
+def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
     """A new folder beside `out` that becomes `out` when the block ends well and vanishes when it does not.
 
     A killed process leaves at most a folder whose name starts with `.accel-staging-`; the next run beside it removes
-    those whose process is gone.
+    those whose lock nobody holds.
+
+    Args:
+        out: The folder to be.
+        needs: Bytes that are about to be written, where that is known.
+
+    Raises:
+        OutputFolderError: It cannot be made, its disk is full or has less than `needs` left, or it was removed meanwhile.
     """
     target = check_output(out)
-    temporary = target.parent / f"{_STAGING_PREFIX}{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target.parent)
+        temporary, lock = _locked(target.parent)
         temporary.mkdir()
+        # Held open: the number of a folder that was removed is not given to another one meanwhile.
+        held = os.open(temporary, os.O_RDONLY)
     except OSError as error:
         raise OutputFolderError(
             f"{target} cannot be made: {error}.", fix="name a folder that can be written."
         ) from error
     try:
-        yield temporary
+        check_space(target.parent, needs)
         try:
-            temporary.replace(target)
-        except OSError as error:
-            raise OutputFolderError(
-                f"{target} appeared while it was being made: {error}.", fix="use that one."
-            ) from error
+            yield temporary
+        # Whoever wrote says it in words of its own: compilers and runtimes know no `errno`.
+        except Exception as error:
+            if _is_full(error, temporary):
+                raise _full(target.parent, _bytes_in(temporary), error) from error
+            raise
+        _finish(temporary, target, os.fstat(held))
     finally:
+        os.close(held)
         shutil.rmtree(temporary, ignore_errors=True)
+        _unlock(lock)
 
 
-@functools.cache
-def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+@contextmanager
+def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[bool]:
+    """Hold a lock file for the time of the block, against other processes and threads; whether it was to be had.
+
+    Args:
+        path: The file.
+        timeout_s: How long to wait for whoever holds it.
+        keep: Leave the file, for others to wait for the same one; else it is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=max(0.0, timeout_s))
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        if keep:
+            lock.release()
+        else:
+            _unlock(lock)
+
+
+def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
+    """Put what is complete in its place.
+
+    Raises:
+        OutputFolderError: Somebody removed it, and it was made again on the way; or the target has appeared.
+    """
+    try:
+        now = temporary.stat()
+    except FileNotFoundError:
+        now = None
+    if now is None or (now.st_dev, now.st_ino) != (made.st_dev, made.st_ino):
+        raise OutputFolderError(
+            f"What was to become {target} was removed while it was being made.", fix="run it again."
+        )
+    try:
+        temporary.replace(target)
+    except OSError as error:
+        raise OutputFolderError(f"{target} appeared while it was being made: {error}.", fix="use that one.") from error
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for files that nobody is to see, in the system's folder for such; what killed runs left there is removed, too."""
+    parent = Path(tempfile.gettempdir())
+    _remove_stale(parent)
+    folder, lock = _locked(parent)
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlock(lock)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder such that nobody ever sees half of it: it gets another name first."""
+    gone = folder.parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def check_space(folder: Path, needs: int) -> None:
+    """Whether a folder's disk has room for that many bytes.
+
+    Raises:
+        OutputFolderError: With what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needs > free:
+        raise OutputFolderError(
+            f"{_megabytes(needs)} are about to be written into {folder}, whose disk has {_megabytes(free)} left.",
+            fix="free some space, or name a folder on another disk.",
+        )
+
+
+def _is_full(error: BaseException, folder: Path) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    try:
+        return shutil.disk_usage(folder).free < _NO_ROOM
+    except OSError:
+        return False
+
+
+def _full(folder: Path, written: int, error: Exception) -> OutputFolderError:
+    free = shutil.disk_usage(folder).free
+    return OutputFolderError(
+        f"The disk of {folder} is full: {_megabytes(written)} were written, {_megabytes(free)} are left "
+        f"({' '.join(str(error).split())[:200]}).",
+        fix="free some space, or name a folder on another disk.",
+    )
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _locked(parent: Path) -> tuple[Path, FileLock]:
+    """A name for a folder that is about to be made, and the lock that says that somebody makes it."""
+    while True:
+        temporary = parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
+        lock = FileLock(_lock_of(temporary))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        # Another process that cleans up may have taken the new file for a leftover, and removed it, before it was locked.
+        if _lock_of(temporary).exists():
+            return temporary, lock
+        lock.release()
+
+
+def _lock_of(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}.lock")
+
+
+def _unlock(lock: FileLock) -> None:
+    # Removed while it is held: who waits for it does so to remove it.
+    Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()
 
 
 def _remove_stale(folder: Path) -> None:
-    for entry in folder.glob(f"{_STAGING_PREFIX}*"):
-        host, pid, *_ = entry.name.removeprefix(_STAGING_PREFIX).split("-")
+    """Remove what interrupted runs left beside: folders and locks that nobody holds."""
+    for entry in folder.glob(f"{STAGING_PREFIX}*"):
+        temporary = entry.with_name(entry.name.removesuffix(".lock"))
+        lock = FileLock(_lock_of(temporary))
         try:
-            old = time.time() - entry.stat().st_mtime > _STAGING_MAX_AGE_S
-        except OSError:
+            lock.acquire(timeout=0)
+        except (Timeout, OSError):
             continue
-        if old or (host == _host() and pid.isdigit() and not _alive(int(pid))):
-            logger.info("removing %s, left by an interrupted run", entry)
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        try:
+            logger.info("removing %s, left by an interrupted run", temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            _unlock(lock)
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy configs, tokenizer and processor files (and sentence-transformers' folders of them), but no weights."""
+    """Copy configs, tokenizer and processor files (and sentence-transformers' folders of them), but no weights; links only to
+    what is inside the folder, or in its Hub repository's blobs.
+    """
     for path in sorted(source.iterdir()):
         if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
-            (target / path.name).mkdir(exist_ok=True)
-            shutil.copyfile(path / "config.json", target / path.name / "config.json")
+            if is_inside(path / "config.json", source):
+                (target / path.name).mkdir(exist_ok=True)
+                shutil.copyfile(path / "config.json", target / path.name / "config.json")
         elif (
             path.is_file()
             and path.name.endswith((*_COMPANION_SUFFIXES, ".py"))
@@ -123,7 +268,10 @@ def copy_companions(source: Path, target: Path) -> None:
             and path.stat().st_size <= _COMPANION_MAX_BYTES
             and not (target / path.name).exists()
         ):
-            shutil.copyfile(path, target / path.name)
+            if is_inside(path, source):
+                shutil.copyfile(path, target / path.name)
+            else:
+                logger.warning("%s is a link that leaves its folder; it is not copied.", path)
 
 
 @functools.cache

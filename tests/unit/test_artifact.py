@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
+import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from accel.artifact import (
     Artifact,
@@ -18,10 +22,12 @@ from accel.artifact import (
     Step,
     TensorSpec,
     copy_companions,
+    manifest,
     record_files,
 )
-from accel.artifact.writing import check_output, staging
-from accel.errors import ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
+from accel.artifact.manifest import sealed
+from accel.artifact.writing import check_output, held, scratch, staging
+from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
 
 
 @pytest.fixture
@@ -92,18 +98,34 @@ def test_damage_names_the_file(artifact: Artifact, damage: str) -> None:
 
 
 def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.artifact.checksums._LARGE", 100)
+    Artifact.load(artifact.path)
+    (artifact.path / "graph.bin").write_bytes(b"Graph")
+    with pytest.raises(IntegrityError, match=r"graph.bin has checksum"):
+        Artifact.load(artifact.path)
+    (artifact.path / "graph.bin").write_bytes(b"graph")
+    monkeypatch.setattr("accel.artifact.checksums._LARGE", -1)
     Artifact.load(artifact.path)
     monkeypatch.setattr("accel.artifact.checksums.sha256", lambda path: pytest.fail(f"read {path} again"))
     Artifact.load(artifact.path)
 
 
-def test_manifest_may_not_point_outside(artifact: Artifact) -> None:
-    file = artifact.path / "accel.json"
-    values = json.loads(file.read_text())
-    values["components"][0]["files"][0]["name"] = "../outside"
-    file.write_text(json.dumps(values))
+def rewritten(artifact: Artifact, values: dict[str, Any]) -> Path:
+    """The folder with another manifest, whose checksum fits: whoever writes a hostile one computes that, too."""
+    (artifact.path / "accel.json").write_text(sealed({k: v for k, v in values.items() if k != "sha256"}))
+    return artifact.path
+
+
+def values_of(artifact: Artifact) -> dict[str, Any]:
+    return json.loads((artifact.path / "accel.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a\0b", "", "x" * 5000])
+def test_manifest_may_not_point_outside(artifact: Artifact, name: str) -> None:
+    values = values_of(artifact)
+    values["files"] = [{**values["components"][0]["files"][0], "name": name}]
     with pytest.raises(IntegrityError, match="outside the folder"):
-        Artifact.load(artifact.path)
+        Artifact.load(rewritten(artifact, values))
 
 
 @pytest.mark.parametrize(
@@ -111,28 +133,98 @@ def test_manifest_may_not_point_outside(artifact: Artifact) -> None:
     [
         ({"schema": 99}, "schema 99"),
         ({"schema": None}, "no schema"),
-        ({"surprise": 1}, "malformed"),
-        ({"task": None}, None),
+        ({"surprise": 1}, "'surprise', which nothing here knows"),
+        ({"task": None}, "task is NoneType None where str belongs"),
+        ({"task": ["text-classification"]}, "task is list"),
+        ({"components": []}, "names no component"),
+        ({"components": {"name": "model"}}, "components is dict"),
+        ({"run": {"backend": "cpu", "session": [1]}}, "run.session is list"),
+        ({"opset": True}, "opset is bool"),
     ],
 )
-def test_manifests_that_are_not_understood(artifact: Artifact, change: dict[str, object], message: str | None) -> None:
-    file = artifact.path / "accel.json"
-    values = {**json.loads(file.read_text()), **change}
-    file.write_text(json.dumps(values))
-    if message is None:
-        assert Artifact.load(artifact.path).task is None
-        return
-    with pytest.raises(SchemaError, match=message):
-        Artifact.load(artifact.path)
+def test_manifests_that_are_not_understood(artifact: Artifact, change: dict[str, object], message: str) -> None:
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        Artifact.load(rewritten(artifact, {**values_of(artifact), **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "load"}, "is of 'load', which is no type of tensors"),
+        ({"shape": ["batch", -1]}, "impossible shape"),
+        ({"shape": [1 << 60]}, "impossible shape"),
+        ({"shape": "batch"}, "shape is str"),
+        ({"role": "attack"}, "role is str 'attack'"),
+        ({"name": 3}, "name is int 3"),
+    ],
+)
+def test_tensors_that_are_none(artifact: Artifact, change: dict[str, object], message: str) -> None:
+    values = values_of(artifact)
+    values["components"][0]["inputs"][0] |= change
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        Artifact.load(rewritten(artifact, values))
 
 
 @pytest.mark.parametrize("change", [{"file": "../other/model.onnx"}, {"files": []}, {"file": "/etc/hostname"}])
 def test_every_graph_is_recorded(artifact: Artifact, change: dict[str, object]) -> None:
-    written = json.loads((artifact.path / "accel.json").read_text())
-    written["components"][0] |= change
-    (artifact.path / "accel.json").write_text(json.dumps(written))
+    values = values_of(artifact)
+    values["components"][0] |= change
     with pytest.raises(IntegrityError, match="no checksum of"):
+        Artifact.load(rewritten(artifact, values))
+
+
+def test_each_file_is_recorded_and_each_change_found(artifact: Artifact) -> None:
+    """Configs and tokenizers as well as graphs, and the manifest itself; each file is named."""
+    folder = artifact.path
+    for name in ("config.json", "vocab.txt", "1_Pooling/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"labels": ["no", "yes"]}')
+    Artifact.create(folder, artifact.manifest)
+    # Nobody's business: it is not read.
+    (folder / "README.md").write_text("Hello.")
+    assert [record.name for record in Artifact.load(folder).manifest.files] == [
+        "1_Pooling/config.json", "config.json", "vocab.txt",
+    ]  # fmt: skip
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert len(files) == 6
+    chance = random.Random(0)
+    for path in files:
+        content = path.read_bytes()
+        for _ in range(50):
+            place = chance.randrange(len(content))
+            changed = bytearray(content)
+            changed[place] ^= chance.randrange(1, 256)
+            path.write_bytes(changed)
+            with pytest.raises(ArtifactError, match=re.escape(str(path))):
+                Artifact.load(folder)
+        path.unlink()
+        with pytest.raises(ArtifactError, match=re.escape(path.name)):
+            Artifact.load(folder)
+        path.write_bytes(content)
+    assert Artifact.load(folder)
+
+
+def test_files_that_were_changed_on_purpose_are_accepted_when_told(artifact: Artifact) -> None:
+    (artifact.path / "tokenizer.json").write_text("{}")
+    Artifact.create(artifact.path, artifact.manifest)
+    (artifact.path / "tokenizer.json").write_text('{"added": 1}')
+    with pytest.raises(IntegrityError, match="--accept-files"):
         Artifact.load(artifact.path)
+    assert Artifact.accept_files(artifact.path) == Artifact.load(artifact.path)
+    (artifact.path / "graph.bin").write_bytes(b"Graph")
+    with pytest.raises(IntegrityError, match="graph.bin"):
+        Artifact.accept_files(artifact.path)
+
+
+def test_older_schemas_open_and_say_once_what_they_lack(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(manifest.logger, "warning", lambda text, *values: said.append(text % values))
+    values = {k: v for k, v in values_of(artifact).items() if k not in ("sha256", "files")}
+    (artifact.path / "accel.json").write_text(json.dumps({**values, "schema": 1}))
+    for _ in range(2):
+        assert Artifact.load(artifact.path).digest == artifact.digest
+    assert len(said) == 1
+    assert "no checksums of tokenizers" in said[0]
 
 
 def test_links_stay_within_the_folder(artifact: Artifact, tmp_path: Path) -> None:
@@ -190,18 +282,38 @@ def test_staging_leaves_nothing_on_error(tmp_path: Path) -> None:
 
 
 def test_stale_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
-    from accel.artifact.writing import _host
-
-    dead = tmp_path / f".accel-staging-{_host()}-{2**22 + 1}-ab"
-    alive = tmp_path / f".accel-staging-{_host()}-{os.getpid()}-cd"
-    elsewhere = tmp_path / f".accel-staging-otherhost-{2**22 + 1}-ef"
-    for folder in (dead, alive, elsewhere):
+    """Whoever has the same host name and another process table holds the lock all the same."""
+    dead, alive = tmp_path / ".accel-staging-ab", tmp_path / ".accel-staging-cd"
+    for folder in (dead, alive):
         folder.mkdir()
-    with staging(tmp_path / "out"):
+    (tmp_path / ".accel-staging-ef.lock").touch()
+    with FileLock(f"{alive}.lock"):
+        with staging(tmp_path / "out"):
+            pass
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".accel-staging-cd",
+            ".accel-staging-cd.lock",
+            "out",
+        ]
+    with staging(tmp_path / "next"):
+        assert not alive.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "out"]
+
+
+def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(OutputFolderError, match="removed while it was being made"), staging(tmp_path / "out") as folder:
+        folder.rmdir()
+        folder.mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputFolderError, match="is full: 0.0 MB were written"), staging(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OutputFolderError, match="are about to be written"), staging(tmp_path / "out", needs=1 << 60):
         pass
-    assert not dead.exists()
-    assert alive.exists()
-    assert elsewhere.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_check_output(tmp_path: Path) -> None:
@@ -231,3 +343,26 @@ def test_companions_are_small_files_without_weights(tmp_path: Path) -> None:
     (source / "accel.json").write_text("{}")
     copy_companions(source, target)
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", "vocab.txt"}
+
+
+def test_scratch_folders_of_killed_runs_go_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / ".accel-staging-left"
+    left.mkdir()
+    with scratch() as first, scratch() as second:
+        assert {first.parent, second.parent} == {tmp_path}
+        assert first.is_dir()
+        assert not left.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
+    lock = tmp_path / "inner" / "a.lock"
+    with held(lock) as ours:
+        assert ours
+        with held(lock) as theirs:
+            assert not theirs
+    assert not lock.exists()
+    with held(lock, keep=True) as ours:
+        assert ours
+    assert lock.exists()

@@ -1,0 +1,82 @@
+"""What `accel` keeps under `ACCEL_HOME`, listed and removed: exports made on the fly, and what searches built and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+from .home import SEARCHES, accel_home
+from .writing import STAGING_PREFIX, discard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Something that can be made again, at the cost of time.
+
+    Attributes:
+        name: Shown, and matched by `clear`.
+        what: In words.
+        path: Its folder.
+        bytes: Of all files in it.
+    """
+
+    name: str
+    what: str
+    path: Path
+    bytes: int
+
+
+def entries() -> list[Entry]:
+    """Everything that is kept, exports first."""
+    return [*_exports(), *_searches()]
+
+
+def clear(name: str | None = None) -> list[Entry]:
+    """Remove what is kept; and where nothing is named, what was found when files and forms were checked.
+
+    Args:
+        name: Only entries whose name starts with this.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ConfigError: No entry has that name.
+    """
+    kept = entries()
+    removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
+    if name is not None and not removed:
+        raise ConfigError(
+            f"The cache holds nothing whose name starts with {name!r}.", fix="`accel cache list` shows what it holds."
+        )
+    for entry in removed:
+        discard(entry.path)
+    if name is None:
+        for remembered in ("verified.json", "forms.json"):
+            (accel_home() / remembered).unlink(missing_ok=True)
+    return removed
+
+
+def _exports() -> Iterator[Entry]:
+    folder = accel_home() / "exports"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        # What is being made is not finished, and not ours to remove.
+        if path.is_dir() and not path.name.startswith(STAGING_PREFIX):
+            yield Entry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
+
+
+def _searches() -> Iterator[Entry]:
+    folder = accel_home() / SEARCHES
+    if not folder.is_dir():
+        return
+    artifacts = sum(1 for path in (folder / "artifacts").glob("*") if path.is_dir())
+    measured = sum(1 for path in folder.glob("*/*.json"))
+    yield Entry(
+        name=SEARCHES, what=f"searches: {artifacts} artifacts, {measured} results", path=folder, bytes=_size(folder)
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

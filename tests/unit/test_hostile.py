@@ -1,0 +1,152 @@
+"""Folders from strangers: whatever a manifest or a config holds, opening it is an error of ours or a model, soon, and writes nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from accel import ORTModelForSequenceClassification
+from accel.artifact import Artifact
+from accel.artifact.manifest import sealed
+from accel.errors import AccelError
+
+_SECONDS, _BYTES = 10.0, 2 << 30
+# Values that made something somewhere hang, allocate, or raise what it liked.
+_HOSTILE: tuple[Callable[[], Any], ...] = (
+    lambda: None,
+    lambda: True,
+    lambda: -1,
+    lambda: 1 << 70,
+    lambda: 1e308,
+    lambda: float("nan"),
+    lambda: "",
+    lambda: "load",
+    lambda: "a\0b",
+    lambda: "../../outside",
+    lambda: "/etc/hostname",
+    lambda: "x" * 100_000,
+    list,
+    dict,
+    lambda: ["text-classification"],
+    lambda: {"native": {"optimized_model_filepath": "written.onnx"}},
+    lambda: [[[[[]]]]],
+    lambda: _nested(90),
+)
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in a JSON value something can be put."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """A copy in which up to three values were replaced, removed or doubled."""
+    made = copy.deepcopy(values)
+    for _ in range(chance.randint(1, 3)):
+        *way, last = chance.choice(list(places(made)))
+        parent = made
+        for key in way:
+            parent = parent[key]
+        kind = chance.random()
+        if kind < 0.7:
+            parent[last] = chance.choice(_HOSTILE)()
+        elif kind < 0.85:
+            del parent[last]
+        elif isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[last]))
+        else:
+            parent[f"{last}_"] = parent[last]
+    return made
+
+
+def everything_in(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
+
+
+def tried(opening: Callable[[], Any]) -> bool:
+    """Whether it opened; fails where it raised something else than our errors, hung, or took gigabytes."""
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        opening()
+    except AccelError:
+        return False
+    finally:
+        assert time.monotonic() - started < _SECONDS
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < _BYTES
+    return True
+
+
+COUNTS = [300, pytest.param(10_000, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_manifests(
+    count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their checksums fit; a manifest that still opens is run, too."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "inner" / "artifact")
+    values = json.loads((folder / "accel.json").read_text())
+    del values["sha256"]
+    values["run"] = {
+        "backend": "cpu",
+        "device": "cpu",
+        "session": {"threads": 1},
+        "provider_options": {},
+        "measured": {},
+    }
+    outside = everything_in(tmp_path)
+    chance = random.Random(count)
+    opened = 0
+    for _ in range(count):
+        (folder / "accel.json").write_text(sealed(mutated(values, chance)))
+        opened += tried(lambda: Artifact.load(folder))
+        if chance.random() < 0.05:
+            tried(lambda: ORTModelForSequenceClassification.from_pretrained(folder).close())
+    assert 0 < opened < count
+    found = {name: at for name, at in everything_in(tmp_path).items() if "/home/" not in name}
+    assert {name for name, at in found.items() if outside.get(name) != at} <= {str(folder / "accel.json")}
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_configs(count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """What transformers makes of them is an error of ours as well, whatever it raises."""
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    values = json.loads((folder / "config.json").read_text())
+    chance = random.Random(count)
+    transformers.logging.set_verbosity_error()
+    for _ in range(count):
+        (folder / "config.json").write_text(json.dumps(mutated(values, chance)))
+        Artifact.accept_files(folder)
+        tried(lambda: ORTModelForSequenceClassification.from_pretrained(folder).close())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{" * 50, "[]", '"x"', "\xff\xfe", "", '{"schema": 1e999}', "null"])
+def test_what_is_no_json_object(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    for name in ("accel.json", "config.json"):
+        folder = shutil.copytree(tiny_artifact().path, tmp_path / name)
+        (folder / name).write_text(text, encoding="latin-1")
+        assert not tried(functools.partial(ORTModelForSequenceClassification.from_pretrained, folder))

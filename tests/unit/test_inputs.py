@@ -1,0 +1,52 @@
+"""Inputs that are left out: one default for calls, calibration and evaluation, and none where the model computes its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel.data.batches import for_graph
+from accel.data.defaults import with_defaults
+from accel.errors import InputError
+from accel.models.inputs import Inputs
+
+NAMES = frozenset(("input_ids", "attention_mask", "token_type_ids"))
+IDS = {"input_ids": torch.tensor([[5, 6, 7]])}
+BERT = SimpleNamespace(model_type="bert", type_vocab_size=2)
+
+
+def inputs(*, names: frozenset[str] = NAMES, own: tuple[str, ...] = ()) -> Inputs:
+    return Inputs(names, frozenset(), frozenset(own), BERT)
+
+
+def test_calls_and_calibration_fill_in_alike() -> None:
+    called, _, _ = inputs().read(IDS)
+    calibrated = with_defaults(IDS, NAMES)
+    assert called.keys() == calibrated.keys() == NAMES
+    assert all(torch.equal(called[name], calibrated[name]) for name in NAMES)
+    assert calibrated["attention_mask"].tolist() == [[1, 1, 1]]
+    assert calibrated["token_type_ids"].tolist() == [[0, 0, 0]]
+
+
+def test_nothing_is_made_up_from_nothing() -> None:
+    assert not with_defaults({}, NAMES)
+    with pytest.raises(InputError, match="missing"):
+        inputs().read({"attention_mask": torch.ones(1, 3)})
+
+
+def test_what_the_model_computes_itself_is_not_filled_in() -> None:
+    with pytest.raises(InputError, match="token_type_ids are missing, and a bert model"):
+        inputs(own=("token_type_ids",)).read(IDS)
+    assert "token_type_ids" not in with_defaults(IDS, NAMES, ("token_type_ids",))
+    with pytest.raises(InputError, match="token_type_ids"):
+        for_graph(IDS, [SimpleNamespace(name="token_type_ids")], ("token_type_ids",))  # type: ignore[list-item]
+
+
+def test_zeros_are_not_dropped_where_the_model_would_compute_others() -> None:
+    graph = frozenset(("input_ids",))
+    zeros = {**IDS, "token_type_ids": torch.zeros(1, 3, dtype=torch.int64)}
+    assert inputs(names=graph).read(zeros)[0].keys() == {"input_ids"}
+    with pytest.raises(InputError, match="computes token_type_ids itself"):
+        inputs(names=graph, own=("token_type_ids",)).read(zeros)
