@@ -141,7 +141,7 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     if options.artifacts is not None:
         backends = [GPU]
         sweep = functools.partial(gpu.sweep_on_gpu, options.artifacts)
-        chosen = [pair for pair in chosen if gpu.folder_of(options.artifacts, pair).is_dir()]
+        chosen = [pair for pair in chosen if gpu.is_ready(options.artifacts, pair)]
         store.merge(Store(options.artifacts / "sweep.json").cells)
     digests = {name: digest_of(name) for name in (*backends, "pytorch")}
     if options.fresh:
@@ -177,7 +177,7 @@ def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
             chosen, [GPU], store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
             sweep=functools.partial(gpu.export_for_gpu, root),
         )  # fmt: skip
-    made = [gpu.folder_of(root, pair) for pair in chosen if gpu.folder_of(root, pair).is_dir()]
+    made = [gpu.folder_of(root, pair) for pair in chosen if gpu.is_ready(root, pair)]
     ready = sum((folder / "O4").is_dir() for folder in made)
     print(
         f"{len(made)} of {len(chosen)} pairs are in {root}; {len(made) - ready} of them are still to be optimized there."
@@ -231,6 +231,7 @@ def _progress(total: int, what: str) -> Any:
 
 
 def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
+    from .cases import pairs
     from .cells import FAILED, NOT_BUILT, OK, REFUSED, WRONG
     from .page import capturable, counts, page, share
     from .store import Store
@@ -241,6 +242,7 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
         store.merge(other.cells)
         store.about = _joined(store.about, other.about)
     if others:
+        store.keep((pair.architecture, pair.task) for pair in pairs())
         store.write()
     cells = store.cells.values()
     options.page.write_text(page(cells, store.about), encoding="utf-8")

@@ -69,11 +69,12 @@ def build(pair: Pair, seed: int = 0) -> Any:
 def enliven(model: torch.nn.Module, seed: int = 0) -> None:
     """Weights that pass values of order 1 on, and no bias that is zero: else a graph that lost one goes unnoticed.
 
-    What transformers starts neither as zeros, nor as ones, nor as a matrix (a decay, a temperature) is left as it is.
+    What transformers starts neither as zeros, nor as ones, nor as a matrix (a decay, a temperature) is left as it is, and
+    so is what it computes and never trains (Marian's sines), which it saves in no file.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        if not parameter.numel():
+        if not parameter.numel() or not parameter.requires_grad:
             continue
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim >= 2:

@@ -47,6 +47,8 @@ OVERRIDES: dict[str, Special] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
     },
+    # As many as there are positions, as in the real ones: what is beyond the window is another computation.
+    "doge": {"keep_window_size": 320},
     "donut-swin": {"window_size": 2, "image_size": 64},
     "esm": {"pad_token_id": 1, "mask_token_id": 119, "vocab_size": 120},
     "esmc": {"vocab_size": 120},

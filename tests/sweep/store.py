@@ -16,7 +16,7 @@ from .cells import Cell, wanted
 ROOT = Path(__file__).parents[2]
 # Rooms that no cell's answer depends on.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
-_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "shrinking")
+_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 _RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": ("onnxruntime-gpu",)}
 
@@ -87,6 +87,11 @@ class Store:
         """Take another store's cells."""
         for cell in other.values():
             self.put(cell)
+
+    def keep(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Forget pairs of an architecture and a task that are swept no more."""
+        known = set(pairs)
+        self.cells = {key: cell for key, cell in self.cells.items() if (cell.architecture, cell.task) in known}
 
     def write(self) -> None:
         """Write everything, a line a cell, in order; the file is whole or as it was."""

@@ -20,6 +20,7 @@ from tests.sweep.cases import Pair, pairs
 from tests.sweep.cells import Cell, stages_of, sweep_pair
 from tests.sweep.page import number, page
 from tests.sweep.questions import Question, answers, difference, prompts, questions
+from tests.sweep.rounding import largest_error
 from tests.sweep.shrinking import VOCABULARY, NotShrinkable, small_config
 from tests.sweep.store import Store, digest_of
 
@@ -96,6 +97,88 @@ def test_padding_does_not_count() -> None:
     assert difference(question, {"logits": torch.tensor([[[1.0], [-1.0], [0.0]]])}) == 0.5
     assert difference(question, {"logits": torch.full((1, 3, 1), torch.nan)}) == float("inf")
     assert difference(question, {"hidden": expected["logits"]}) == float("inf")
+
+
+def test_hidden_states_beside_logits_need_not_be_returned() -> None:
+    """Moshi returns both; a decoder graph returns what its task is about."""
+    expected = {"last_hidden_state": torch.ones(1, 3, 4), "logits": torch.ones(1, 3, 5)}
+    assert difference(Question("1x3 none", {}, expected), {"logits": expected["logits"]}) == 0
+
+
+def test_a_saved_model_answers_as_the_one_in_memory(tmp_path: Path) -> None:
+    """Marian saves no positions: they are computed, and must not be made random."""
+    (pair,) = pairs(only=["marian/text2text-generation"])
+    model = build(pair)
+    loaded, folder = cells.saved(pair, model, tmp_path / "model")
+    assert folder is not None
+    assert loaded is not model
+    (question, *_) = questions(pair, model)
+    assert difference(question, answers(loaded, question.inputs)) == 0
+
+
+def test_what_cannot_be_read_back_stays_in_memory(tmp_path: Path) -> None:
+    """The part of Emu3 that writes, alone: transformers finds no model for text generation in its folder."""
+    (pair,) = pairs(only=["emu3/text-generation"])
+    model = build(pair)
+    assert cells.saved(pair, model, tmp_path / "model") == (model, None)
+
+
+def test_prompts_hold_no_token_types() -> None:
+    """transformers' `generate` refuses them for BERT."""
+    (pair,) = pairs(only=["bert/text-generation"])
+    assert "token_type_ids" not in prompts(pair, build(pair))
+
+
+def test_positions_behind_images_are_no_padding() -> None:
+    (pair,) = pairs(only=["llava/image-text-to-text"])
+    for question in questions(pair, build(pair)):
+        assert question.real is not None
+        assert question.real.shape == question.inputs["input_ids"].shape
+
+
+def test_sounds_in_prompts_are_no_text_to_text() -> None:
+    names = {pair.architecture for pair in pairs(["text2text-generation"])}
+    assert {"t5", "marian", "t5gemma"} <= names
+    assert not {"voxtral", "qwen2_audio", "granite_speech"} & names
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+def test_captured_upstream_means_at_other_sizes(by_number: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cuts its answer to what it saw in the trace is captured, and of no use."""
+
+    class Exported:
+        def __init__(self, model: Any, length: int) -> None:
+            self.model, self.length = model, length
+
+        def __call__(self, **inputs: torch.Tensor) -> Any:
+            cut = {name: value[:, : self.length] for name, value in inputs.items()} if by_number else inputs
+            return self.model(**cut)
+
+    class Exporter:
+        def export(self, model: Any, inputs: dict[str, torch.Tensor], _: Any) -> Exported:
+            return Exported(model, inputs["input_ids"].shape[1])
+
+    monkeypatch.setattr(cells, "OnnxExporter", Exporter)
+    model = build(BERT)
+    assert cells.captured_upstream(BERT, model, questions(BERT, model)) is not by_number
+
+
+def test_a_merge_replaces_cells_and_forgets_pairs_that_are_swept_no_more(tmp_path: Path) -> None:
+    old, new = Store(tmp_path / "old.json"), Store(tmp_path / "new.json")
+    old.about = new.about = {"versions": {}}
+    for cell in (a_cell(status="failed"), a_cell(architecture="voxtral", task="text2text-generation")):
+        old.put(cell)
+    new.put(a_cell(status="ok"))
+    old.write()
+    new.write()
+    assert main(["--json", str(old.path), "--page", str(tmp_path / "models.md"), "--merge", str(new.path)]) == 0
+    assert [(cell.architecture, cell.status) for cell in Store(old.path).cells.values()] == [("bert", "ok")]
+
+
+def test_rounding_to_eight_bits_is_small_and_not_nothing() -> None:
+    model = build(BERT)
+    error = largest_error(model, questions(BERT, model))
+    assert 1e-3 < error < cells.TOLERANCES["int8"]
 
 
 def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
