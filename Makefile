@@ -13,10 +13,10 @@ demo: $(VENV)/.run
 	$(BIN)/accel demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -42,19 +42,23 @@ def quiet() -> Iterator[None]:
         return
     from transformers.utils import logging as transformers_logging
 
-    levels = {name: logging.getLogger(name).level for name in _CHATTY}
-    onnx_loggers = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
-    levels |= {name: logging.getLogger(name).level for name in onnx_loggers}
+    # Of the loggers below them only those with a level of their own, as the others take their parent's: each change of a
+    # level empties the caches of all loggers, and PyTorch has hundreds.
+    known = list(logging.root.manager.loggerDict.items())
+    children = [
+        one for name, one in known if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
+    ]
+    levels = {one: one.level for one in (*map(logging.getLogger, _CHATTY), *children)}
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for one in levels:
+        one.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(_OtherThreads(sys.stderr)):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for one, level in levels.items():
+            one.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()

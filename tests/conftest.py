@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -43,6 +44,19 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ACCEL_HOME"] = str(tmp_path_factory.mktemp("accel-home"))
 
 
+@pytest.fixture(autouse=True)
+def _loggers_of_a_new_process() -> None:
+    """Commands and libraries that earlier tests called in this process set levels; warnings are tested, too."""
+    logging.disable(logging.NOTSET)
+    if logging.root.level > logging.WARNING:
+        logging.root.setLevel(logging.WARNING)
+    for name, one in list(logging.root.manager.loggerDict.items()):
+        if isinstance(one, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
+            one.disabled, one.propagate = False, True
+            if one.level:
+                one.setLevel(logging.NOTSET)
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folders that are made once for all worker processes of a run."""
@@ -77,6 +91,18 @@ def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path])
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
         return Artifact.load(shared(f"{family}-{task}-onnx", lambda folder: export(source, folder, task=task)))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
+    """Their OpenVINO exports."""
+
+    def get(family: str = "bert", task: str = "text-classification") -> Artifact:
+        source = tiny_folder(family, task)
+        made = shared(f"{family}-{task}-openvino", lambda folder: export(source, folder, task=task, backend="openvino"))
+        return Artifact.load(made)
 
     return get
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..artifact.tensors import TensorSpec
+from .checks import ValueCheck
 from .specs import DeviceSpec
 
 
 class SessionDescription:
-    """The described part of `accel.backends.interfaces.Session`.
+    """The described part of `accel.backends.interfaces.Session`, and a check of values against it (`_check_values`).
 
     Args:
         inputs: What `run` takes, in the graph's order.
@@ -24,6 +25,7 @@ class SessionDescription:
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._device = device
         self._compute_dtype = compute_dtype
+        self._check_values = ValueCheck(self._inputs)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -130,7 +130,7 @@ class FormChecks:
             verdict = self._verdicts.get(form.name) or self._recalled(form)
             if verdict is None:
                 verdict = self._compared(form, compute, plain)
-                remember(_FILE, self._digest(form), asdict(verdict))
+                remember(_FILE, {self._digest(form): asdict(verdict)})
             if form.name not in self._verdicts and not verdict.passed:
                 logger.warning("%s", _warning(self._component.name, verdict))
             self._verdicts[form.name] = verdict

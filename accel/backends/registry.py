@@ -43,8 +43,8 @@ def _describe(name: str, value: str) -> BackendSpec:
     module_name, _, attribute = value.partition(":")
     try:
         spec = getattr(importlib.import_module(module_name), attribute)
-    # A plugin is foreign code: whatever its import raises becomes a report about this one plugin.
-    except Exception as error:
+    # A plugin is foreign code: whatever its import raises, an exit of the process too, becomes a report about this one plugin.
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"The plugin {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}",
             fix=f"reinstall or remove it, or leave it out of {ALLOW_LIST_VARIABLE}.",
@@ -69,15 +69,9 @@ def describe(name: str) -> BackendSpec:
         UnknownBackendError: No plugin has that name.
         PluginError: It exists but cannot be loaded, or two distributions claim the name.
     """
-    entries = installed()
-    if name in entries:
-        if len(entries[name]) > 1:
-            claims = ", ".join(f"{e.value} ({e.dist.name if e.dist else 'unknown'})" for e in entries[name])
-            raise PluginError(
-                f"More than one plugin is called {name!r}: {claims}.",
-                fix=f"uninstall one of them, or list the plugins you want in {ALLOW_LIST_VARIABLE}.",
-            )
-        return _describe(name, entries[name][0].value)
+    plugins = installed()
+    if name in plugins:
+        return _spec(name, plugins[name])
     specs, broken = describe_all()
     for spec in specs:
         if name in spec.aliases:
@@ -89,15 +83,46 @@ def describe(name: str) -> BackendSpec:
     )
 
 
+def _spec(name: str, entries: Sequence[metadata.EntryPoint]) -> BackendSpec:
+    if len(entries) > 1:
+        claims = ", ".join(f"{e.value} ({e.dist.name if e.dist else 'unknown'})" for e in entries)
+        raise PluginError(
+            f"More than one plugin is called {name!r}: {claims}.",
+            fix=f"uninstall one of them, or list the plugins you want in {ALLOW_LIST_VARIABLE}.",
+        )
+    return _describe(name, entries[0].value)
+
+
 def describe_all() -> tuple[tuple[BackendSpec, ...], dict[str, Reason]]:
     """Every loadable spec, and for each plugin that is not, why."""
     specs, broken = [], {}
-    for name in installed():
+    # The metadata of all distributions are read once, which takes milliseconds.
+    for name, entries in installed().items():
         try:
-            specs.append(describe(name))
+            specs.append(_spec(name, entries))
         except PluginError as error:
             broken[name] = Reason("broken", error.message, error.fix or "")
     return tuple(specs), broken
+
+
+@functools.cache
+def _tell_broken() -> None:
+    """Say once, before something is chosen, which plugins cannot be: another one does their work.
+
+    Raises:
+        BackendUnavailableError: There are no plugins at all.
+    """
+    specs, broken = describe_all()
+    for name, reason in broken.items():
+        logger.warning(
+            "The backend %r is left out, others may do its work: %s Fix: %s", name, reason.message, reason.remedy
+        )
+    if not specs and not broken:
+        raise BackendUnavailableError(
+            "No backend is registered, not even accel's own: its entry points are missing.",
+            fix="install the package (`pip install accel-transformers`, or `pip install -e .` in a checkout): the folder on "
+            f"the path alone does not register them; or check {ALLOW_LIST_VARIABLE}.",
+        )
 
 
 @functools.cache
@@ -118,7 +143,7 @@ def load(spec: BackendSpec) -> Backend:
         raise BackendUnavailableError(missing.message, fix=missing.remedy)
     try:
         return _backend(spec.impl)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendUnavailableError(
             f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}", fix=_install(spec)
         ) from error
@@ -145,7 +170,7 @@ def probe(spec: BackendSpec) -> Probe:
     try:
         return load(spec).probe()
     # Same as in `_describe`: foreign code.
-    except Exception as error:  # noqa: BLE001
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         message = f"its probe failed: {type(error).__name__}: {error}"
         return Probe(reasons=(Reason("probe-failed", message, "report it to the plugin's author"),))
 
@@ -169,6 +194,8 @@ def choose(
         wanted = describe(backend)
         backend = wanted.name
     specs, broken = describe_all()
+    if backend is None:
+        _tell_broken()
     # Probing imports vendor libraries: only those that could run this, or the one that was named, are asked.
     probes = {
         spec.name: probe(spec)
@@ -226,6 +253,8 @@ def owner(
         return capability is not None and (scheme is None or scheme in capability.schemes)
 
     specs = describe_all()[0] if backend is None else (describe(backend),)
+    if backend is None:
+        _tell_broken()
     able = [spec for spec in specs if does(spec)]
     ready = [spec for spec in able if _missing(spec) is None]
     if ready:

@@ -121,8 +121,11 @@ class _Trace:
         self.lengths = torch.full((batch,), total - 1, dtype=torch.int32)
         self.total = torch.scalar_tensor(total, dtype=torch.int32)
 
-    def layer_of(self, key: torch.Tensor) -> CacheLayer | None:
-        return next((layer for layer in self.layers if layer.added is not None and layer.keys is key), None)
+    def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> CacheLayer | None:
+        """The layer whose keys and values these are; none where the model made others of them (DiffLlama's pairs of heads)."""
+        return next(
+            (one for one in self.layers if one.added is not None and one.keys is key and one.values is value), None
+        )
 
 
 _active: ContextVar[_Trace | None] = ContextVar("accel_trace", default=None)
@@ -146,7 +149,7 @@ def _attend(
         bias = position_bias if bias is None else bias + position_bias
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     trace = _active.get()
-    layer = trace.layer_of(key) if trace is not None else None
+    layer = trace.layer_of(key, value) if trace is not None else None
     if trace is not None and trace.fusion is not None:
         if layer is not None and layer.added is not None:
             fused = trace.fusion.cached(
@@ -186,7 +189,8 @@ def _attend_plainly(
         result = torch.nn.functional.scaled_dot_product_attention(
             query, repeat_kv(key, groups), repeat_kv(value, groups), attn_mask=bias, scale=scale
         )
-        return result.transpose(1, 2)
+        # Contiguous, as transformers' own: some models view it in another shape (AFMoE).
+        return result.transpose(1, 2).contiguous()
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scale
@@ -196,8 +200,8 @@ def _attend_plainly(
         scores = scores + bias
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
-        return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+        return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous()
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from ..chatter import quiet
 from ..errors import ExportError
 from ..tasks.infer import task_spec
+from ..tasks.spec import TaskSpec
 from .attention import CacheLayer, FusedAttention, tracing
 from .samples import has_position_table
 from .source import Source
@@ -38,15 +39,35 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
         fusion: The backend's attention operators; concatenated caches and plain attention without them.
 
     Raises:
-        ExportError: The model keeps another kind of state than keys and values.
+        ExportError: The model keeps another kind of state than keys and values, or has other parts than models for its task.
     """
-    if not task_spec(source.task).generates:
+    spec = task_spec(source.task)
+    if not spec.generates:
         return (source,)
+    _check_parts(source, spec)
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)
     if source.task == "image-text-to-text":
         return vision_language(source, fusion)
     return (_decoder_only(source, fusion),)
+
+
+def _check_parts(source: Source, spec: TaskSpec) -> None:
+    """Refuse a model that the task's graphs would hold a part of, without what it is about: its sounds or images.
+
+    transformers' auto classes name one class for several tasks: Voxtral's is a decoder of text with sounds in its prompt.
+    """
+    has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
+    deaf = "audio" in spec.modalities and not {"input_features", "input_values"} & set(source.example)
+    if spec.encoder_decoder not in (None, has_encoder) or deaf:
+        wanted = "an encoder and a decoder" if spec.encoder_decoder else "a decoder alone"
+        have = "an encoder and a decoder" if has_encoder else "a decoder alone"
+        reads = f", which reads {sorted(source.example)}" if deaf else ""
+        raise ExportError(
+            f"{source.architecture} is {have}{reads}; a model for {spec.name} is {wanted}"
+            f"{', which reads sounds' if 'audio' in spec.modalities else ''}.",
+            fix="run it with transformers, or pass another task=... for the part that writes text.",
+        )
 
 
 # Parts
@@ -119,6 +140,15 @@ class Encoder(_Part):
         return {"last_hidden_state": encoder.get_encoder()(**feeds, return_dict=True).last_hidden_state}
 
 
+def _encoder_output(hidden: torch.Tensor) -> Any:
+    """What an encoder returned, with its hidden states `(batch, sequence, hidden)` alone; NLLB-MoE reads a field more."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    output = BaseModelOutput(last_hidden_state=hidden)
+    output.router_logits = None
+    return output
+
+
 class CrossAttention(_Part):
     """`encoder_hidden_states` to the keys and values of the decoder's cross-attention.
 
@@ -128,13 +158,12 @@ class CrossAttention(_Part):
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """One decoder step."""
         from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-        from transformers.modeling_outputs import BaseModelOutput
 
         hidden = feeds["encoder_hidden_states"]
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
             decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64, device=hidden.device),
-            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+            encoder_outputs=_encoder_output(hidden),
             past_key_values=cache,
             use_cache=True,
         )
@@ -154,7 +183,6 @@ class CrossDecoder(_Part):
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """One call of the decoder."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
-        from transformers.modeling_outputs import BaseModelOutput
 
         ids = feeds["input_ids"]
         batch, total = ids.shape[0], feeds["attention_mask"].shape[1]
@@ -174,7 +202,7 @@ class CrossDecoder(_Part):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
-                encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+                encoder_outputs=_encoder_output(hidden),
                 past_key_values=cache,
                 use_cache=True,
                 **optional,
@@ -330,17 +358,17 @@ def _cache_shapes(model: Any) -> list[tuple[int, int, int]]:
 
 
 def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int, int]]:
-    from transformers.modeling_outputs import BaseModelOutput
-
     output = model(
         decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
-        encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+        encoder_outputs=_encoder_output(hidden),
         use_cache=True,
     )
     return _layer_shapes(model, output.past_key_values.self_attention_cache)
 
 
 def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int, int]]:
+    # RemBERT's kind keeps a pair of caches also where it has no encoder.
+    cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", [])
     kept: list[tuple[Any, Any]] = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
     if not kept or any(

@@ -15,12 +15,14 @@ import torch
 from ..artifact.checksums import folder_digest
 from ..artifact.hub import HubOptions, Location
 from ..artifact.manifest import Origin
+from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
-from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes
+from .references import own_defaults_of
+from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
 from .wrappers import SentenceEmbedder, Tensors
 
@@ -72,6 +74,12 @@ def load_source(
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
         sizes = safe_sizes(example, axes)
         example = resize(example, axes, sizes, getattr(module, "config", None), seed=0)
+    own = own_defaults_of(module, example) if weights and not spec.generates else ()
+    if sample is None:
+        # Where the tokenizer leaves them out, the graph computes them, too.
+        left_out = {name for name in own if name not in tokenizer_names(folder)}
+        example = {name: tensor for name, tensor in example.items() if name not in left_out}
+        axes = {name: named for name, named in axes.items() if name not in left_out}
     return Source(
         model=module,
         task=spec.name,
@@ -81,6 +89,7 @@ def load_source(
         axes=axes,
         max_sizes=max_sizes_of(module, axes),
         unused_inputs=unused,
+        own_defaults=own,
         dtype=config.dtype,
     )
 
@@ -186,7 +195,7 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
             f"{folder} holds a PEFT adapter, and peft is not installed.", fix="pip install peft"
         ) from error
 
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_json(folder / "adapter_config.json")
     base = locate(settings["base_model_name_or_path"], replace(hub, subfolder="", revision=None), want_graph=False)
     extra = {}
     # The adapter holds the trained head; its first axis is the number of labels, which the base model does not know.
@@ -234,7 +243,7 @@ def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple
 
 
 def _sentence_transformers_pooling(path: Path) -> str:
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_json(path)
     modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
     modes["pooling_mode_lasttoken"] = "last"
     chosen = [name for key, name in modes.items() if settings.get(key)]

@@ -11,7 +11,7 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
-from .samples import image_sizes, pad_id, safe_sizes
+from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .source import Source
 from .tracing import first_lines
 from .wrappers import Tensors
@@ -106,6 +106,30 @@ def padding_difference(source: Source) -> float | None:
     worst, scale = max_difference(cut, expected)
     # Manifests are JSON, which has no infinity.
     return min(worst / max(1.0, scale), sys.float_info.max) if worst > tolerance(None, source.dtype, scale) else 0.0
+
+
+def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]:
+    """Inputs that a model computes itself where they are left out, as something else than zeros.
+
+    BigBird's head for questions tells question and context apart by the separator; GPT-2 adds no embedding, and that of
+    token 0 for a zero.
+    """
+    name = "token_type_ids"
+    if name not in parameters_of(model) or "input_ids" not in example:
+        return ()
+    plain = {key: tensor for key, tensor in example.items() if key != name}
+    try:
+        left_out = reference(model, plain)
+        zeros = reference(model, {**plain, name: torch.zeros_like(plain["input_ids"])})
+    # Foreign model code, which may raise anything: a model that cannot do without has no default.
+    except Exception:  # noqa: BLE001
+        return ()
+    # Value by value: BigBird also writes -1e6 where no answer may be, beside which every other value is small.
+    same = all(
+        torch.allclose(zeros[key].double(), value.double(), rtol=1e-3, atol=1e-4, equal_nan=True)
+        for key, value in left_out.items()
+    )
+    return () if same else (name,)
 
 
 @torch.inference_mode()

@@ -34,6 +34,20 @@ def make_rewrites_exact() -> None:
                     value._abs_tol = value._rel_tol = 0.0
 
 
+@functools.cache
+def parse_operators_once() -> None:
+    """Let onnxscript keep the signatures of its five hundred functions for PyTorch's operators.
+
+    `torch.onnx` (2.12) asks for all of them with each graph, and onnxscript 0.7 parses their source each time: a tenth of the
+    time of a small export.
+    """
+    from onnxscript import TracedOnnxFunction
+
+    parse = TracedOnnxFunction.function_ir.fget
+    assert parse is not None
+    TracedOnnxFunction.function_ir = property(functools.cache(parse))
+
+
 @contextmanager
 def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None]:
     """PyTorch's functions as a trace needs them, with the same results as in every other call.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
 from .wrappers import SentenceEmbedder, Tensors
@@ -22,6 +22,8 @@ SAMPLE_CHOICES = 3
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
+# What the parts of a model read that see no tokens.
+_OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 Axes = Mapping[str, Mapping[int, str]]
 # Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
@@ -29,7 +31,8 @@ IMAGE_AXES = ("height", "width")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
-def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a transformers model's `forward` takes, by name."""
     inner = module.model if isinstance(module, SentenceEmbedder) else module
     return inspect.signature(inner.forward).parameters
 
@@ -41,7 +44,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
         # Perceiver's one word for all modalities; its heads take the usual names, too.
-        main = next((name for name in ("input_ids", "pixel_values") if name in _parameters(module)), main)
+        main = next((name for name in ("input_ids", "pixel_values") if name in parameters_of(module)), main)
     mel_bins: Any = getattr(config, "num_mel_bins", None)
     mel_frames: Any = getattr(config, "max_source_positions", None)
     whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
@@ -89,7 +92,7 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
 
 def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
     """What a text model is given, and which inputs it takes but ignores."""
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     names = ["input_ids"]
     if "attention_mask" in parameters:
         names.append("attention_mask")
@@ -99,7 +102,7 @@ def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> t
         if types is None:
             # Left out, they add nothing, where zeros would add something (GPT-2 adds the embedding of token 0): such a
             # graph takes them only where the tokenizer always gives them (XLNet's).
-            if "token_type_ids" in _tokenizer_names(folder):
+            if "token_type_ids" in tokenizer_names(folder):
                 names.append("token_type_ids")
         elif types > 1:
             names.append("token_type_ids")
@@ -109,7 +112,7 @@ def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> t
     return names, ()
 
 
-def _tokenizer_names(folder: Path | None) -> Sequence[str]:
+def tokenizer_names(folder: Path | None) -> Sequence[str]:
     """What the tokenizer in a folder returns; nothing without one."""
     from transformers import AutoTokenizer
 
@@ -175,7 +178,7 @@ def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
     size = getattr(_image_config(config), "image_size", None)
     if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
-        settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        settings = read_json(folder / "preprocessor_config.json")
         size = settings.get("crop_size") or settings.get("size")
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
@@ -309,12 +312,28 @@ def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def has_position_table(module: torch.nn.Module, limit: int) -> bool:
     """Whether a model looks positions, or which tokens see which, up in a table of `limit` rows."""
-    if any(isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name) for name, child in module.named_modules()):
+    parts = _parts_that_read_text(module)
+    if any(isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name) for name, child in parts.items()):
         return True
-    if any(_POSITIONS.search(name) for name, _ in module.named_parameters()):
+    if any(_POSITIONS.search(f"{name}.{own}") for name, child in parts.items() for own in child._parameters):
         return True
     # Tables may have a few rows more than declared (OPT).
-    return any(limit <= size <= limit + 8 for _, buffer in module.named_buffers() for size in buffer.shape)
+    buffers = [buffer for child in parts.values() for buffer in child._buffers.values() if buffer is not None]
+    return any(limit <= size <= limit + 8 for buffer in buffers for size in buffer.shape)
+
+
+def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules in a module by name, without the towers that read images or sounds: positions there are no tokens'."""
+    towers = [
+        name
+        for name, child in module.named_modules()
+        if name and getattr(child, "main_input_name", "input_ids") in _OF_TOWERS
+    ]
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if not any(name == tower or name.startswith(f"{tower}.") for tower in towers)
+    }
 
 
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
@@ -323,7 +342,7 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         return {}
     limits = []
     declared = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    for name, child in module.named_modules():
+    for name, child in _parts_that_read_text(module).items():
         if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
             # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
             offset = child.padding_idx + 1 if child.padding_idx is not None else 0

@@ -30,6 +30,7 @@ class Source:
         axes: Names of the axes that may vary, by input and position.
         max_sizes: Largest size of an axis, where the model has a limit.
         unused_inputs: Inputs that its result does not depend on.
+        own_defaults: Inputs whose default it computes itself; see `Component`.
         dtype: Element type of its weights.
         name: Of the graph it becomes; the parts of a generating model are sources of their own.
         stateful: Whether its graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
@@ -43,6 +44,7 @@ class Source:
     axes: Axes
     max_sizes: Mapping[str, int] = field(default_factory=dict)
     unused_inputs: tuple[str, ...] = ()
+    own_defaults: tuple[str, ...] = ()
     dtype: str = "float32"
     name: str = "model"
     stateful: bool = False
@@ -62,6 +64,26 @@ class Source:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""
         return resize(self.example, self.axes, sizes, self.config, seed)
 
+    def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
+        """Smallest and largest value of inputs that are looked up in a table: ids of tokens and of token types.
+
+        Empty for a model that reads images or sounds, too, whose prompts hold ids that are in no table.
+
+        Args:
+            stateful: Of the graph with the cache, whose tokens are the decoder's.
+        """
+        model: Any = self.model.model if isinstance(self.model, Wrapper) else self.model
+        config = getattr(model, "config", None)
+        if config is None or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+            return {}
+        types = _named_table(model, "token_type_embeddings")
+        tables = {"input_ids": _table(model), "token_type_ids": types}
+        if getattr(config, "is_encoder_decoder", False):
+            tables["decoder_input_ids"] = _table(model.get_decoder())
+            if stateful:
+                tables["input_ids"] = tables["decoder_input_ids"]
+        return {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
+
     def with_fixed_images(self) -> Source | None:
         """The same with images of the size that the model is made for alone; `None` where their size is fixed already."""
         named = self.axes.get("pixel_values", {})
@@ -70,3 +92,20 @@ class Source:
         sizes = usual_sizes(named.values(), self.config, self.folder)
         axes = {name: {i: a for i, a in found.items() if a not in IMAGE_AXES} for name, found in self.axes.items()}
         return replace(self, example=self.sample(sizes), axes=axes)
+
+
+def _table(model: Any) -> torch.nn.Embedding | None:
+    """Where a model looks its tokens up; `None` where it computes them, as CANINE does from characters."""
+    try:
+        found = model.get_input_embeddings()
+    # Foreign code: models without such a table raise what they like.
+    except Exception:  # noqa: BLE001
+        return None
+    declared = getattr(model.config.get_text_config(), "vocab_size", None)
+    fits = isinstance(found, torch.nn.Embedding) and isinstance(declared, int) and found.num_embeddings >= declared
+    return found if fits else None
+
+
+def _named_table(model: torch.nn.Module, name: str) -> torch.nn.Embedding | None:
+    found = (module for path, module in model.named_modules() if path.split(".")[-1] == name)
+    return next((module for module in found if isinstance(module, torch.nn.Embedding)), None)

@@ -7,20 +7,21 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..artifact.tensors import TensorSpec
 from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
-from .rewrites import make_rewrites_exact, round_to_bfloat16, steady_answers, traceable
-from .samples import pad_id, resize, usual_sizes
+from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
+from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .source import Source
 from .wrappers import Tensors
 
@@ -44,6 +45,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     make_rewrites_exact()
+    parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
     exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
@@ -61,6 +63,9 @@ _CONSTANT = re.compile(
     r"L\['(?:kwargs'\]\[')?(?P<name>\w+)'\]\.size\(\)\[(?P<position>\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((?P<size>\d+)\)"
 )
+# ResNet's, ConvNeXt's and SegFormer's traces have up to 11 and take seconds. Swin pads each stage to whole windows: 29 in its
+# second stage, 61 in its third, and minutes for each further operation.
+_MOST_OPERATIONS = 20
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
@@ -130,12 +135,14 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
     """
 
     def attempt(answers: Sequence[bool]) -> Any:
-        with quiet(), traceable(source.config, answers), _without_cache(source):
+        with quiet(), traceable(source.config, answers), _without_cache(source), _simple_sizes(source):
             return trace()
 
     # Tracing runs foreign model code, which may raise anything.
     try:
         return attempt(())
+    except ExportError:
+        raise
     except Exception as error:
         answers = _answers(source) if "DataDependent" in type(error).__name__ else ()
         if not answers:
@@ -158,6 +165,37 @@ def _answers(source: Source) -> tuple[bool, ...]:
     # Foreign model code again.
     except Exception:  # noqa: BLE001
         return ()
+
+
+class _SimpleSizes(TorchFunctionMode):
+    """Ends a trace whose sizes become long formulas of an image's height and width."""
+
+    def __init__(self, architecture: str) -> None:
+        super().__init__()
+        self._architecture = architecture
+        self._seen: set[Any] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, and look at the size of what it makes."""
+        made = func(*args, **(kwargs or {}))
+        for size in made.shape if isinstance(made, torch.Tensor) else ():
+            formula = size.node.expr if isinstance(size, torch.SymInt) else None
+            if formula is None or formula in self._seen:
+                continue
+            self._seen.add(formula)
+            if formula.count_ops() > _MOST_OPERATIONS:
+                raise ExportError(
+                    f"A trace of {self._architecture} with images of any size takes too long: sizes in it are formulas of more "
+                    f"than {_MOST_OPERATIONS} operations.",
+                    fix="export it for images of one size: pass sample=... and axes=... without height and width.",
+                )
+        return made
+
+
+def _simple_sizes(source: Source) -> Any:
+    """Where images may have any size, such a watch over the trace."""
+    varied = {axis for named in source.axes.values() for axis in named.values()}
+    return _SimpleSizes(source.architecture) if set(IMAGE_AXES) <= varied else nullcontext()
 
 
 @contextmanager

@@ -92,6 +92,9 @@ def validate(
     backend: Backend = None,
     device: Device = None,
     atol: Atol = None,
+    accept_files: Annotated[
+        bool, typer.Option("--accept-files", help="Record configs and tokenizer files as they are now, first.")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -99,9 +102,12 @@ def validate(
     """Check an artifact's files and compare it with the PyTorch model it was made from."""
     with command(as_json, verbose):
         from ..artifact.hub import HubOptions
+        from ..artifact.manifest import Artifact as Folder
         from ..stages.validate import validate as run
 
         hub = HubOptions(trust_remote_code=trust_remote_code)
+        if accept_files:
+            Folder.accept_files(artifact)
         result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
         word = "passed" if result.passed else "FAILED"
         lines = [

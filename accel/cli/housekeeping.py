@@ -67,7 +67,7 @@ def demo(
 def cache_list(as_json: Json = False) -> None:
     """List exports that `from_pretrained` made, and what `accel tune` built and measured, with sizes."""
     with command(as_json, False):
-        from ..artifact.home import entries
+        from ..artifact.cache import entries
 
         kept = entries()
         lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
@@ -81,7 +81,7 @@ def cache_clear(
 ) -> None:
     """Remove exports that `from_pretrained` made, what `accel tune` keeps, and checksums remembered about them."""
     with command(as_json, False):
-        from ..artifact.home import clear
+        from ..artifact.cache import clear
 
         removed = clear(name)
         freed = sum(entry.bytes for entry in removed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ..errors import ConfigError, InputError, QuantizeError
 from ..tasks.infer import task_spec
 from ..tasks.spec import Modality, load
 from .columns import map_columns
+from .defaults import with_defaults
 from .labels import texts
 from .rows import Rows, is_rows, load_rows, take
 
@@ -32,8 +33,6 @@ BATCH_SIZE = 32
 _CALIBRATION_TOKENS = 256
 _UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
 _QUESTION_TOKENS = 384
-_ZERO_WHEN_MISSING = ("token_type_ids",)
-
 
 _PROCESSORS: Mapping[tuple[Modality, ...], tuple[str, str]] = {
     ("text",): ("AutoTokenizer", "tokenizer"),
@@ -249,27 +248,22 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def for_graph(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The feeds that a graph takes, in its order and of any shape; segment ids `(batch, sequence)` that a tokenizer leaves out
-    are zero.
+def for_graph(
+    feeds: Feeds, inputs: Sequence[TensorSpec], own_defaults: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The feeds that a graph takes, in its order and of any shape, with those that a tokenizer may leave out.
 
     Raises:
         InputError: The processor does not make an input of the graph.
     """
-    import torch
-
-    made = {}
+    complete = with_defaults(feeds, [spec.name for spec in inputs], own_defaults)
     for spec in inputs:
-        if spec.name in feeds:
-            made[spec.name] = feeds[spec.name]
-        elif spec.name in _ZERO_WHEN_MISSING and "input_ids" in feeds:
-            made[spec.name] = torch.zeros_like(feeds["input_ids"])
-        else:
+        if spec.name not in complete:
             raise InputError(
                 f"The graph takes {spec.name!r}, which its processor does not make (it makes {sorted(feeds)}).",
                 fix="pass batches of inputs: an iterable of dictionaries of tensors.",
             )
-    return made
+    return {spec.name: complete[spec.name] for spec in inputs}
 
 
 class _GivenBatches:

@@ -294,7 +294,7 @@ def render(report: DemoReport) -> str:
             f"{row.megabytes:.1f} MB",
         )
     stream = StringIO()
-    Console(file=stream, width=110).print(table)
+    Console(file=stream, width=110, markup=False).print(table)
     batch, sequence = report.shape
     missing = "".join(
         f"No row for {'; '.join(name for name in report.absent if report.absent[name] == why)}: {why}.\n"

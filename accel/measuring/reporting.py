@@ -19,11 +19,12 @@ from ..errors import ConfigError
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d5d9e0;--bar:#2f6fb3;--mark:#c2571a;--page:#fff}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ec;--soft:#9aa3b0;--line:#3a404a;--bar:#6aa5e0;--mark:#f09a5c;--page:#15181d}}
-body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:70rem;margin:2rem auto;padding:0 1rem}
+body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:min(96vw,110rem);margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:.86rem}
 th,td{padding:.3rem .5rem;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th:first-child,td:first-child,td.text{text-align:left}.scroll{overflow-x:auto}
-svg{width:100%;height:auto}svg text{fill:var(--ink);font:12px system-ui,sans-serif}svg .soft{fill:var(--soft)}
+svg{width:100%;max-width:70rem;height:auto;overflow:visible}
+svg text{fill:var(--ink);font:12px system-ui,sans-serif}svg .soft{fill:var(--soft)}
 svg .axis{stroke:var(--line)}svg .bar{fill:var(--bar)}svg .mark{fill:var(--mark);stroke:none}
 svg .whisker{stroke:var(--mark);stroke-width:1.5}
 .note{color:var(--soft)}
@@ -144,7 +145,8 @@ def text_table(values: Mapping[str, Any]) -> str:
                     f"second ({cell['workload']}): it falls behind, and its latency grows with the length of the measurement."
                 )
     stream = StringIO()
-    Console(file=stream, width=140).print(table)
+    # Names of variants hold brackets, which are no markup.
+    Console(file=stream, width=140, markup=False).print(table)
     return "\n".join([stream.getvalue().rstrip(), *notes])
 
 
@@ -172,7 +174,8 @@ def _text(value: object) -> str:
 def _facts(values: Mapping[str, Any]) -> str:
     machine, settings = values.get("machine", {}), values.get("settings", {})
     libraries = ", ".join(f"{k} {v}" for k, v in machine.get("libraries", {}).items())
-    told = "; ".join(f"{k} {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in settings.items())
+    given = {k: v for k, v in settings.items() if v is not None and v not in ({}, [], "")}
+    told = "; ".join(f"{k} {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in given.items())
     return (
         f"<p class=note>{_text(machine.get('platform', ''))}; {_text(machine.get('processors', '?'))} processors; "
         f"{_text(libraries)}<br>Task {_text(values.get('task', ''))}. Baseline: {_text(values.get('baseline', ''))}.<br>"
@@ -192,12 +195,12 @@ def _bars(rows: _Rows) -> str:
     for i, (variant, cell) in enumerate(rows):
         # A candidate's name is as long as its recipe, so it stands above its bar.
         y, latency = _ROW * i + 20, cell["latency"]
-        width, mark = 800 * latency["median"] / limit, 800 * latency["p95"] / limit
+        width, mark = 700 * latency["median"] / limit, 700 * latency["p95"] / limit
         made.append(
             f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>"
             f"<rect class=bar x=0 y={y + 2} width={width:.1f} height=16 rx=2></rect>"
             f"<line class=whisker x1={mark:.1f} x2={mark:.1f} y1={y} y2={y + 20}></line>"
-            f"<text x={mark + 6:.1f} y={y + 14}>{latency['median']:.2f} ms</text>"
+            f"<text x={mark + 6:.1f} y={y + 14}>{latency['median']:.2f} ms, 95 % below {latency['p95']:.2f}</text>"
         )
     return "".join([*made, "</svg><p class=note>Bar: median. Mark: 95th percentile.</p>"])
 

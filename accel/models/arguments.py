@@ -68,6 +68,42 @@ def session_options_of(options: Any) -> SessionOptions | None:
     return SessionOptions(native={word: options})
 
 
+_ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def without_transformers_words(
+    settings: Mapping[str, Any], device: str | int | torch.device | None
+) -> tuple[dict[str, Any], str | int | torch.device | None]:
+    """Arguments that transformers' `from_pretrained` has, as ours: the rest of them, and the device.
+
+    `device_map` names a device, or leaves the choice; `dtype="auto"` is what there is; `attn_implementation` chooses among
+    ways to compute the same, which a graph does in its own.
+
+    Raises:
+        ConfigError: A model spread over several devices, or an attention that does not exist.
+    """
+    left = dict(settings)
+    placed = left.pop("device_map", None)
+    if isinstance(placed, Mapping):
+        if len(set(map(str, placed.values()))) != 1:
+            raise ConfigError(
+                f"device_map is {dict(placed)}: a graph runs on one device.", fix="pass device=..., as in 'cuda:0'."
+            )
+        placed = next(iter(placed.values()))
+    if placed is not None and device is None and placed not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        device = placed
+    for name in ("dtype", "torch_dtype"):
+        if left.get(name) == "auto":
+            del left[name]
+    attention = left.pop("attn_implementation", None)
+    if attention not in (None, *_ATTENTIONS):
+        raise ConfigError(
+            f"attn_implementation is {attention!r}.{did_you_mean(str(attention), _ATTENTIONS)}",
+            fix="leave it out: the graph has an attention of its own.",
+        )
+    return left, device
+
+
 def export_config_of(settings: Mapping[str, Any], method: Any) -> ExportConfig:
     """The export settings among the arguments of `from_pretrained`, with transformers' ways of naming a dtype.
 

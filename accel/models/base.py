@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import transformers
@@ -32,9 +32,17 @@ from ..stages.export import artifact_for
 from ..stages.resolving import resolve
 from ..tasks.infer import task_spec
 from ..tasks.spec import load
-from .arguments import backend_name, device_name, export_config_of, provider_options_of, session_options_of
+from .arguments import (
+    backend_name,
+    device_name,
+    export_config_of,
+    provider_options_of,
+    session_options_of,
+    without_transformers_words,
+)
 from .inputs import Inputs
 from .log_filter import FILTER
+from .losses import TARGETS, loss_of
 from .outputs import fast_output, grouped, indexed
 from .saving import model_card, upload_model, write_model
 
@@ -134,7 +142,8 @@ class ORTModel:
             config: A transformers config that replaces the folder's.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
             file_name: The graph to take from a plain ONNX folder.
-            **export_settings: Fields of `ExportConfig`, for a folder that is exported.
+            **export_settings: Fields of `ExportConfig`, for a folder that is exported. transformers' `device_map`, `dtype="auto"`
+                and `attn_implementation` are taken where they ask for nothing that a graph has not.
 
         Raises:
             ArtifactNotFoundError: No model, or no graph and `export=False`.
@@ -142,6 +151,7 @@ class ORTModel:
             UnknownBackendError, BackendUnavailableError: With what exists, or every reason.
             ConfigError: An option that does not exist.
         """
+        export_settings, device = without_transformers_words(export_settings, device)
         settings = RunSettings(
             backend=backend_name(backend, provider),
             device=device_name(device),
@@ -192,7 +202,8 @@ class ORTModel:
             return transformers.AutoConfig.from_pretrained(
                 self.artifact.path, local_files_only=True, trust_remote_code=self._trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        # Whatever transformers makes of a config that is none.
+        except Exception as error:
             raise IntegrityError(
                 f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix="make the artifact again."
             ) from error
@@ -211,7 +222,10 @@ class ORTModel:
         # The sequence is the last axis of token ids, also behind `choices`.
         first = self._session.inputs[0]
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
-        self._inputs = Inputs(self._input_names, frozenset(component.unused_inputs), self.config)
+        self._loss = task_spec(self.artifact.task).loss
+        self._inputs = Inputs(
+            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config
+        )
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
@@ -271,6 +285,15 @@ class ORTModel:
     def output_modalities(self) -> tuple[str, ...]:
         """What it makes, in transformers' words."""
         return ("text",)
+
+    @property
+    def _modules(self) -> NoReturn:
+        """What `Trainer` looks for in a PyTorch module, with what works instead."""
+        raise InputError(
+            "A graph is no PyTorch module: it has no parameters, and Trainer cannot take it.",
+            fix="train the original model; measure this one with accel.evaluate(model, data), or in a loop of "
+            "model(**batch), whose result has the loss where the batch has labels.",
+        )
 
     def can_generate(self) -> bool:
         """Whether `generate` works."""
@@ -339,7 +362,12 @@ class ORTModel:
         sorted out in `Inputs.read`.
         """
         numpy = wants_tuple = False
+        targets: dict[str, Any] = {}
         if {*map(type, inputs.values())} != _TENSOR or inputs.keys() != self._input_names:
+            if self._loss:
+                inputs = dict(inputs)
+                found = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
+                targets = {name: value for name, value in found.items() if value is not None}
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
         if self._limited is not None and inputs[self._limited].size(-1) > self._limit:
             raise InputError(
@@ -349,6 +377,8 @@ class ORTModel:
         if self._forks != _forks:
             self._reopen_after_fork()
         values: dict[str, Any] = self._session.run(inputs)
+        if targets:
+            values = {"loss": loss_of(self._loss, values, targets, self.config), **values}
         if numpy:
             values = {name: tensor.cpu().numpy() for name, tensor in values.items()}
         if self._output_groups:
@@ -414,7 +444,7 @@ class ORTModel:
             OutputFolderError: The folder is the model's own or not empty.
         """
         target = check_output(folder, self.artifact.path)
-        with staging(target) as temporary:
+        with staging(target, needs=self.artifact.bytes) as temporary:
             write_model(self.artifact, self.config, temporary, generation_config=self.generation_config)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import transformers
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
+from ..artifact.reading import read_json
 from ..errors import (
     ConfigError,
     InputError,
@@ -26,7 +26,7 @@ def _sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
 
     def settings(name: str) -> dict[str, Any]:
         path = folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
     general = settings("config_sentence_transformers.json")
     prompt = (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
@@ -96,7 +96,13 @@ class ORTModelForFeatureExtraction(ORTModel):
         return modeling_outputs.BaseModelOutput
 
     def encode(
-        self, texts: str | Sequence[str], *, batch_size: int = 32, tokenizer: Any = None, convert_to_numpy: bool = True
+        self,
+        texts: str | Sequence[str],
+        *,
+        batch_size: int = 32,
+        tokenizer: Any = None,
+        convert_to_numpy: bool = True,
+        normalize_embeddings: bool = False,
     ) -> Any:
         """Embeddings of texts, in their order.
 
@@ -108,6 +114,7 @@ class ORTModelForFeatureExtraction(ORTModel):
             batch_size: Texts a call.
             tokenizer: The artifact's own when `None`.
             convert_to_numpy: NumPy (default) or `torch`.
+            normalize_embeddings: Scale each to length 1, so that products are cosines.
 
         Returns:
             `(len(texts), hidden)` float32; `(hidden,)` for one text.
@@ -150,6 +157,8 @@ class ORTModelForFeatureExtraction(ORTModel):
             for i, row in zip(part, pooled, strict=True):
                 rows[i] = row
         embeddings = torch.stack(rows) if rows else torch.empty(0, 0)
+        if normalize_embeddings:
+            embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
         result: Any = embeddings.cpu().numpy() if convert_to_numpy else embeddings
         return result[0] if single else result
 

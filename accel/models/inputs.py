@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.defaults import with_defaults
 from ..errors import InputError, did_you_mean
+from .losses import TARGETS
 
 # Arguments of a transformers model that choose what it returns; a graph cannot change that.
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
-# What a transformers model assumes when these are left out.
-_DEFAULT_FILL = {"attention_mask": 1, "token_type_ids": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,13 @@ class Inputs:
     Attributes:
         names: What the graph takes.
         ignored: What the model takes and its result does not depend on.
+        own_defaults: Whose default the model computes itself.
         config: The model's transformers config.
     """
 
     names: frozenset[str]
     ignored: frozenset[str]
+    own_defaults: frozenset[str]
     config: Any
 
     def read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
@@ -44,43 +46,51 @@ class Inputs:
             numpy = numpy or isinstance(value, np.ndarray)
             feeds[name] = _as_tensor(name, value)
         if len(feeds) != len(self.names):
-            self._fill_defaults(feeds)
+            feeds = self._with_defaults(feeds)
         return feeds, numpy, given.get("return_dict") is False
 
     def _refuse(self, name: str, value: Any) -> None:
         """An input that the graph does not take: dropped where that changes nothing, else an error."""
         if name in self.ignored or (name in _OUTPUT_FLAGS and not value):
             return
+        names = sorted(self.names)
+        if name in self.own_defaults:
+            raise InputError(
+                f"The graph computes {name} itself, as the model does where they are left out.",
+                fix=f"leave {name} out.",
+            )
         if name == "token_type_ids" and not torch.as_tensor(value).any():
             return
-        names = sorted(self.names)
         if name in _OUTPUT_FLAGS:
             raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
-        if name == "labels":
+        if name in TARGETS:
             raise InputError(
-                "The graph computes no loss.", fix="leave labels out and compute the loss from the logits."
+                f"There is no loss for {name} here.", fix=f"leave {name} out and compute the loss from the outputs."
             )
         raise InputError(
             f"The graph takes {names}, not {name!r}.{did_you_mean(name, names)}", fix=f"leave {name!r} out."
         )
 
-    def _fill_defaults(self, feeds: dict[str, torch.Tensor]) -> None:
-        """Add what a transformers model assumes when it is left out; name what is missing otherwise."""
-        missing = [name for name in self.names if name not in feeds]
-        main = next((feeds[name] for name in ("input_ids",) if name in feeds), None)
-        for name in missing:
-            if main is None or name not in _DEFAULT_FILL:
-                raise InputError(
-                    f"The graph takes {sorted(self.names)} and was given {sorted(feeds)}; missing: {missing}.",
-                    fix="pass the tokenizer's or processor's whole output: model(**inputs).",
-                )
-            kind = getattr(self.config, "model_type", "")
-            if name == "token_type_ids" and kind and not hasattr(self.config, "type_vocab_size"):
-                raise InputError(
-                    f"{name} are missing, and a {kind} model that is not given them does not take zeros.",
-                    fix="pass the tokenizer's whole output: model(**inputs).",
-                )
-            feeds[name] = torch.full_like(main, _DEFAULT_FILL[name])
+    def _with_defaults(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """With what a transformers model assumes when it is left out; names what is missing otherwise."""
+        kind = getattr(self.config, "model_type", "")
+        own = set(self.own_defaults)
+        if kind and not hasattr(self.config, "type_vocab_size"):
+            # Known by this alone where there is no manifest, or one from before it said so.
+            own.add("token_type_ids")
+        made = with_defaults(feeds, self.names, own)
+        missing = [name for name in self.names if name not in made]
+        if missing == ["token_type_ids"] and "input_ids" in feeds:
+            raise InputError(
+                f"token_type_ids are missing, and a {kind} model that is not given them does not take zeros.",
+                fix="pass the tokenizer's whole output: model(**inputs).",
+            )
+        if missing:
+            raise InputError(
+                f"The graph takes {sorted(self.names)} and was given {sorted(feeds)}; missing: {missing}.",
+                fix="pass the tokenizer's or processor's whole output: model(**inputs).",
+            )
+        return made
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

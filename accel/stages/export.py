@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from .. import capture, progress
 from ..artifact.checksums import folder_digest
 from ..artifact.home import accel_home
 from ..artifact.hub import HubOptions
-from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, Artifact
-from ..artifact.writing import check_output, copy_companions, staging, tool_versions
+from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
+from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
 from ..backends.interfaces import Exporter
 from ..backends.opening import RunSettings
@@ -29,6 +29,7 @@ from ..errors import (
     InputError,
     IntegrityError,
     OutputFolderError,
+    SchemaError,
     SessionError,
     ValidationError,
     did_you_mean,
@@ -185,7 +186,7 @@ def _export_source(
         cases = capture.cases_by_part(source)
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         progress.report("tracing and converting", 2, 4)
-        artifact = exporter.export(source, task=source.task, config=config, out=folder)
+        artifact = _bounded(exporter.export(source, task=source.task, config=config, out=folder), source)
         progress.report("checking against PyTorch", 3, 4)
         validation = _check(artifact, spec, cases, config, hub)
         if changed is not None:
@@ -193,6 +194,16 @@ def _export_source(
         seconds = round(time.perf_counter() - started, 2)
         artifact = artifact.with_step(seconds=seconds, validation=validation)
     return Artifact(out, artifact.manifest)
+
+
+def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
+    """With the bounds of ids in the specs of all graphs; exporters need not know them."""
+    components = []
+    for component in artifact.components:
+        bounds = source.bounds(stateful=component.stateful)
+        inputs = tuple(replace(spec, bounds=bounds.get(spec.name)) for spec in component.inputs)
+        components.append(replace(component, inputs=inputs))
+    return replace(artifact, manifest=replace(artifact.manifest, components=tuple(components)))
 
 
 def _write_configs(source: capture.Source, folder: Path) -> None:
@@ -300,6 +311,7 @@ def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig
         "exporter": spec.name,
         "config": config.to_dict(),
         "versions": tool_versions("torch", "transformers", "onnxscript", *spec.requires),
+        "schema": SCHEMA_VERSION,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     slug = Path(location.id).name.replace(" ", "_")[:60] or "model"
@@ -308,13 +320,20 @@ def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig
         logger.info("using the export of %s in %s", location.id, folder)
         try:
             return Artifact.load(folder)
-        except IntegrityError as error:
+        except (IntegrityError, SchemaError) as error:
             logger.warning("%s Exporting it again.", error.message)
-            shutil.rmtree(folder)
+    # Damaged, or left over from a removal that was interrupted.
+    discard(folder)
     try:
         artifact = export_resolved(resolved, folder, spec=spec, config=config)
-    except OutputFolderError:
-        # Another process exported the same model at the same time and was first.
-        return Artifact.load(folder)
+    except OutputFolderError as error:
+        if (folder / MANIFEST).is_file():
+            # Another process exported the same model at the same time and was first.
+            return Artifact.load(folder)
+        raise OutputFolderError(
+            f"The export of {location.id} cannot be kept: {error.message}",
+            fix="set ACCEL_HOME to a folder that can be written and has room, or export the model into a folder of your own: "
+            "accel export MODEL OUT.",
+        ) from error
     logger.warning("%s held no exported graph: exported it once, kept in %s.", location.id, folder)
     return artifact

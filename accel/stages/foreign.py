@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.checksums import FileRecord
 from ..artifact.hub import HubOptions, Location
-from ..artifact.manifest import Artifact, Component, Manifest, Origin, Quantization
+from ..artifact.manifest import MARK, Artifact, Component, Manifest, Origin, Quantization, lost_manifest
 from ..artifact.tensors import TensorSpec
 from ..backends import registry
 from ..backends.specs import WEIGHTS, BackendSpec
@@ -114,10 +114,12 @@ def adopt_onnx(folder: Path, *, file_name: str | None = None, task: str | None =
 
     Raises:
         ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
-        IntegrityError: The file is not ONNX.
+        IntegrityError: The file is not ONNX, or one of ours without its manifest.
     """
     name = _pick(folder, file_name)
     model = _read(folder / name)
+    if any(entry.key == MARK for entry in model.metadata_props):
+        raise lost_manifest(folder / name)
     config = read_config(folder)
     files = [name, *_external_files(model, folder, name)]
     records = tuple(_stamp(folder, file) for file in files)

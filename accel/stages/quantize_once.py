@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..artifact.manifest import Artifact
+from ..artifact.manifest import Artifact, Component
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.interfaces import Evaluate
 from ..backends.specs import BackendSpec
 from ..config import QuantizeConfig
+from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
 from .resolving import artifact_of
 
@@ -66,7 +67,7 @@ def quantize(
     started = time.perf_counter()
     with staging(target) as folder:
         progress.report(f"quantizing ({config.scheme})", 0, 1)
-        watched = None if calibration is None else _Watched(calibration)
+        watched = None if calibration is None else _Watched(calibration, artifact.components[0])
         made = quantizer.quantize(artifact, config=config, calibration=watched, evaluate=evaluate, out=folder)
         made = _with_calibration(made, calibration if watched is not None and watched.used else None)
         made = made.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
@@ -95,15 +96,17 @@ def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
 
 
 class _Watched:
-    """Calibration batches that remember whether the quantizer read them."""
+    """Calibration batches with the inputs that may be left out, which remember whether the quantizer read them."""
 
-    def __init__(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, batches: Iterable[Mapping[str, torch.Tensor]], component: Component) -> None:
         self.used = False
         self._batches = batches
+        self._names = tuple(spec.name for spec in component.inputs)
+        self._own_defaults = component.own_defaults
 
     def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
         self.used = True
-        return iter(self._batches)
+        return (with_defaults(batch, self._names, self._own_defaults) for batch in self._batches)
 
 
 def _with_calibration(made: Artifact, calibration: object) -> Artifact:

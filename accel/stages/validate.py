@@ -12,8 +12,8 @@ from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
 from ..backends.forms import FormVerdict, HasForms
 from ..backends.opening import RunSettings, open_artifact
-from ..config import ExportConfig
-from ..errors import ArtifactNotFoundError, ConfigError
+from ..config import ExportConfig, check_tolerance
+from ..errors import ArtifactNotFoundError
 from .checking import differences, merged
 from .export import load_source
 from .resolving import artifact_of, original, resolve
@@ -67,17 +67,17 @@ def validate(
         ArtifactNotFoundError: The source is not to be found.
         IntegrityError: A file of the artifact is damaged.
     """
-    if atol is not None and atol <= 0:
-        raise ConfigError(f"atol is {atol}.", fix="use a number above 0.")
+    check_tolerance("atol", atol)
     hub = hub or HubOptions()
     artifact = artifact_of(artifact, hub=hub)
-    if against is None and artifact.manifest.source is None:
-        raise ArtifactNotFoundError(f"{artifact.path} does not say what it was made from.", fix="pass against=...")
-    other = (
-        original(resolve(artifact, hub=hub))
-        if against is None
-        else resolve(against, task=artifact.task, hub=hub, weights=True)
-    )
+    if against is not None:
+        other = resolve(against, task=artifact.task, hub=hub, weights=True)
+    elif any(step.stage == "export" for step in artifact.manifest.steps):
+        other = original(resolve(artifact, hub=hub))
+    else:
+        raise ArtifactNotFoundError(
+            f"{artifact.path} does not say what it was made from.", fix="name the original: against=... (--against)."
+        )
     recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
     source = load_source(other, ExportConfig.from_dict(recorded))
     if not any(axis in spec.shape for axis in capture.IMAGE_AXES for spec in artifact.components[0].inputs):

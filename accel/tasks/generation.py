@@ -14,6 +14,7 @@ SPECS = (
         suffixes=("ForCausalLM", "LMHeadModel"),
         synonyms=("causal-lm", "text-generation-with-past"),
         generates=True,
+        encoder_decoder=False,
         columns=(TEXT,),
         predictor="accel.measuring.accuracy.predictors:NextTokens",
         adapter="CAUSAL_LM",
@@ -26,6 +27,7 @@ SPECS = (
         suffixes=("ForConditionalGeneration", "MTModel"),
         synonyms=("seq2seq-lm", "text2text-generation-with-past"),
         generates=True,
+        encoder_decoder=True,
         own_pipelines={
             "text2text-generation": "accel.models.pipelines.text_to_text:Text2TextGenerationPipeline",
             "summarization": "accel.models.pipelines.text_to_text:SummarizationPipeline",
@@ -42,6 +44,7 @@ SPECS = (
         synonyms=("automatic-speech-recognition-with-past", "speech-to-text"),
         modalities=("audio",),
         generates=True,
+        encoder_decoder=True,
     ),
     TaskSpec(
         name="image-to-text",
@@ -52,6 +55,7 @@ SPECS = (
         synonyms=("vision2seq", "vision2seq-lm"),
         modalities=("image",),
         generates=True,
+        encoder_decoder=True,
     ),
     TaskSpec(
         name="image-text-to-text",
@@ -61,5 +65,6 @@ SPECS = (
         synonyms=("vision-language",),
         modalities=("image", "text"),
         generates=True,
+        encoder_decoder=False,
     ),
 )

@@ -17,6 +17,7 @@ SPECS = (
         suffixes=("ForImageClassification",),
         modalities=("image",),
         columns=(LABEL, IMAGE),
+        loss="ForImageClassification",
         encode="accel.data.batches:encode_images",
         predictor="accel.measuring.accuracy.predictors:Classes",
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..artifact.reading import read_json
 from ..errors import PluginError, TaskError, did_you_mean
 from . import generation, image, text
 from .spec import TaskSpec, load
@@ -102,20 +102,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder; empty when there is none.
 
     Raises:
-        TaskError: It is not JSON.
+        IntegrityError: It is not a JSON object, or too large.
     """
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TaskError(f"{path} is not valid JSON: {error}.", fix="download or save the model again.") from error
-    return values if isinstance(values, dict) else {}
+    return read_json(path)
 
 
 def infer_adapter_task(folder: Path) -> str:
     """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_json(folder / "adapter_config.json")
     word = settings.get("task_type") or ""
     return next((spec.name for spec in TASKS.values() if word and spec.adapter == word), "feature-extraction")

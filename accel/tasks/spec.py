@@ -46,6 +46,7 @@ class TaskSpec:
         synonyms: Other words for it.
         modalities: What a model for it reads.
         generates: Whether a model for it makes tokens one after another, with a cache.
+        encoder_decoder: Whether such a model has an encoder and a decoder, or a decoder alone; `None` where both do it.
         embeds: Whether it needs no head: hidden states and embeddings.
         pooling: For embeddings, what is pooled by where neither the user nor the folder says it; empty for none.
         pipelines: Pipeline tasks that a model for it serves, besides its own.
@@ -55,6 +56,7 @@ class TaskSpec:
         predictor: Path of what predicts and compares when accuracy is measured; empty where it cannot be.
         sample: Path of what makes the inputs for a trace.
         adapter: PEFT's word for it.
+        loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class TaskSpec:
     synonyms: tuple[str, ...] = ()
     modalities: tuple[Modality, ...] = ("text",)
     generates: bool = False
+    encoder_decoder: bool | None = None
     embeds: bool = False
     pooling: str = ""
     pipelines: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ class TaskSpec:
     predictor: str = ""
     sample: str = "accel.capture.samples:default_sample"
     adapter: str = ""
+    loss: str = ""
 
     @property
     def model_name(self) -> str:

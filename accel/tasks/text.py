@@ -37,6 +37,7 @@ SPECS = (
         output="SequenceClassifierOutput",
         outputs={"logits": ("batch", "num_labels")},
         suffixes=("ForSequenceClassification",),
+        loss="ForSequenceClassification",
         synonyms=("sequence-classification", "sentiment-analysis"),
         pipelines=("zero-shot-classification",),
         columns=(LABEL, TEXT, Column(use="text_pair", known=_PAIR, holds="text", needed="named")),
@@ -51,6 +52,7 @@ SPECS = (
         output="TokenClassifierOutput",
         outputs={"logits": ("batch", "sequence", "num_labels")},
         suffixes=("ForTokenClassification",),
+        loss="ForTokenClassification",
         synonyms=("ner",),
         columns=(
             Column(
@@ -73,6 +75,7 @@ SPECS = (
         output="QuestionAnsweringModelOutput",
         outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
         suffixes=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
+        loss="ForQuestionAnswering",
         own_pipelines={
             "question-answering": "accel.models.pipelines.question_answering:QuestionAnsweringPipeline",
         },
@@ -100,6 +103,7 @@ SPECS = (
         output="MaskedLMOutput",
         outputs={"logits": ("batch", "sequence", "vocab_size")},
         suffixes=("ForMaskedLM", "WithLMHeadModel"),
+        loss="ForMaskedLM",
         synonyms=("masked-lm",),
         columns=(TEXT,),
     ),

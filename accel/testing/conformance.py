@@ -179,6 +179,35 @@ class BackendConformance:
         with pytest.raises(InputError):
             session.run(feeds)
 
+    def test_inputs_that_do_not_fit_each_other_are_an_input_error(self, session: Session) -> None:
+        """A mask of fewer tokens or rows; and the session answers the next call rightly."""
+        feeds = self.feeds(session)
+        before = session.run(feeds)
+        changed = False
+        for spec in session.inputs:
+            for position, axis in enumerate(spec.shape):
+                shared = sum(axis in other.shape for other in session.inputs) > 1
+                if isinstance(axis, str) and shared and feeds[spec.name].shape[position] > 1:
+                    changed = True
+                    for size in (0, 1):
+                        with pytest.raises(InputError):
+                            session.run({**feeds, spec.name: feeds[spec.name].narrow(position, 0, size)})
+        assert changed or len(session.inputs) == 1
+        assert torch.equal(session.run(feeds)["logits"], before["logits"])
+
+    def test_values_that_the_model_does_not_have_are_an_input_error(self, session: Session) -> None:
+        """Of inputs with declared bounds: ids of tokens below, and beyond, those of the model."""
+        feeds = self.feeds(session)
+        before = session.run(feeds)
+        for spec in session.inputs:
+            if spec.bounds is not None:
+                for value in (spec.bounds[0] - 1, -100, spec.bounds[1] + 1):
+                    wrong = feeds[spec.name].clone()
+                    wrong.reshape(-1)[-1] = value
+                    with pytest.raises(InputError, match=f"holds {value}"):
+                        session.run({**feeds, spec.name: wrong})
+        assert torch.equal(session.run(feeds)["logits"], before["logits"])
+
     def test_float_for_integer_is_an_input_error(self, session: Session) -> None:
         feeds = self.feeds(session)
         name = session.inputs[0].name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 from .. import progress
 from ..artifact.manifest import MANIFEST
+from ..artifact.writing import discard
 from ..config import available_processors
-from ..errors import AccelError, SessionError
+from ..errors import AccelError, ConfigError, SessionError, StageError, TaskError
 from ..measuring.processes import Helper
 from .candidates import Recipe
 from .jobs import CalibrationData, Facts, build
@@ -112,9 +112,11 @@ class Builder:
 
     def tidy(self, kept: set[Path]) -> None:
         """Remove the files of artifacts that lost; what was measured about them stays, and so do exports."""
+        if not self._store.alone():
+            return
         for made in self._made.values():
             if made.recipe.stage != "export" and made.path not in kept:
-                shutil.rmtree(made.path, ignore_errors=True)
+                discard(made.path)
 
     def _with_helper(self, action: Callable[[Helper], Any]) -> Any:
         helper = self._free.get()
@@ -146,14 +148,29 @@ class Builder:
 
     def _one_alone(self, helper: Helper, recipe: Recipe, share: float, files: bool) -> Facts | str:
         key = self._key(recipe)
+        known = self._known(key, files)
+        if known is not None:
+            return known
+        if self._clock.left(share) <= 0:
+            return LATE
+        with self._store.building(key, self._clock.left(share)) as ours:
+            if not ours:
+                return LATE
+            # Another search on the same store may have made it while this one waited.
+            found = self._known(key, files)
+            return found if found is not None else self._build(helper, recipe, key, share)
+
+    def _known(self, key: Mapping[str, Any], files: bool) -> Facts | str | None:
         out = self._store.artifact(key)
         known = self._store.get("builds", key)
         if known is not None and "error" in known:
             return str(known["error"])
         if known is not None and (not files or (out / MANIFEST).is_file()):
             return Facts(**known)
-        if self._clock.left(share) <= 0:
-            return LATE
+        return None
+
+    def _build(self, helper: Helper, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
+        out = self._store.artifact(key)
         parent = None
         if recipe.parent is not None:
             if isinstance(problem := self._one(helper, recipe.parent, share, files=True), str):
@@ -162,12 +179,11 @@ class Builder:
         logger.info("building %s", recipe)
         try:
             facts: Facts = self._ask(helper, share, build, recipe, parent, out, self._subject.model, self._calibration)
-        except SessionError as error:
-            # Not remembered: the process died or was cut off, which may have been the machine's fault.
-            return f"building it failed: {error.message.splitlines()[0]}"
         except AccelError as error:
             why = f"building it failed: {error.message.splitlines()[0]}"
-            self._store.put("builds", key, {"error": why})
+            # Others are not the candidate's: the process died, the disk was full, a folder was removed under it.
+            if isinstance(error, StageError | ConfigError | TaskError):
+                self._store.put("builds", key, {"error": why})
             return why
         self._store.put("builds", key, asdict(facts))
         return facts

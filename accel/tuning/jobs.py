@@ -5,7 +5,6 @@ What crosses the border to the process and back is a dataclass; what is remember
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.manifest import Artifact
+from ..artifact.writing import discard
 from ..backends import registry
 from ..backends.opening import RunSettings, open_artifact
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
@@ -118,7 +118,7 @@ def build(
         calibration: For schemes that need it.
     """
     started = time.perf_counter()
-    shutil.rmtree(out, ignore_errors=True)
+    discard(out)
     if recipe.stage == "export":
         spec = registry.owner("export", recipe.format, recipe.backend)
         artifact = export_resolved(source, out, spec=spec, config=ExportConfig.from_dict({"dtype": recipe.setting}))

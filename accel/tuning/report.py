@@ -253,7 +253,7 @@ def render(tuning: Tuning) -> str:
             f"{(trial.bytes or 0) / 1e6:.1f}",
         )
     stream = StringIO()
-    Console(file=stream, width=150).print(table)
+    Console(file=stream, width=150, markup=False).print(table)
     rejected = "\n".join(f"  {trial.name}: {trial.reason}" for trial in tuning.trials if not trial.winner)
     return (
         f"{stream.getvalue()}Rejected:\n{rejected}\n"

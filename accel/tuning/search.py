@@ -347,7 +347,7 @@ def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, py
         },
     )
     source = tuning.artifact
-    with staging(target) as folder:
+    with staging(target, needs=source.bytes) as folder:
         shutil.copytree(source.path, folder, dirs_exist_ok=True)
         made = Artifact.create(folder, replace(source.manifest, run=run))
         values = replace(tuning, artifact=Artifact(target, made.manifest)).to_dict()

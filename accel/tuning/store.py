@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..artifact.checksums import sha256
 from ..artifact.home import SEARCHES, accel_home
+from ..artifact.writing import held
 
 
 class Store:
@@ -24,6 +26,7 @@ class Store:
     def __init__(self, *, fresh: bool = False) -> None:
         self._root = accel_home() / SEARCHES
         self._fresh = fresh
+        self._running = self._root / "running" / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
         self._written: set[Path] = set()
         self.hits = 0
 
@@ -48,6 +51,25 @@ class Store:
         temporary.write_text(json.dumps(value), encoding="utf-8")
         temporary.replace(file)
         self._written.add(file)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While a search runs: others see that they are not alone with what is kept."""
+        with held(self._running):
+            yield
+
+    def alone(self) -> bool:
+        """Whether no other search uses what is kept; only then may artifacts be removed."""
+        for path in self._running.parent.glob("*.lock"):
+            if path != self._running:
+                with held(path) as free:
+                    if not free:
+                        return False
+        return True
+
+    def building(self, key: Mapping[str, Any], timeout_s: float) -> AbstractContextManager[bool]:
+        """The right to make the artifact of a key, which another search may be making; whether it came in time."""
+        return held(self.artifact(key).with_suffix(".lock"), timeout_s, keep=True)
 
     def artifact(self, key: Mapping[str, Any]) -> Path:
         """The folder of the artifact that a key stands for."""

@@ -130,6 +130,7 @@ def tune(
             data=calibration, columns=calibration_columns or columns, split=calibration_split, max_length=max_length,
             samples=calibration_samples,
         )  # fmt: skip
+    store = Store(fresh=fresh)
     search = Search(
         subject=_subject(resolved, device),
         data=rows,
@@ -137,7 +138,7 @@ def tune(
         goal=goal,
         work=Work(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, resolved.task), max_length=max_length,
                    threads=threads, seed=seed),
-        store=Store(fresh=fresh),
+        store=store,
         clock=clock,
     )  # fmt: skip
     space = Space(
@@ -148,7 +149,8 @@ def tune(
         calibrated=calibration is not None,
     )
     try:
-        return search.run(space, target)
+        with store.in_use():
+            return search.run(space, target)
     except KeyboardInterrupt:
         logger.warning("Interrupted; what was measured is kept: the same call goes on from there.")
         raise

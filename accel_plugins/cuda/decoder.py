@@ -10,6 +10,7 @@ import torch
 from accel.backends.checks import check_state, wanted_outputs
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
+from accel.errors import SessionError
 
 from .runtime import RUN_ERRORS, DecoderRuntime
 from .session import CudaSession
@@ -71,6 +72,8 @@ class DecoderSession(CudaSession):
         with runtime.lock, self.on_device():
             try:
                 logits = state.run(tensors)
+            except SessionError:
+                raise
             except RUN_ERRORS as error:
                 raise self._failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
         return {"logits": logits} if "logits" in wanted else {}

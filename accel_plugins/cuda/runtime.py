@@ -20,6 +20,7 @@ from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
 
+from ..ortkit.graph.editing import read_graph
 from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
@@ -47,7 +48,14 @@ ELEMENT_TYPES: Mapping[torch.dtype, int] = {
 }
 
 
-RUN_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException, ort_errors.NotImplemented)
+# A run over a binding raises `RuntimeError` whatever has failed; so does torch.
+RUN_ERRORS = (
+    ort_errors.InvalidArgument,
+    ort_errors.Fail,
+    ort_errors.RuntimeException,
+    ort_errors.NotImplemented,
+    RuntimeError,
+)
 
 # Which form computes a call instead, where one is not right.
 _INSTEAD: Mapping[Form, Form] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
@@ -63,6 +71,8 @@ _CHECKED_ROWS = 4
 # Of caches, for which ONNX Runtime has an attention on GPUs.
 _CACHE_TYPES = ("float16", "bfloat16")
 
+_SIZED_BY_VALUES = {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
+
 _KERNELS = "sdpa_kernel"
 _MEMORY_EFFICIENT = "2"
 _HOPPER = 90
@@ -72,6 +82,15 @@ def _capability(device: DeviceSpec) -> int:
     """Compute capability as in `sm_90`; 0 when unknown."""
     number = (device.arch or "").removeprefix("sm_")
     return int(number) if number.isdigit() else 0
+
+
+def _graph_obstacle(path: Path) -> str | None:
+    """Why a graph's runs cannot be captured: a kernel that reads a number back from the GPU, to know how much to allocate,
+    cannot be replayed, and a capture that it breaks may take the process with it.
+    """
+    model = read_graph(path)
+    found = sorted({node.op_type for graph in model.graphs() for node in graph if node.op_type in _SIZED_BY_VALUES})
+    return f"the sizes that {', '.join(found)} makes depend on values" if found else None
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -141,7 +160,7 @@ class Runtime:
         # put them in.
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
-        self.graph_obstacle: str | None = None if options.cuda_graphs else "cuda_graphs=0"
+        self.graph_obstacle = _graph_obstacle(path) if options.cuda_graphs else "cuda_graphs=0"
         # Forms that were found right; the general one is what they are compared with.
         self._right: set[Form] = {"general"}
         # Whether all of the graph runs on the GPU, as far as is known.
@@ -227,6 +246,8 @@ class Runtime:
         inputs = {name: tensor.to(self.device) for name, tensor in feeds.items()}
         try:
             binding = self.launch(plan, inputs, dict.fromkeys(names), self.follow())
+        except SessionError:
+            raise
         except RUN_ERRORS as error:
             raise SessionError(" ".join(str(error).split())[:600]) from error
         values = zip(names, binding.get_outputs(), strict=True)

@@ -157,6 +157,9 @@ class CudaSession(SessionDescription):
                 if graphs is None:
                     return self._run_kernels(runtime, tensors, names, out, current)
             return self._replay(runtime, graphs, values, names, out, current, resident)
+        except SessionError:
+            # A `RuntimeError` as well, with words of its own.
+            raise
         except RUN_ERRORS as error:
             shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
             raise self._failed(error, shapes) from error
@@ -323,9 +326,11 @@ class CudaSession(SessionDescription):
 
     def _converted(self, feeds: Feeds) -> list[torch.Tensor]:
         """The inputs in the graph's order, of the declared type, on this GPU or on the host."""
+        read = read_feeds(feeds, self._dtypes)
+        self._check_values(read)
         return [
             (tensor.to(self._where) if tensor.is_cuda and tensor.device != self._where else tensor).detach()
-            for tensor in read_feeds(feeds, self._dtypes).values()
+            for tensor in read.values()
         ]
 
     @staticmethod

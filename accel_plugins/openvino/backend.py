@@ -18,7 +18,7 @@ from accel.errors import ConfigError, SessionError, TargetMismatchError
 
 from .cache import cached
 from .options import properties
-from .runtime import core, device_name, devices, executing_device, one_line, read_model, reshape
+from .runtime import core, device_name, devices, executing_device, one_line, read_model, reshape, usable_names
 from .session import OpenVinoSession
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> 
         return wanted
     word = {"float16": "FP16", "bfloat16": "BF16"}[wanted]
     # `AUTO` may take any of them.
-    names = core().available_devices if device == "AUTO" else [device]
+    names = usable_names() if device.startswith("AUTO") else [device]
     have = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
     if word in have:
         return wanted

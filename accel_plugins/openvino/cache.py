@@ -47,7 +47,7 @@ def cached(
     key = {
         "artifact": artifact.digest,
         "component": component.name,
-        "device": [device, str(core().get_property(device, "FULL_DEVICE_NAME"))],
+        "device": [device, str(core().get_property(device.partition(":")[0], "FULL_DEVICE_NAME"))],
         "openvino": ov.__version__,
         "settings": {name: str(value) for name, value in sorted(settings.items())},
         "shapes": dict(sorted(shapes.items())),

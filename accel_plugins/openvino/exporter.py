@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openvino as ov
 
-from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
+from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.capture import IMAGE_AXES, Source, capture_openvino, first_lines, graph_name, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
@@ -60,6 +60,7 @@ class OpenVinoExporter:
             port.get_tensor().set_names({graph_name(port.any_name)})
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))
         file = graph_file(source.name, alone=alone)
+        model.set_rt_info(MANIFEST, MARK.split("."))
         with quiet():
             if alone:
                 exported.save_pretrained(out)
@@ -74,6 +75,7 @@ class OpenVinoExporter:
             outputs=outputs,
             max_sizes=source.max_sizes,
             unused_inputs=tuple(dict.fromkeys(unused)),
+            own_defaults=source.own_defaults,
             stateful=source.stateful,
         )
 
@@ -91,6 +93,7 @@ def weights_file(graph: str) -> str:
 def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool) -> Component:
     """Write a component's graph and weights; gives the component with its new files."""
     file = graph_file(component.name, alone=alone)
+    model.set_rt_info(MANIFEST, MARK.split("."))
     with quiet():
         ov.save_model(model, out / file, compress_to_fp16=False)
     return replace(component, file=file, files=record_files(out, (file, weights_file(file))), domains=None)

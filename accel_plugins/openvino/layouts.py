@@ -8,7 +8,7 @@ from typing import Any
 
 import openvino as ov
 
-from accel.artifact import Artifact, Component, FileRecord, Manifest, Origin, Quantization
+from accel.artifact import MARK, Artifact, Component, FileRecord, Manifest, Origin, Quantization, lost_manifest
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
 
 from . import FORMAT
@@ -44,6 +44,8 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         raise IntegrityError(
             f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
         ) from error
+    if model.has_rt_info(MARK.split(".")):
+        raise lost_manifest(path)
     if model.get_sinks():
         raise SessionError(f"{path} keeps a state between calls, which {task} has no use for.")
     config = _config(folder)

@@ -46,9 +46,9 @@ def device_name(device: DeviceSpec) -> str:
     Raises:
         BackendUnavailableError: OpenVINO does not list it; the message says what it lists.
     """
+    have = usable_names()
     if device.type == "auto":
-        return "AUTO"
-    have = core().available_devices
+        return "AUTO" if have == core().available_devices else f"AUTO:{','.join(have)}"
     wanted = device.type.upper()
     names = [name for name in have if name.split(".")[0] == wanted]
     numbered = f"{wanted}.{device.index}"
@@ -62,10 +62,19 @@ def device_name(device: DeviceSpec) -> str:
     )
 
 
+def usable_names() -> list[str]:
+    """What OpenVINO lists, without GPUs of others that it finds through OpenCL: its kernels are for Intel's, and fail there."""
+    return [
+        name
+        for name in core().available_devices
+        if not name.startswith("GPU") or "intel" in str(core().get_property(name, "FULL_DEVICE_NAME")).lower()
+    ]
+
+
 def devices() -> tuple[DeviceSpec, ...]:
-    """What OpenVINO lists, the host first, and `auto`, which lets OpenVINO choose among them."""
+    """What OpenVINO lists and can use, the host first, and `auto`, which lets OpenVINO choose among them."""
     found = []
-    for name in sorted(core().available_devices, key=lambda name: (name != "CPU", name)):
+    for name in sorted(usable_names(), key=lambda name: (name != "CPU", name)):
         kind, _, index = name.partition(".")
         capabilities = core().get_property(name, "OPTIMIZATION_CAPABILITIES")
         found.append(

@@ -168,6 +168,7 @@ class OpenVinoSession(SessionDescription):
         if len(feeds) != len(arrays) or [array.dtype for array in arrays] != self._numpy_dtypes:
             arrays = [tensor.numpy() for tensor in self._checked(feeds).values()]
         self._check_shapes(tuple([array.shape for array in arrays]))
+        self._check_values(feeds)
         pool = self._pool
         request = pool.get()
         alone = pool.qsize() == self._others
@@ -239,6 +240,7 @@ class OpenVinoSession(SessionDescription):
         """A subset of the outputs, given buffers, or types that NumPy does not have."""
         check_state(state, OpenVinoState, stateful=self._component.stateful, out=out)
         tensors = self._checked(feeds)
+        self._check_values(feeds)
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if isinstance(state, OpenVinoState):
             return self._run_stateful(tensors, names, state)

@@ -108,9 +108,12 @@ class PytorchBackend:
             torch.set_num_threads(session.threads)
         source = self._take(artifact.path, config) or _load(artifact.path, artifact.task, config, trust_remote_code)
         where = torch.device(str(device))
+        # Taken apart on the host, where what it is asked lies; the parts are one model, which moves as a whole.
+        parts = split(source)
         source.model.to(where)
         opened: dict[str, Session] = {}
-        for part in split(source):
+        for part in parts:
+            part.model.to(where)
             component = artifact.component(part.name)
             if part.stateful:
                 opened[part.name] = DecoderSession(source.model, part, component, device, dtype)

@@ -48,6 +48,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
             outputs=_output_specs(part),
             max_sizes=part.max_sizes,
             unused_inputs=part.unused_inputs,
+            own_defaults=part.own_defaults,
             stateful=part.stateful,
         )
         for part in split(source)

@@ -89,6 +89,7 @@ class ModuleSession(SessionDescription):
         """The inputs where the module is, floating-point ones in the type that it computes in."""
         tensors = read_feeds(feeds, dtypes)
         self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
+        self._check_values(tensors)
         return {
             name: tensor.to(self._where, self._computes if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from accel.artifact import Artifact, Step, copy_companions, record_files, tool_versions
+from accel.artifact import Artifact, Step, copy_companions, record_files, scratch, tool_versions
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, usual_sizes_in
 from accel.config import ExportConfig
@@ -118,6 +117,6 @@ class EngineExporter:
                 fix="export to ONNX here, and build the engine on the GPU host.",
             )
         device = probe.devices[0]
-        with tempfile.TemporaryDirectory(prefix="accel-tensorrt-") as folder:
-            graph = OnnxExporter("tensorrt").export(source, task=task, config=config, out=Path(folder))
+        with scratch() as folder:
+            graph = OnnxExporter("tensorrt").export(source, task=task, config=config, out=folder)
             return build(graph, out, device=device, machine=Machine.of(device, probe.versions), profile=profile)

@@ -242,6 +242,7 @@ class Engine(SessionDescription):
             check_buffers(out, names, self._types, self._where)
         read = read_feeds(feeds, {spec.name: self._types[spec.name] for spec in self._inputs})
         self._check_shapes(tuple([tuple(tensor.shape) for tensor in read.values()]))
+        self._check_values(read)
         tensors = {name: tensor.detach().to(self._where).contiguous() for name, tensor in read.items()}
         results: dict[str, torch.Tensor] = {}
         with torch.cuda.device(self._where):

@@ -11,13 +11,13 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from accel import capture, export, optimize
+from accel import capture, optimize
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
-from accel.testing.generators import save_generator, tiny_generator
+from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
 from accel_plugins.cuda.forms.causal import LENGTHS, TOTAL, causal_form, take_lengths
 from accel_plugins.ortkit.graph.editing import load_graph, nodes
@@ -78,6 +78,7 @@ def test_windows_become_the_operators(generator: Artifacts) -> None:
     assert "attention_mask" not in [value.name for value in model.graph.inputs]
 
 
+@pytest.mark.thorough
 def test_other_biases_are_refused(generator: Artifacts) -> None:
     artifact = generator("t5")
     with pytest.raises(SessionError, match="bias that is more than causal order") as caught:
@@ -170,10 +171,9 @@ def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path
     assert open_form(made)[1]
 
 
-def test_late_positions_are_told_apart(tmp_path: Path) -> None:
+def test_late_positions_are_told_apart(generator: Artifacts, tmp_path: Path) -> None:
     """float16 holds no odd position beyond 2048: angles computed in it would give neighbours the same place."""
-    folder = save_generator(tmp_path / "source", "llama", max_position_embeddings=4096)
-    made = optimize(export(folder, tmp_path / "fp32"), tmp_path / "fp16", backend="cuda", level="O4")
+    made = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")
     backend = registry.load(registry.describe("cpu"))
     session = backend.open(made, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
     sizes = {"batch": 1, "sequence": 3, "total": 3, "kept": 1}

@@ -387,19 +387,21 @@ def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open)
     )
     session: Any = open_on_gpu(artifact)
     exact, eager = model.cuda(), copy.deepcopy(model).half().cuda()
+    ratios: dict[str, float] = {}
     for batch, sequence in SHAPES:
-        full = feeds_of(artifact, batch, sequence)
         lengths = torch.linspace(sequence, 1, batch).round().long() if batch > 1 else torch.tensor([sequence - 1])
         right = (torch.arange(sequence) < lengths[:, None]).long()
-        masks = {"right": right, "left": right.flip(1), "none": torch.ones_like(right)}
-        calls = {kind: on_gpu({**full, "attention_mask": mask}) for kind, mask in masks.items()}
-        with torch.inference_mode():
-            expected = {kind: exact(**feeds).logits for kind, feeds in calls.items()}
-            off = [float((eager(**feeds).logits - expected[kind]).abs().max()) for kind, feeds in calls.items()]
-        for kind, feeds in calls.items():
-            for _ in range(3):
-                found = float((session.run(feeds)["logits"] - expected[kind]).abs().max())
-                assert found <= 3 * max(off), (name, batch, sequence, kind, found, off)
+        for kind, mask in {"right": right, "left": right.flip(1), "none": torch.ones_like(right)}.items():
+            ours = theirs = 0.0
+            # The error of one row's few logits is a draw of a lot; that of sixteen rows is about the kernels.
+            for seed in range(max(1, 16 // batch)):
+                feeds = on_gpu({**feeds_of(artifact, batch, sequence, seed), "attention_mask": mask})
+                with torch.inference_mode():
+                    expected = exact(**feeds).logits
+                    theirs += float((eager(**feeds).logits - expected).square().sum())
+                ours += max(float((session.run(feeds)["logits"] - expected).square().sum()) for _ in range(3))
+            ratios[f"{batch}x{sequence} {kind}"] = (ours / theirs) ** 0.5
+    assert max(ratios.values()) <= 3, ratios
     assert session._runtime.packs
     assert {verdict.form for verdict in session.check_forms() if verdict.passed} >= {"lengths", "full", "packed"}
 

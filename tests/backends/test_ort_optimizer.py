@@ -19,7 +19,6 @@ from accel.errors import ConfigError, OptimizeError, ValidationError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
-from accel.testing.generators import save_generator
 from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
 from accel_plugins.ortkit.graph.analysis import bounds, shape_value
 from accel_plugins.ortkit.graph.editing import add_initializer, load_graph, save_graph
@@ -129,10 +128,9 @@ def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, ex
 
 
 @pytest.mark.parametrize(("family", "rank"), [("llama", 3), ("gpt-neox", 4)])
-def test_rotary_positions_that_differ_by_row(tmp_path: Path, family: str, rank: int) -> None:
+def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, family: str, rank: int) -> None:
     """A table of cosines for each row; of GPT-NeoX's heads only a part is turned."""
-    folder = save_generator(tmp_path / "model", family)
-    parent = export(folder, tmp_path / "plain", task="text-generation")
+    parent = generator(family)
     made = optimize(parent, tmp_path / "o2", level="O2")
     assert fused(made)["rotary"] == 4
     rotary = [n for n in load_graph(made, made.component()).graph if n.op_type == "RotaryEmbedding"]
@@ -270,9 +268,9 @@ def test_calibration_data_that_nothing_reads_is_refused(tiny_artifact: Get, tmp_
         optimize(tiny_artifact("bert"), tmp_path / "out", level="O2", calibration=[{"text": "lost card"}])
 
 
-def test_float16_decoders_watch_prompts(tmp_path: Path) -> None:
+def test_float16_decoders_watch_prompts(generator: Get, tmp_path: Path) -> None:
     """Its positions and cache follow from the tokens that a tokenizer makes; the cache is float16, too."""
-    parent = export(save_generator(tmp_path / "model", "llama"), tmp_path / "onnx", task="text-generation")
+    parent = generator("llama")
     for name, calibration in (("random", None), ("given", [{"text": "lost card"}, {"text": "a new pin please"}])):
         made = optimize(parent, tmp_path / name, level="O4", calibration=calibration)
         assert {spec.dtype for spec in made.component().inputs if spec.pair is not None} == {"float16"}

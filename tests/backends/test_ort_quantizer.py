@@ -22,6 +22,7 @@ from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
+from accel_plugins.ortkit.quantization import presets
 from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
 from accel_plugins.ortkit.quantization.integer import Rewriter, activation_scale
 from accel_plugins.ortkit.quantization.layers import find_layers
@@ -215,6 +216,27 @@ def test_invalid_settings(tiny_artifact: Get, tmp_path: Path, settings: dict[str
     assert not (tmp_path / "out").exists()
 
 
+def test_exclude_may_name_a_layer_of_one_graph(generator: Get, tmp_path: Path) -> None:
+    whole = generator("t5")
+    names = {
+        one.name: {layer.name for layer in find_layers(load_graph(whole, whole.component(one.name)))}
+        for one in whole.components
+    }
+    name = min(names["decoder"] - names["encoder"] - names["cross_attention"])
+    made = quantize(whole, tmp_path / "out", scheme="dynamic-int8", exclude=(name,))
+    assert [layer.name for layer in find_layers(load_graph(made, made.component("decoder")))] == [name]
+
+
+def test_a_table_of_embeddings_has_nothing_to_quantize(generator: Get, tmp_path: Path) -> None:
+    made = quantize(generator("llava"), tmp_path / "out", scheme="dynamic-int8")
+    kept = {one.name: load_graph(made, one) for one in made.components}
+    assert {name for name, graph in kept.items() if "MatMulInteger" in {node.op_type for node in graph.graph}} == {
+        "vision",
+        "model",
+    }
+    assert [node.op_type for node in kept["embedding"].graph] == ["Gather"]
+
+
 def test_everything_excluded(tiny_artifact: Get, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="exclude takes all 14"):
         quantize(tiny_artifact("bert"), tmp_path / "out", exclude=("re:.",))
@@ -237,7 +259,7 @@ def test_half_precision_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
     [
         (None, "minmax", "needs calibration data"),
         ([], "minmax", "empty"),
-        ([{"input_ids": batches(1)[0]["input_ids"]}], "minmax", "attention_mask"),
+        ([{"attention_mask": batches(1)[0]["attention_mask"]}], "minmax", "input_ids"),
         ((batch for batch in batches()), "percentile", "read only once"),
         ([{k: v[:, :, None] for k, v in batches(1)[0].items()}], "minmax", "does not run"),
     ],
@@ -319,11 +341,13 @@ def test_full_range_weights_do_not_saturate_on_older_processors(
     assert backend.with_exact_sums(own, made).native == own.native
 
 
-def test_a_preset_this_cpu_cannot_run_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_preset_this_cpu_cannot_run_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(presets.logger, "warning", lambda text, *values: said.append(text % values))
     preset, _ = choose_preset("amx", ("avx2",))
     assert preset.name == "amx"
-    assert "no amx_int8" in caplog.text
-    assert "slower kernels" in caplog.text
+    assert "no amx_int8" in said[0]
+    assert "slower kernels" in said[0]
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -14,9 +14,10 @@ import linecache
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,10 @@ import yaml
 
 import accel
 from accel import errors
+from accel.artifact import Artifact
+from accel.artifact.writing import check_output
 from accel.backends.specs import BackendSpec
+from accel.demo import MODEL
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -83,6 +87,21 @@ def has_python(page: Path) -> bool:
     return any(block.info == "python" for block in blocks(page))
 
 
+@pytest.fixture
+def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pages export the demo model with the same settings: the first does, the others get a copy of its folder."""
+    real = accel.export
+
+    def export(model: Any, out: Any, **settings: Any) -> Artifact:
+        if settings or model != MODEL:
+            return real(model, out, **settings)
+        made = shared("demo-model-onnx", lambda folder: real(model, folder))
+        return Artifact.load(shutil.copytree(made, check_output(out, MODEL), dirs_exist_ok=True))
+
+    monkeypatch.setattr(accel, "export", export)
+
+
+@pytest.mark.usefixtures("_one_demo_export")
 @pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=name_of)
 def test_the_blocks_of_a_page_run_and_print_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

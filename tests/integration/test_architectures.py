@@ -21,7 +21,7 @@ from accel import (
 from accel.artifact import Artifact
 from accel.capture import max_difference
 from accel.errors import ExportError
-from accel.testing.models import rescale, tiny_model
+from accel.testing.models import rescale
 
 BACKENDS = ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)]
 _BART: dict[str, Any] = {
@@ -102,8 +102,8 @@ def test_a_graph_of_one_image_size_is_validated_at_it(tmp_path: Path) -> None:
     assert validate(artifact).passed
 
 
-def test_positions_for_one_image_size(tmp_path: Path) -> None:
-    artifact = export(tiny_model("vit", "image-classification"), tmp_path / "out", task="image-classification")
+def test_positions_for_one_image_size(tiny_artifact: Callable[..., Artifact]) -> None:
+    artifact = tiny_artifact("vit", "image-classification")
     assert artifact.component().inputs[0].shape == ("batch", 3, 32, 32)
 
 
@@ -118,7 +118,7 @@ def test_a_squeeze_of_every_axis_keeps_single_rows(backend: str, tmp_path: Path)
 def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     """Falcon's positions are bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
     original = made(
-        "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=True,
         new_decoder_architecture=False, multi_query=False, bias=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     artifact = export(original, tmp_path / "out", task="text-generation")
@@ -130,12 +130,13 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_and_values_of_different_sizes(backend: str, tmp_path: Path) -> None:
-    """DeepSeek's latent attention."""
+def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path: Path) -> None:
+    """DeepSeek's latent attention; its second layer has experts."""
     original = made(
         "DeepseekV3ForCausalLM", vocab_size=120, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
         n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=192, pad_token_id=0,
         eos_token_id=None,
@@ -183,11 +184,12 @@ def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "reason", "settings"),
     [
-        (
+        pytest.param(
             "LongformerForSequenceClassification",
             "decides by the values of its tensors what to compute",
             {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
              "intermediate_size": 48, "attention_window": [8], "max_position_embeddings": 98},
+            marks=pytest.mark.thorough,
         ),
         (
             "FunnelForSequenceClassification",
@@ -201,6 +203,16 @@ def test_what_no_graph_holds_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ExportError, match=reason):
         export(made(architecture, **settings), tmp_path / "out", task="text-classification")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_branches_on_its_data_is_refused_with_the_reason(tmp_path: Path) -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if float(x.sum()) > 0 else x
+
+    with pytest.raises(ExportError, match="decides by the values of its tensors what to compute"):
+        export(Branch(), tmp_path / "out", task="custom", sample={"x": torch.ones(2, 3)}, axes={"x": {0: "batch"}})
     assert not (tmp_path / "out").exists()
 
 

@@ -18,7 +18,6 @@ from accel.measuring.latency.benchmarking import Baselines
 from accel.measuring.latency.variants import Variant
 from accel.measuring.reporting import html_page, write_png
 from accel.stages.resolving import resolve
-from accel.testing.generators import save_generator
 
 FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
@@ -69,9 +68,9 @@ def test_processes_share_the_rounds(tiny_folder: Callable[..., Path]) -> None:
         assert variant.cells[0].ratio is not None
 
 
-def test_generating_is_timed_to_the_first_and_to_the_last_token(tmp_path: Path) -> None:
-    folder = save_generator(tmp_path / "gpt2", "gpt2")
-    found = benchmark(folder, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
+def test_generating_is_timed_to_the_first_and_to_the_last_token(generator: Callable[..., Artifact]) -> None:
+    artifact = generator("gpt2")
+    found = benchmark(artifact, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
     for variant in found.variants:
         first, last = variant.cells
         assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
@@ -80,7 +79,7 @@ def test_generating_is_timed_to_the_first_and_to_the_last_token(tmp_path: Path) 
     assert "tokens/s" in found.variants[1].lines()[1]
     assert found.variants[1].max_abs_difference < found.variants[1].tolerance
     with pytest.raises(ConfigError, match="at least 2"):
-        benchmark(folder, new_tokens=1, **FEW)
+        benchmark(artifact, new_tokens=1, **FEW)
 
 
 def test_a_wrong_variant_is_not_timed(found) -> None:
@@ -187,9 +186,9 @@ def test_on_a_gpu_pytorch_is_measured_in_cuda_graphs_too(tiny_folder) -> None:
     assert not captured(Baselines(), None)
 
 
-def test_a_script_needs_no_main_guard(tiny_folder, tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     how = "sequence=[5], rounds=1, calls=1, warmup=0, threads=1"
-    script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_folder())!r}, {how}).variants))\n")
+    script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_artifact().path)!r}, {how}).variants))\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

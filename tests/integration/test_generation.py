@@ -65,7 +65,7 @@ def opened(artifact: Artifact) -> Any:
 
 
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
-USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "m2m-100", "t5", "vit-gpt2", "llava", "whisper")
+USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "llava", "whisper")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
 
@@ -77,9 +77,9 @@ def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
     for name, choices in CHOICES.items():
         for given in ({key: value[1:2] for key, value in rows.items()}, rows):
             torch.manual_seed(5)
-            expected = original.generate(**given, max_new_tokens=40, **choices)
+            expected = original.generate(**given, max_new_tokens=24, **choices)
             torch.manual_seed(5)
-            found = model.generate(**given, max_new_tokens=40, **choices)
+            found = model.generate(**given, max_new_tokens=24, **choices)
             assert torch.equal(found, expected), (family, name, len(found))
             seen |= set(expected.flatten().tolist())
     assert len(seen) > 5, "a model that repeats itself proves nothing"
@@ -87,7 +87,7 @@ def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
 
 # The tiny mT5's large random weights let OpenVINO's rounding grow to 1.4e-4 of its logits, and the export accepts 1e-4.
 IN_OPENVINO = [
-    pytest.param(name, marks=() if name in ("gemma3", "olmo3", "t5") else pytest.mark.thorough)
+    pytest.param(name, marks=() if name in ("gemma3", "bart") else pytest.mark.thorough)
     for name in GENERATORS
     if name != "mt5"
 ]

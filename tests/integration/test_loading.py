@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import pickle
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -33,7 +33,10 @@ from accel.errors import (
     TaskError,
     UnknownBackendError,
 )
-from accel.testing.models import rescale
+from accel.tasks.infer import task_spec
+from accel.tasks.spec import load
+from accel.testing.folders import edit_manifest, unmark
+from accel.testing.models import rescale, save_tiny
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 3, 0, 0]])
 INPUTS = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "token_type_ids": torch.zeros_like(IDS)}
@@ -50,24 +53,32 @@ def copy(artifact: Artifact, tmp_path: Path) -> Path:
     return Path(shutil.copytree(artifact.path, tmp_path / "copy"))
 
 
+@pytest.fixture
+def small_folder(shared: Callable[..., Path]) -> Path:
+    """A transformers folder that is exported in little time, for what happens around an export."""
+    return shared("distilbert-of-one-layer", lambda folder: save_tiny(folder, "distilbert", n_layers=1))
+
+
 def plain_onnx(artifact: Artifact, folder: Path, name: str = "model.onnx") -> Path:
     """The same graph as a folder without our manifest, as Optimum and transformers.js lay it out."""
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(artifact.file(), target)
+    unmark(target)
     shutil.copyfile(artifact.path / "model.onnx.data", target.parent / "model.onnx.data")
     shutil.copyfile(artifact.path / "config.json", folder / "config.json")
     return folder
 
 
 def test_transformers_folder_is_exported_once(
-    tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        first = Classifier.from_pretrained(tiny_folder("distilbert"))
+        first = Classifier.from_pretrained(small_folder)
     assert "exported it once" in caplog.text
     caplog.clear()
-    second = Classifier.from_pretrained(tiny_folder("distilbert"))
+    second = Classifier.from_pretrained(small_folder)
     assert caplog.text == ""
     assert second.artifact.path == first.artifact.path
     assert accel_home() in first.artifact.path.parents
@@ -120,7 +131,7 @@ def test_a_backend_that_does_not_export_says_why_it_cannot_run(tiny_folder: Call
 
 def test_file_name_chooses_among_graphs(artifact: Artifact, tmp_path: Path) -> None:
     plain_onnx(artifact, tmp_path, "a.onnx")
-    shutil.copyfile(artifact.file(), tmp_path / "b.onnx")
+    shutil.copyfile(tmp_path / "a.onnx", tmp_path / "b.onnx")
     with pytest.raises(ArtifactNotFoundError, match=r"not clear: a\.onnx, b\.onnx"):
         Classifier.from_pretrained(tmp_path)
     assert Classifier.from_pretrained(tmp_path, file_name="b.onnx").artifact.component().file == "b.onnx"
@@ -202,7 +213,7 @@ def test_defaults_are_transformers(artifact: Artifact) -> None:
 
 def test_inputs_that_the_graph_does_not_take(tiny_artifact: Callable[..., Artifact]) -> None:
     model = Classifier(tiny_artifact())
-    for extra in ({"labels": torch.zeros(2)}, {"inputs_embeds": torch.zeros(2, 5, 32)}, {"output_attentions": True}):
+    for extra in ({"positions": torch.zeros(2)}, {"inputs_embeds": torch.zeros(2, 5, 32)}, {"output_attentions": True}):
         with pytest.raises(InputError, match=next(iter(extra))):
             model(**INPUTS, **extra)
     model(**INPUTS, output_attentions=False, output_hidden_states=None)
@@ -354,9 +365,8 @@ def test_damaged_graphs(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
 
 
 def test_newer_manifest(copy: Path) -> None:
-    values = json.loads((copy / "accel.json").read_text())
-    (copy / "accel.json").write_text(json.dumps({**values, "schema": 2}))
-    with pytest.raises(SchemaError, match="schema 2"):
+    edit_manifest(copy, lambda values: values.update(schema=99))
+    with pytest.raises(SchemaError, match="schema 99"):
         Classifier.from_pretrained(copy)
 
 
@@ -387,20 +397,18 @@ def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_damaged_cached_export_is_made_again(
-    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    first = Classifier.from_pretrained(tiny_folder("distilbert"))
+    first = Classifier.from_pretrained(small_folder)
     (first.artifact.path / "model.onnx").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        again = Classifier.from_pretrained(tiny_folder("distilbert"))
+        again = Classifier.from_pretrained(small_folder)
     assert "Exporting it again" in caplog.text
     assert again.artifact.bytes == first.artifact.bytes
 
 
-def test_two_exports_of_one_model_at_once(
-    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_exports_of_one_model_at_once(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The slower process finds the folder of the faster one in its place and takes it."""
     from accel.stages import export as exporting
 
@@ -413,20 +421,20 @@ def test_two_exports_of_one_model_at_once(
         return real(resolved, out, **kwargs)
 
     monkeypatch.setattr(exporting, "export_resolved", raced)
-    model = Classifier.from_pretrained(tiny_folder("distilbert"))
+    model = Classifier.from_pretrained(small_folder)
     assert model.artifact.path.parent == tmp_path / "exports"
 
 
-def test_other_ways_to_name_things(artifact: Artifact, tiny_folder: Callable[..., Path]) -> None:
+def test_other_ways_to_name_things(artifact: Artifact, small_folder: Path) -> None:
     assert Classifier.from_pretrained(artifact).artifact == artifact
     assert str(Classifier.from_pretrained(artifact, device=-1).device) == "cpu"
-    half = Classifier.from_pretrained(tiny_folder("distilbert"), dtype=torch.float16)
+    half = Classifier.from_pretrained(small_folder, dtype=torch.float16)
     assert half.dtype == torch.float16
     with pytest.raises(ConfigError, match="takes an Artifact"):
         Classifier(str(artifact.path))  # type: ignore[arg-type]
     # Which of the two says so depends on the plugins here: nobody runs it, or the exporter does not make it.
     with pytest.raises((BackendUnavailableError, ConfigError), match="bfloat16"):
-        Classifier.from_pretrained(tiny_folder("distilbert"), dtype="bfloat16")
+        Classifier.from_pretrained(small_folder, dtype="bfloat16")
 
 
 def test_bad_config_of_an_artifact(copy: Path) -> None:
@@ -467,3 +475,46 @@ def test_paths_of_this_machine_are_not_published(artifact: Artifact, monkeypatch
     folder = str(Path(artifact.manifest.source.id).parent)
     assert seen["accel.json"]
     assert not [name for name, text in seen.items() if folder in text]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "question-answering", "fill-mask"])
+def test_labels_give_the_loss_that_transformers_computes(
+    task: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    folder, artifact = tiny_folder("bert", task), tiny_artifact("bert", task)
+    reference = getattr(transformers, task_spec(task).auto_model).from_pretrained(folder).eval()
+    shape = {"text-classification": (2,), "question-answering": (2,)}.get(task, tuple(IDS.shape))
+    labels = torch.ones(shape, dtype=torch.int64)
+    if labels.ndim == 2:
+        labels[0, 0] = -100
+    given = {"start_positions": labels, "end_positions": labels} if task == "question-answering" else {"labels": labels}
+    model = load(task_spec(task).model)(artifact)
+    with torch.no_grad():
+        expected = reference(input_ids=IDS, **given)
+    found = model(input_ids=IDS, **given)
+    assert torch.allclose(found.loss, expected.loss, atol=1e-4)
+    assert list(found) == list(expected)
+    assert model(input_ids=IDS).loss is None
+    assert isinstance(model(input_ids=IDS.numpy(), **given).loss, np.ndarray)
+
+
+def test_arguments_of_transformers_that_ask_for_nothing_else(artifact: Artifact) -> None:
+    for words in (
+        {"device_map": "auto"}, {"device_map": {"": "cpu"}}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"attn_implementation": "sdpa"},
+    ):  # fmt: skip
+        assert Classifier.from_pretrained(artifact.path, **words).device == torch.device("cpu")
+        if "attn_implementation" not in words:
+            assert accel.pipeline("text-classification", str(artifact.path), **words)("Hello.")
+    with pytest.raises(ConfigError, match="one device"):
+        Classifier.from_pretrained(artifact.path, device_map={"a": 0, "b": 1})
+    with pytest.raises(ConfigError, match="has an attention of its own"):
+        Classifier.from_pretrained(artifact.path, attn_implementation="quick")
+    with pytest.raises(ConfigError, match="holds an exported graph already"):
+        accel.pipeline("text-classification", str(artifact.path), dtype="float16")
+    with pytest.raises(ConfigError, match="given by id or folder"):
+        accel.pipeline("text-classification", Classifier(artifact), dtype="float16")
+
+
+def test_trainer_is_told_what_works_instead(artifact: Artifact) -> None:
+    with pytest.raises(InputError, match=r"accel\.evaluate"):
+        transformers.Trainer(model=Classifier(artifact))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import accel
+from accel.artifact import Artifact
 from accel.tasks import infer
 from accel.tasks.infer import task_spec
 
@@ -56,9 +57,11 @@ def rows_labelled_by(model: Any) -> list[dict[str, Any]]:
     return [{"said": text, "wish": answer["label"]} for text, answer in zip(texts, answers, strict=True)]
 
 
-def test_a_task_is_one_spec(task: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_task_is_one_spec(
+    task: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
     assert task_spec("intents").name == task
-    classifier = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder())
+    classifier = accel.ORTModelForSequenceClassification(tiny_artifact())
     rows = rows_labelled_by(classifier)
     artifact = accel.export(tiny_folder(), tmp_path / "artifact", task=task)
     assert artifact.task == task

@@ -16,6 +16,7 @@ from accel.artifact import Artifact, HubOptions, Location
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError
 from accel.stages import resolving
 from accel.stages.resolving import original, resolve
+from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import save_tiny, tiny_model
 
 HUB = {"revision": "abc123", "token": "hf_secret", "trust_remote_code": True}
@@ -57,6 +58,7 @@ class TestKinds:
         shutil.copytree(tiny_folder(), both)
         for name in ("model.onnx", "model.onnx.data"):
             shutil.copy(tiny_artifact().path / name, both / name)
+        unmark(both / "model.onnx")
         assert resolve(both).kind == "foreign"
         assert resolve(both, weights=True).kind == "weights"
 
@@ -116,10 +118,8 @@ class TestHubArguments:
     ) -> None:
         folders, asked = hub
         made = shutil.copytree(tiny_artifact().path, tmp_path / "made")
-        manifest = json.loads((made / "accel.json").read_text())
-        folders["org/original"] = Path(manifest["source"]["id"])
-        manifest["source"] |= {"id": "org/original", "revision": "f00"}
-        (made / "accel.json").write_text(json.dumps(manifest))
+        folders["org/original"] = Path(tiny_artifact().manifest.source.id)  # type: ignore[union-attr]
+        edit_manifest(made, lambda values: values["source"].update(id="org/original", revision="f00"))
         accel.evaluate(made, ROWS, against=True, token="hf_secret")
         assert (asked[-1].revision, asked[-1].token) == ("f00", "hf_secret")
 
@@ -142,7 +142,7 @@ class StrangeForSequenceClassification(BertForSequenceClassification):
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that comes with its code."""
-    folder = save_tiny(tmp_path_factory.mktemp("strange") / "model", "bert", "text-classification")
+    folder = save_tiny(tmp_path_factory.mktemp("strange") / "model", "bert", num_hidden_layers=1)
     (folder / "configuration_strange.py").write_text(_CONFIG)
     (folder / "modeling_strange.py").write_text(_MODEL)
     config = json.loads((folder / "config.json").read_text())

@@ -183,6 +183,21 @@ def test_a_sample_is_not_passed_off_as_all_rows(found: Tuning) -> None:
     assert set(found.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
 
 
+def test_searches_on_one_store_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One builds what both need, and what another uses is not tidied away."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    one, two = Store(), Store()
+    with one.in_use():
+        assert one.alone()
+        with two.in_use():
+            assert not one.alone()
+        with one.building({"a": 1}, 0.0) as first, two.building({"a": 1}, 0.1) as second:
+            assert (first, second) == (True, False)
+        with two.building({"a": 1}, 0.0) as again:
+            assert again
+    assert two.alone()
+
+
 def test_a_fresh_store_forgets_what_was_there_and_keeps_what_it_adds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "graph_optimization": ("none", "basic", "extended"),
     "spinning": (False,),
     "profile": ("FOLDER",),
+    "check_inputs": (False,),
 }
 # The vendor's own words: in `SessionOptions.native`, and as provider options.
 NATIVE: Mapping[str, Mapping[str, Any]] = {
@@ -190,7 +191,7 @@ def combined(
     tasks: Iterable[str] = CASE_TASKS,
     *,
     plain: bool = False,
-    exports: Callable[[Case], bool] = lambda case: True,
+    keeps: Callable[[Case], bool] = lambda case: True,
 ) -> Iterator[Case]:
     """Every case that the specs' own words allow.
 
@@ -198,7 +199,8 @@ def combined(
         specs: Of the backends.
         tasks: Of the cases.
         plain: With the defaults of all settings and options alone: with them, a million for all tasks.
-        exports: Which exports to go on from.
+        keeps: Which cases to go on with. It is asked after each step, about what is made so far: what it refuses then, it
+            would also refuse with more steps behind it.
     """
     for task in tasks:
         for spec, capability in _offers(specs, task, "export", None):
@@ -207,8 +209,8 @@ def combined(
                     start = Case(
                         task=task, exporter=spec.name, format=str(capability.produces), dtype=dtype, capture=capture
                     )
-                    if exports(start):
-                        yield from _steps(specs, start, plain)
+                    if keeps(start):
+                        yield from _steps(specs, start, plain, keeps)
 
 
 def _offers(
@@ -227,7 +229,7 @@ def _captures(task: str, capability: Capability) -> list[str]:
     return ["", *(word(name, value) for name in names for value in CAPTURES[name]), *own]
 
 
-def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[Case]:
+def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool, keeps: Callable[[Case], bool]) -> Iterator[Case]:
     starts = [(start, start.format, start.dtype)]
     for spec, one in _offers(specs, start.task, "optimize", start.format):
         levels = [(level, "") for level in one.schemes]
@@ -235,9 +237,10 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[C
             levels += [("O2", dtype) for dtype in ENABLED if dtype in one.dtypes]
         for level, enable in levels if start.dtype in one.dtypes else ():
             optimized = replace(start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces))
-            starts.append((optimized, str(one.produces), optimized.made_dtype))
+            if keeps(optimized):
+                starts.append((optimized, str(one.produces), optimized.made_dtype))
     for case, format, dtype in starts:
-        yield from _runs(specs, case, format, dtype, plain)
+        yield from filter(keeps, _runs(specs, case, format, dtype, plain))
         for spec, one in _offers(specs, case.task, "quantize", format):
             # What was rewritten for one backend's kernels is quantized and run by it.
             if dtype not in one.dtypes or case.optimizer not in ("", spec.name):
@@ -247,7 +250,8 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool) -> Iterator[C
                     made = replace(
                         case, quantizer=spec.name, scheme=scheme, setting=setting, rewritten=str(one.produces)
                     )
-                    yield from _runs(specs, made, str(one.produces), dtype, plain)
+                    if keeps(made):
+                        yield from filter(keeps, _runs(specs, made, str(one.produces), dtype, plain))
 
 
 def _settings(spec: BackendSpec, capability: Capability, scheme: str) -> list[str]:
@@ -268,6 +272,9 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         if dtype in one.dtypes:
             for device in one.devices:
                 for option in [""] if plain else _run_options(spec, one):
+                    # A graph on a CUDA device computes in what it was made in, and says so to whoever asks for more.
+                    if spec.name == "cuda" and parsed(option).get("compute_dtype", dtype) != dtype:
+                        continue
                     yield replace(case, runner=spec.name, device=device, option=option)
 
 
@@ -328,7 +335,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
     # Batches hold the inputs of a model, and no cache, which its graphs take as well.
-    Refusal(lambda c: c.generates and c.quantizer == "cpu" and c.scheme == "static-int8", "the graph also takes"),
+    Refusal(
+        lambda c: c.generates and c.quantizer in ("cpu", "cuda", "tensorrt") and c.scheme.startswith("static"),
+        "the graph also takes",
+    ),
     Refusal(
         lambda c: (
             c.quantizer == "openvino"
@@ -417,9 +427,14 @@ def _quick_pairs(case: Case) -> list[Hashable]:
 
 
 @functools.cache
+def _quick_pool() -> tuple[Case, ...]:
+    return tuple(declared(specs(), QUICK, keeps=_is_quick))
+
+
+@functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
     """The cases of every run: each pair of values that can occur together occurs in one."""
-    pool = [case for case in declared(specs(), QUICK, exports=_is_quick) if case.on_host is on_host and _is_quick(case)]
+    pool = [case for case in _quick_pool() if case.on_host is on_host]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
 
 

@@ -222,7 +222,7 @@ def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | N
     for name, wanted in expected.items():
         if name not in found or not wanted.is_floating_point():
             continue
-        have, want = found[name].float().cpu(), wanted.float()
+        have, want = found[name].float().cpu(), wanted.float().cpu()
         assert have.shape == want.shape, name
         if kept is not None and want.shape[:2] == kept.shape:
             have, want = have[kept], want[kept]

@@ -71,7 +71,10 @@ def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
     assert (found[0] - expected[0]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of models with an encoder one: without a cache each token takes a call of all of them.
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper") else f for f in FAMILIES]
+)
 def test_without_the_cache(family: str, generator: Artifacts) -> None:
     model = classed(GENERATORS[family][0])(generator(family))
     for choices in ({}, {"num_beams": 2}):

@@ -308,8 +308,8 @@ class TestCalibrationBatches:
         assert next(iter(batches))["token_type_ids"].tolist() == [[0, 0, 0, 0]]
 
     def test_batches_without_an_input(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        batches = calibration_batches(tiny_artifact(), [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}])
-        with pytest.raises(InputError, match="'attention_mask', which its processor does not make"):
+        batches = calibration_batches(tiny_artifact(), [{"attention_mask": torch.ones(1, 4, dtype=torch.int64)}])
+        with pytest.raises(InputError, match="'input_ids', which its processor does not make"):
             list(batches)
 
     def test_no_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -144,6 +145,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) 
     monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
     registry._describe.cache_clear()
     registry.probe.cache_clear()
+    registry._tell_broken.cache_clear()
 
 
 def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +165,40 @@ def test_two_plugins_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PluginError, match=r"More than one plugin is called 'x'.*spec_one.*spec_two"):
         registry.describe("x")
     assert [s.name for s in registry.describe_all()[0]] == ["y"]
+
+
+def test_who_is_left_out_is_told_before_another_does_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(registry.logger, "warning", lambda text, *values: said.append(text % values))
+    able = spec("y", impl="json:JSONDecoder", requires=())
+    install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", able))
+    for _ in range(2):
+        assert registry.owner("run", "onnx").name == "y"
+    assert len(said) == 1
+    assert "The backend 'x' is left out" in said[0]
+    assert "More than one plugin is called 'x'" in said[0]
+
+
+def test_a_plugin_that_exits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "exits_on_probe.py").write_text("class Backend:\n    def probe(self):\n        raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(
+        monkeypatch,
+        ("a", "exits_on_import", None),
+        ("b", "spec_b", spec("b", impl="exits_on_probe:Backend", requires=())),
+    )
+    assert "SystemExit: 3" in registry.describe_all()[1]["a"].message
+    assert "its probe failed: SystemExit: 3" in str(registry.probe(registry.describe("b")).reasons[0])
+    assert not any(status.available for status in doctor.list_backends())
+
+
+def test_a_package_that_was_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(BackendUnavailableError, match=r"entry points are missing.*\n?.*pip install"):
+        registry.owner("export", "onnx")
 
 
 def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,3 +108,11 @@ def test_a_variant_that_falls_behind_is_named(rate: float | None, told: bool) ->
     settings = {"threads": 2, "callers": 1, "rate": rate}
     values = {"task": "text-classification", "baseline": "slow one", "settings": settings, "variants": [variant]}
     assert ("slow one answered 100 of 200 calls a second" in text_table(values)) is told
+
+
+def test_names_with_brackets_are_shown_whole() -> None:
+    latency = {"median": 1.0, "p95": 2.0}
+    cell = {"workload": "1x8", "batch": 1, "latency": latency, "throughput": 1.0, "ratio": None}
+    variant = {"name": "int8 [cpu]", "cells": [cell], "peak_memory_bytes": None, "bytes": None, "compute_dtype": "int8"}
+    values = {"task": "t", "baseline": "b", "settings": {"threads": 1}, "variants": [variant]}
+    assert "int8 [cpu]" in text_table(values)

@@ -105,7 +105,8 @@ class Predictor(abc.ABC):
             for part in progress.track(plan, what):
                 feeds = self.encoded.batch(part)
                 if isinstance(model, ORTModel) and not model.can_generate():
-                    inputs: Mapping[str, torch.Tensor] = for_graph(feeds, model.artifact.components[0].inputs)
+                    component = model.artifact.components[0]
+                    inputs: Mapping[str, torch.Tensor] = for_graph(feeds, component.inputs, component.own_defaults)
                 else:
                     inputs = {name: value for name, value in feeds.items() if name in takes}
                 yield part, feeds, model(**inputs)

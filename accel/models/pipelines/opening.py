@@ -19,6 +19,9 @@ from ...tasks.spec import TaskSpec, load
 from ..base import ORTModel
 from .sorting import sorted_class
 
+_LOADING = ("dtype", "torch_dtype", "device_map", "attn_implementation")
+"""Arguments of transformers' `pipeline` that are about loading the model."""
+
 
 def pipeline(
     task: str | None = None,
@@ -50,7 +53,7 @@ def pipeline(
         batch_size: Inputs a call of the model.
         revision, token, trust_remote_code: For an id or folder, as in transformers.
         model_kwargs: More arguments of `from_pretrained`.
-        **kwargs: Arguments of the stock pipeline.
+        **kwargs: Arguments of the stock pipeline; `dtype`, `device_map` and `attn_implementation` as in `from_pretrained`.
 
     Raises:
         ConfigError: No model was given.
@@ -58,13 +61,15 @@ def pipeline(
     """
     if model is None:
         raise ConfigError("No model was given; accel has no default models.", fix="pass model=<Hub id or folder>.")
+    loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-        model = _load(task, model, {**hub, **given})
-    elif (backend, device, revision, token) != (None, None, None, None) or model_kwargs:
+        model = _load(task, model, {**hub, **loading, **given})
+    elif (backend, device, revision, token) != (None, None, None, None) or model_kwargs or loading:
         raise ConfigError(
-            "backend=..., device=..., revision=..., token=... and model_kwargs=... are for a model given by id or folder.",
+            f"backend=..., device=..., revision=..., token=..., {'=..., '.join(_LOADING)}=... and model_kwargs=... are for a "
+            "model given by id or folder.",
             fix="load the model with them.",
         )
     if task is None:

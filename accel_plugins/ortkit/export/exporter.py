@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
+from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
 from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
@@ -57,6 +57,7 @@ class OnnxExporter:
         model, exported = capture_onnx(source, config)
         unused = drop_unused_inputs(model)
         component = _component(source, model, GRAPH, unused)
+        model.metadata_props[MARK] = MANIFEST
         with quiet():
             exported.save_pretrained(out)
             if not config.external_data:
@@ -110,6 +111,7 @@ def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[st
         outputs=graph_specs(model.graph.outputs),
         max_sizes=source.max_sizes,
         unused_inputs=tuple(dict.fromkeys((*source.unused_inputs, *unused))),
+        own_defaults=source.own_defaults,
         stateful=source.stateful,
         domains=operator_domains(model),
     )

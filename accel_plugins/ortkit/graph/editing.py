@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from accel.artifact import Artifact, Component, Quantization, Step, TensorSpec, copy_companions, with_files
+from accel.artifact import (
+    MANIFEST,
+    MARK,
+    Artifact,
+    Component,
+    Quantization,
+    Step,
+    TensorSpec,
+    copy_companions,
+    with_files,
+)
 
 MICROSOFT = "com.microsoft"
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
@@ -88,6 +98,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
         for name, model in models.items():
             if MICROSOFT in operator_domains(model):
                 model.opset_imports.setdefault(MICROSOFT, 1)
+            model.metadata_props[MARK] = MANIFEST
             ir.save(model, folder / name)
     finally:
         # The caller's graphs keep their weights, which may be in memory or elsewhere.

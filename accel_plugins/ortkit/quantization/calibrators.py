@@ -7,16 +7,15 @@ kept, and for the methods that look at the distribution, in a second pass, a his
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from accel.artifact import Component
+from accel.artifact import Component, scratch
 from accel.backends.interfaces import Feeds
 from accel.config import Calibration, available_processors
 from accel.errors import QuantizeError
@@ -57,7 +56,8 @@ class _Histogram:
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     def add(self, values: np.ndarray) -> None:
-        self.counts += np.histogram(values, bins=BINS, range=(self.low, self.high))[0]
+        # In float16 the bins of a narrow range would have no width.
+        self.counts += np.histogram(values.astype(np.float64), bins=BINS, range=(self.low, self.high))[0]
 
 
 class Calibrator:
@@ -78,8 +78,8 @@ class Calibrator:
         self._batches = batches
         self._samples = samples
         self._component = component
-        self._folder = tempfile.TemporaryDirectory(prefix="accel-calibration-")
-        path = Path(self._folder.name) / "model.onnx"
+        self._resources = ExitStack()
+        path = self._resources.enter_context(scratch()) / "model.onnx"
         outputs = {value.name for value in model.graph.outputs}
         values = {value.name: value for node in model.graph for value in node.outputs}
         inputs = {value.name for value in model.graph.inputs}
@@ -95,7 +95,7 @@ class Calibrator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+        self._resources.close()
 
     @property
     def rows(self) -> int:

@@ -51,10 +51,20 @@ class OrtQuantizer:
         preset, why = choose_preset(config.preset, self._flags())
         check(artifact, config, preset, calibration)
         report: dict[str, Any] = {"preset": preset.name, "why": why, "layers": [], "excluded": []}
-        models, excluded = {}, []
+        models = {component.name: load_graph(artifact, component) for component in artifact.components}
+        found = {name: find_layers(model, config.operators) for name, model in models.items()}
+        # Of all graphs at once: a pattern names a layer of one of them, and a table of embeddings has none.
+        kept, _ = split_excluded([layer for layers in found.values() for layer in layers], config.exclude)
+        chosen = {id(layer) for layer in kept}
+        excluded: list[str] = []
         for component in artifact.components:
-            model = load_graph(artifact, component)
-            layers, left = split_excluded(find_layers(model, config.operators), config.exclude)
+            model = models[component.name]
+            layers = [layer for layer in found[component.name] if id(layer) in chosen]
+            left = [layer for layer in found[component.name] if id(layer) not in chosen]
+            if not layers:
+                report["excluded"] += [layer.name for layer in left]
+                excluded += [str(layer.node.name) for layer in left]
+                continue
             if config.scheme == STATIC:
                 assert calibration is not None
                 unreachable = [layer for layer in layers if layer.node.graph is not model.graph]
@@ -67,7 +77,6 @@ class OrtQuantizer:
             else:
                 report |= _weight_only(layers, config)
             passes.RemoveUnusedNodesPass()(model)
-            models[component.name] = model
             report["layers"] += [layer.name for layer in layers]
             report["excluded"] += [layer.name for layer in left]
             excluded += [str(layer.node.name) for layer in left]

@@ -341,6 +341,7 @@ class OrtSession(SessionDescription):
         if len(feeds) != len(arrays) or [array.dtype for array in arrays.values()] != self._numpy_dtypes:
             arrays = {name: tensor.numpy() for name, tensor in self._checked(feeds).items()}
         self._check_shapes(tuple([array.shape for array in arrays.values()]))
+        self._check_values(feeds)
         try:
             results = self._run(self._output_names, arrays, None)
         except _RUN_ERRORS as error:
@@ -360,6 +361,7 @@ class OrtSession(SessionDescription):
             check_state(state, OrtState, stateful=self._component.stateful, out=out)
         dtypes = self._dtypes if state is None else self._stateless
         tensors = self._checked(feeds, dtypes)
+        self._check_values(feeds)
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)

@@ -10,6 +10,7 @@ import torch
 from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.checks import (
     ShapeCheck,
+    ValueCheck,
     check_buffer_shape,
     check_buffers,
     read_feeds,
@@ -160,6 +161,7 @@ class ToySession:
         self._dtype = dtype
         self._device = device
         self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._check_values = ValueCheck(component.inputs)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -197,6 +199,7 @@ class ToySession:
         if state is not None:
             tensors = state.extended(tensors)
         self._check_shapes(tuple(tuple(tensor.shape) for tensor in tensors.values()))
+        self._check_values(tensors)
         dtypes = tensor_dtypes(self.outputs)
         names = wanted_outputs(outputs, list(dtypes)) if outputs is not None else list(dtypes)
         if out:

@@ -1,0 +1,144 @@
+"""What capture reads from a PyTorch model before it traces it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from accel.artifact.manifest import Origin
+from accel.artifact.tensors import TensorSpec
+from accel.capture import Source, split
+from accel.capture.attention import CacheLayer, _Trace
+from accel.capture.generation import _layer_shapes
+from accel.capture.references import own_defaults_of
+from accel.capture.samples import has_position_table, max_sizes_of
+from accel.capture.tracing import _SimpleSizes
+from accel.errors import ExportError
+from accel.stages.checking import _without_padding
+
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
+TEXT = {"input_ids": {0: "batch", 1: "sequence"}}
+
+
+class Tower(torch.nn.Module):
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_embedding = torch.nn.Embedding(4, 8)
+        self.register_buffer("table", torch.zeros(64))
+
+
+class Reader(torch.nn.Module):
+    """Text with rotary positions, beside a tower of images with four patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = Tower()
+        self.embed_tokens = torch.nn.Embedding(40, 8)
+
+
+def test_positions_of_images_do_not_limit_texts() -> None:
+    model = Reader()
+    assert max_sizes_of(model, TEXT) == {}
+    assert not has_position_table(model, 64)
+    model.position_embedding = torch.nn.Embedding(64, 8)
+    assert max_sizes_of(model, TEXT) == {"sequence": 64}
+    assert has_position_table(model, 64)
+
+
+def test_bigbird_computes_its_own_token_types() -> None:
+    """From the separator, in its head for questions alone."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdConfig(**TINY, attention_type="original_full", sep_token_id=7)
+    ids = torch.tensor([[5, 6, 7, 8, 9], [8, 7, 6, 5, 7]])
+    example = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+    assert own_defaults_of(transformers.BigBirdForQuestionAnswering(config).eval(), example) == ("token_type_ids",)
+    assert own_defaults_of(transformers.BigBirdForTokenClassification(config).eval(), example) == ()
+
+
+def test_values_that_the_model_made_others_of_are_no_caches() -> None:
+    """DiffLlama pairs heads before it attends."""
+    past = torch.zeros(1, 2, 0, 4)
+    layer = CacheLayer(past, past, 3, 3, roomy=False)
+    key, value = layer.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4))
+    trace = _Trace(None, [layer], 1, 3)
+    assert trace.layer_of(key, value) is layer
+    assert trace.layer_of(key, value.repeat(1, 1, 1, 2)) is None
+
+
+def test_a_pair_of_caches_is_read_without_an_encoder() -> None:
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    cache.self_attention_cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5), 0)
+    assert _layer_shapes(torch.nn.Identity(), cache) == [(2, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("task", "encoder", "reads", "said"),
+    [
+        ("text2text-generation", False, "input_ids", "is a decoder alone; .* an encoder and a decoder"),
+        ("automatic-speech-recognition", False, "input_ids", "a decoder alone, which reads .'input_ids'."),
+        ("automatic-speech-recognition", True, "input_ids", "which reads sounds"),
+        ("image-text-to-text", True, "input_ids", "an encoder and a decoder; .* a decoder alone"),
+    ],
+)
+def test_a_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said: str) -> None:
+    model: Any = torch.nn.Identity()
+    model.config = SimpleNamespace(is_encoder_decoder=encoder)
+    source = Source(
+        model=model, task=task, folder=None, origin=Origin(id="x"), example={reads: torch.ones(2, 5)}, axes={}
+    )
+    with pytest.raises(ExportError, match=said):
+        split(source)
+    assert replace(source, task="text-classification") in split(replace(source, task="text-classification"))
+
+
+class Windows(torch.nn.Module):
+    """Pads to whole windows before each of its halvings, as Swin does."""
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            height = pixel_values.shape[2]
+            pixel_values = torch.nn.functional.pad(pixel_values, (0, 0, 0, (7 - height % 7) % 7))[:, :, ::2]
+        return pixel_values
+
+
+def test_a_trace_of_long_formulas_ends() -> None:
+    height = torch.export.Dim.DYNAMIC
+    pixels = torch.ones(2, 1, 40, 8)
+    with pytest.raises(ExportError, match="Windows with images of any size takes too long"), _SimpleSizes("Windows"):
+        torch.export.export(Windows(), (pixels,), dynamic_shapes={"pixel_values": {2: height}})
+
+
+def test_short_formulas_do_not_end_a_trace() -> None:
+    class Half(torch.nn.Module):
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return pixel_values[:, :, ::2] + 1
+
+    shapes = {"pixel_values": {2: torch.export.Dim.DYNAMIC}}
+    with _SimpleSizes("Half"):
+        made = torch.export.export(Half(), (torch.ones(2, 1, 40, 8),), dynamic_shapes=shapes)
+    assert made.module()(torch.ones(2, 1, 20, 8)).shape == (2, 1, 10, 8)
+
+
+def test_answers_at_padding_are_not_compared() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    specs = [TensorSpec("logits", "float32", ("batch", "sequence", 4)), TensorSpec("pooled", "float32", ("batch", 3))]
+    values = {"logits": torch.randn(2, 3, 4), "pooled": torch.randn(2, 3)}
+    kept = _without_padding(values, specs, {"attention_mask": mask})
+    assert torch.equal(kept["logits"], values["logits"][[0, 0, 1], [0, 1, 0]])
+    assert kept["pooled"] is values["pooled"]
+    assert _without_padding(values, specs, {}) == values
