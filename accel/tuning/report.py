@@ -13,6 +13,7 @@ from ..measuring.latency.results import VariantResult
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
+_REASONS = 10  # of candidates that failed, in an error
 _UNITS = {
     "max_drop": "points",
     "min_accuracy": "",
@@ -184,7 +185,10 @@ class Tuning:
 
 
 def no_fit(
-    missed: Sequence[tuple[str, Mapping[str, float], bool]], limits: Mapping[str, float | None], limit_s: float | None
+    missed: Sequence[tuple[str, Mapping[str, float], bool]],
+    limits: Mapping[str, float | None],
+    limit_s: float | None,
+    failed: Mapping[str, str],
 ) -> BudgetError:
     """The error when no candidate satisfies all constraints: which ones bind, and by how much.
 
@@ -192,12 +196,15 @@ def no_fit(
         missed: Of each candidate its name, by how much it misses each constraint, and whether its accuracy was measured.
         limits: The constraints.
         limit_s: The time limit.
+        failed: Why the others were not timed, by name.
     """
     if not any(by or known for _, by, known in missed):
         within = f" within {limit_s:g} s" if limit_s is not None else ""
         fix = "run `accel tune --verbose` to see why."
+        why = "".join(f"\n  {name}: {reason}" for name, reason in list(failed.items())[:_REASONS])
+        more = f"\n  and {len(failed) - _REASONS} more" if len(failed) > _REASONS else ""
         return BudgetError(
-            f"The accuracy of no candidate could be measured{within}; {len(missed)} were timed.",
+            f"The accuracy of no candidate could be measured{within}; {len(missed)} were timed.{why}{more}",
             fix=fix if limit_s is None else f"allow more time (--time-limit), or {fix}",
         )
     lines = []

@@ -290,7 +290,8 @@ class Search:
         if winner is None:
             ranked = self._judge.ranked()
             missed = [(str(t.candidate), self._judge.violations(t), t.found is not None) for t in ranked]
-            raise no_fit(missed, asdict(self._goal.constraints), self._clock.limit_s)
+            reasons = {name: why for name, (_, why) in failed.items()}
+            raise no_fit(missed, asdict(self._goal.constraints), self._clock.limit_s, reasons)
         assert winner.final is not None
         assert winner.final_anchor is not None
         trials = self._judge.trials(winner, failed, space)

@@ -56,6 +56,12 @@ def test_a_hopeless_variant_is_given_up_after_a_few_calls() -> None:
     assert not found[2].lost, "it would be as slow the next time"
 
 
+def test_a_short_call_is_timed_however_slow_it_is_beside_the_baseline() -> None:
+    found = group(FakeWorker(29.0))
+    warm_up(found, WORK, 6, hopeless=1.5)
+    assert found[1].error is None
+
+
 def test_a_call_that_does_not_end_is_cut_off() -> None:
     found = group(FakeWorker(10_000.0, never=1000.0))
     warm_up(found, WORK, 6, hopeless=3.0)

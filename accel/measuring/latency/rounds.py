@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _WARMUP_CASES = 64
 _LEAST_ROUNDS = 3
+# A call this short is timed in any case: giving up would save a second or two, and one disturbance is as long as the call.
+_SHORT_MS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,8 @@ def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopele
         group: The baseline and the others.
         workload: The calls.
         calls: How many.
-        hopeless: Give up on a variant whose second call takes this many times as long as the baseline's; the first one may
-            compile. `None`: never.
+        hopeless: Give up on a variant whose calls after the first, which may compile, take this many times as long as the
+            baseline's, and 30 ms. `None`: never.
     """
     calls = max(calls, min(len(workload.cases), _WARMUP_CASES))
     base_ms = 0.0
@@ -167,7 +169,7 @@ def _give_up_if_slow(one: Measured, workload: Workload, base_ms: float, factor: 
     Measured: OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference kernels on a Xeon with AMX,
     in 10 s a call where PyTorch takes 15 ms.
     """
-    limit_ms = factor * base_ms
+    limit_ms = max(factor * base_ms, _SHORT_MS)
     best_ms = math.inf
     for _ in range(3):
         if one.worker is None or best_ms <= limit_ms:

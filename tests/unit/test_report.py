@@ -1,0 +1,13 @@
+"""What a search that found nothing says."""
+
+from __future__ import annotations
+
+from accel.tuning.report import no_fit
+
+
+def test_what_was_not_timed_is_told_with_its_reason() -> None:
+    text = str(no_fit([], {"max_drop": 1.0}, None, {f"candidate{i}": f"reason {i}" for i in range(12)}))
+    assert "\n  candidate0: reason 0" in text
+    assert "candidate9" in text
+    assert "candidate10" not in text
+    assert "and 2 more" in text
