@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, SessionClosedError, SessionError, did_you_mean
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ..artifact.manifest import Component
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from .interfaces import Feeds
 
 _REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
-_INT64_BYTES = 8
 Sizes = tuple[int, ...]
 
 
@@ -118,22 +118,21 @@ class ShapeCheck:
 
 class ValueCheck:
     """Checks that values are within the bounds that inputs declare: ids of tokens that a model does not have are an error of
-    the caller's, which runtimes answer by wrapping, clamping or crashing. About 6 microseconds for each
-    such input (two cores at 2.5 GHz); values on a GPU are not read back for it.
+    the caller's, which runtimes answer by wrapping, clamping or crashing. COST; values on a GPU are not read back for it.
 
     Args:
         inputs: What the graph takes.
     """
 
-    __slots__ = ("_bounded", "_largest")
+    __slots__ = ("_bounded", "_unsigned")
 
     def __init__(self, inputs: Sequence[TensorSpec]) -> None:
         import numpy as np
 
-        # Without the layer of Python that `ndarray.max` goes through.
-        self._largest = np.maximum.reduce
-        self._bounded: list[tuple[str, int, int]] = [
-            (spec.name, *spec.bounds) for spec in inputs if spec.bounds is not None
+        # Seen as unsigned, what is negative is large: one pass instead of two.
+        self._unsigned = {np.dtype(f"i{size}"): np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+        self._bounded: list[tuple[int, str, int, int]] = [
+            (place, spec.name, *spec.bounds) for place, spec in enumerate(inputs) if spec.bounds is not None
         ]
 
     def __call__(self, feeds: Feeds) -> None:
@@ -142,22 +141,36 @@ class ValueCheck:
         Raises:
             InputError: One lies outside.
         """
-        for name, least, most in self._bounded:
+        for _, name, least, most in self._bounded:
             tensor = feeds.get(name)
-            if tensor is None or not tensor.is_cpu or tensor.is_floating_point() or not tensor.numel():
-                continue
-            values = tensor.numpy()
-            # Seen as unsigned, what is negative is large: one pass instead of two.
-            if least == 0 and tensor.itemsize == _INT64_BYTES:
-                inside = int(self._largest(values.view("u8"), axis=None)) <= most
-            else:
-                inside = values.min() >= least and values.max() <= most
-            if not inside:
-                worst = values.min() if values.min() < least else values.max()
-                raise InputError(
-                    f"Input {name!r} holds {worst}; the model has {least} to {most}.",
-                    fix="use the tokenizer that belongs to the model; -100 is for labels alone.",
-                )
+            if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
+                self._check(tensor.numpy(), name, least, most)
+
+    def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        """The same for all inputs in the graph's order, as arrays of integers where bounds are declared.
+
+        Raises:
+            InputError: One lies outside.
+        """
+        for place, name, least, most in self._bounded:
+            self._check(arrays[place], name, least, most)
+
+    def _check(self, values: np.ndarray[Any, Any], name: str, least: int, most: int) -> None:
+        if not values.size:
+            return
+        unsigned = self._unsigned.get(values.dtype) if least == 0 else None
+        if unsigned is not None:
+            # `argmax` is a plain function of C where `max` goes through `ufunc.reduce`: 1 microsecond less.
+            seen = values.view(unsigned)
+            inside = seen.item(seen.argmax()) <= most
+        else:
+            inside = values.min() >= least and values.max() <= most
+        if not inside:
+            worst = values.min() if values.min() < least else values.max()
+            raise InputError(
+                f"Input {name!r} holds {worst}; the model has {least} to {most}.",
+                fix="use the tokenizer that belongs to the model; -100 is for labels alone.",
+            )
 
 
 def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]:

@@ -168,7 +168,7 @@ class OpenVinoSession(SessionDescription):
         if len(feeds) != len(arrays) or [array.dtype for array in arrays] != self._numpy_dtypes:
             arrays = [tensor.numpy() for tensor in self._checked(feeds).values()]
         self._check_shapes(tuple([array.shape for array in arrays]))
-        self._check_values(feeds)
+        self._check_values.arrays(arrays)
         pool = self._pool
         request = pool.get()
         alone = pool.qsize() == self._others

@@ -340,8 +340,9 @@ class OrtSession(SessionDescription):
             arrays = {}
         if len(feeds) != len(arrays) or [array.dtype for array in arrays.values()] != self._numpy_dtypes:
             arrays = {name: tensor.numpy() for name, tensor in self._checked(feeds).items()}
-        self._check_shapes(tuple([array.shape for array in arrays.values()]))
-        self._check_values(feeds)
+        given = list(arrays.values())
+        self._check_shapes(tuple([array.shape for array in given]))
+        self._check_values.arrays(given)
         try:
             results = self._run(self._output_names, arrays, None)
         except _RUN_ERRORS as error:

@@ -1,0 +1,61 @@
+"""Run experiments: `python -m tests.endurance kills flips fuzz disk crowd`; all of them when none is named."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+_COUNTS = {"kills": 300, "flips": 1000, "fuzz": 10_000, "disk": 10, "crowd": 300}
+_FOUND = Path(__file__).parents[2] / "benchmarks" / "endurance.json"
+
+
+def main() -> int:
+    """Run what was asked for; 1 when something was found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.endurance",
+        description=__doc__,
+        epilog="Example: python -m tests.endurance kills --count 30",
+    )
+    parser.add_argument("experiments", nargs="*", choices=[*_COUNTS, []], help="; ".join(
+        f"{name}: {count} {unit}" for (name, count), unit in zip(
+            _COUNTS.items(), ("kills", "bytes", "graphs", "fillings of a disk a command", "seconds"), strict=True)
+    ))  # fmt: skip
+    parser.add_argument("--count", type=int, help="instead of each experiment's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=_FOUND, help="where what was found goes (%(default)s)")
+    args = parser.parse_args()
+
+    from accel.backends.machine import machine
+
+    from .world import import_everything
+
+    import_everything()
+    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    faults = 0
+    for name in args.experiments or _COUNTS:
+        root = Path(tempfile.mkdtemp(prefix=f"accel-{name}-"))
+        experiment = importlib.import_module(f"{__package__}.{name}")
+        result = experiment.run(root / name, count=args.count or _COUNTS[name], seed=args.seed)
+        shutil.rmtree(root, ignore_errors=True)
+        told = json.dumps(result["faults"]).replace(str(root), "")
+        result["faults"] = json.loads(told)
+        facts = machine()
+        about = {"accel": facts["accel"], "processors": facts["processors"], "seed": args.seed}
+        found[name] = {**about, **result}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        faults += len(result["faults"])
+        print(f"{name}: {result['total']} tries, {len(result['faults'])} faults", flush=True)
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Four processes in one home at once: searches, exports on the fly and a cleaner, for minutes; all end well."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+
+from .world import World, accel_command
+
+_MEMBERS = 4
+
+
+def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
+    """Members that do one thing after the other in one home.
+
+    Args:
+        root: A folder for all of it.
+        count: Seconds.
+        seed: Of what they do.
+    """
+    world = World(root)
+    until = time.monotonic() + count
+
+    def member(number: int) -> None:
+        chance = random.Random(seed * _MEMBERS + number)
+        done: Counter[str] = Counter()
+        bad: list[str] = []
+        out = world.work / f"out{number}"
+        while time.monotonic() < until:
+            what = chance.choices(("tune", "load", "export", "clear"), (1, 8, 4, 4))[0]
+            try:
+                _one(what, world, out, chance)
+            except SystemExit as error:
+                if error.code:
+                    bad.append(f"{what}: exit code {error.code}")
+            except Exception as error:
+                bad.append(f"{what}: {type(error).__name__}: {error}")
+            done[what] += 1
+            shutil.rmtree(out, ignore_errors=True)
+        (world.root / f"member{number}.json").write_text(json.dumps({"done": done, "bad": bad}))
+
+    numbers = [world.start(lambda n=n: member(n), world.root / f"log{n}") for n in range(_MEMBERS)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in numbers]
+    faults = [{"what": f"member {n} ended with {code}"} for n, code in enumerate(codes) if code]
+    total: Counter[str] = Counter()
+    for n in range(_MEMBERS):
+        told = world.root / f"member{n}.json"
+        if told.exists():
+            found = json.loads(told.read_text())
+            total.update(found["done"])
+            log = (world.root / f"log{n}").read_text(errors="replace")[-2000:]
+            faults += [{"what": f"member {n}: {what}", "log": log} for what in found["bad"]]
+    for folder in (*(world.home / "exports").glob("*/"), *(world.home / "tune" / "artifacts").glob("*/")):
+        if not folder.name.startswith(".accel-staging-"):
+            try:
+                Artifact.load(folder)
+            except Exception as error:
+                faults.append({"what": f"in the store: {error}"})
+    faults += [{"what": f"a process is left: {name}"} for name in world.orphans()]
+    ended = world.run(accel_command(["tune", world.model, world.work / "last", *_tuning(world)]))
+    faults += [{"what": f"the search after it failed: {ended.text[-500:]}"}] if ended.code else []
+    faults += [{"what": f"left behind: {name}"} for name in world.leftovers()]
+    for fault in faults:
+        print(fault["what"], flush=True)
+    return {"seconds": count, "done": dict(total), "total": total.total(), "faults": faults}
+
+
+def _tuning(world: World) -> list[object]:
+    return ["--data", world.rows, "--backend", "cpu", "--sequence", 8, "--max-drop", 100]
+
+
+def _one(what: str, world: World, out: Path, chance: random.Random) -> None:
+    import accel
+
+    if what == "tune":
+        accel_command(["tune", world.model, out, *_tuning(world)])()
+    elif what == "load":
+        opset = chance.choice((18, 20, 21))
+        accel.ORTModelForSequenceClassification.from_pretrained(world.model, opset=opset).close()
+    elif what == "export":
+        accel_command(["export", world.model, out])()
+    else:
+        accel_command(["cache", "clear"])()

@@ -1,0 +1,115 @@
+"""A small disk, a home that cannot be written, and none at all: one clear error each, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .world import Ended, World, accel_command
+
+_MEGABYTES = 20
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of that size in memory, mounted on a folder; needs the right to mount."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}M", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
+    """Every command that writes, with less and less room on the disk of its output, and then of its home.
+
+    Args:
+        root: A folder for all of it.
+        count: Fillings of the disk that are tried for each command.
+        seed: Not used: fillings go from full to nearly free.
+    """
+    world = World(root)
+    # About ten megabytes of weights: more than one file of them does not fit.
+    from accel.testing.models import save_tiny
+
+    model = save_tiny(root / "large", "bert", hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_hidden_layers=4)
+    onnx, ir = root / "onnx", root / "ir"
+    for folder, more in ((onnx, ()), (ir, ("--backend", "openvino"))):
+        assert world.run(accel_command(["export", model, folder, *more])).code == 0
+    data = ("--calibration", world.rows)
+    tune = ("--backend", "cpu", "--sequence", 8, "--max-drop", 100, "--data", world.rows)
+    results: dict[str, dict[str, int]] = {}
+    faults: list[dict[str, str]] = []
+
+    def judge(name: str, ended: Ended, kept: list[str]) -> None:
+        tally = results.setdefault(name, {"done": 0, "refused": 0})
+        tally["done" if ended.code == 0 else "refused"] += 1
+        wrong = [f"exit code {ended.code}: {ended.text[-400:]}"] if ended.code not in (0, 1, 2) else []
+        wrong += [f"a traceback: {ended.text[-600:]}"] if ended.raw else []
+        wrong += [f"no remedy: {ended.text[-400:]}"] if ended.code and "Fix:" not in ended.text else []
+        wrong += [f"left: {entry}" for entry in kept]
+        for what in wrong:
+            faults.append({"command": name, "what": what})
+            print(f"{name}: {what}", flush=True)
+
+    disk = root / "disk"
+    out = disk / "out"
+    commands = {
+        "export": ["export", model, out],
+        "export to OpenVINO": ["export", model, out, "--backend", "openvino"],
+        "optimize": ["optimize", onnx, out],
+        "quantize": ["quantize", onnx, out, "--scheme", "dynamic-int8"],
+        "quantize with data": ["quantize", onnx, out, "--scheme", "static-int8", *data],
+        "quantize with NNCF": ["quantize", ir, out, "--scheme", "static-int8", *data],
+        "tune": ["tune", model, out, *tune],
+    }
+    for name, arguments in commands.items():
+        for step in range(count):
+            with small_disk(disk, _MEGABYTES):
+                filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
+                (disk / "filled").write_bytes(bytes(filled))
+                ended = world.run(accel_command(arguments))
+                kept = [path.name for path in disk.iterdir() if path.name not in ("filled", "out")]
+                if ended.code:
+                    kept += ["out"] if out.exists() else []
+                judge(f"{name}, output on a full disk", ended, kept)
+        shutil.rmtree(world.home)
+        world.home.mkdir()
+
+    def cached() -> None:
+        import accel
+        from accel.cli.application import command
+
+        with command(False, False):
+            accel.ORTModelForSequenceClassification.from_pretrained(model)
+
+    for name, action in (("from_pretrained", cached), ("tune", accel_command(["tune", model, world.work / "out", *tune]))):
+        for step in range(count):
+            with small_disk(world.home, _MEGABYTES):
+                filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
+                (world.home / "filled").write_bytes(bytes(filled))
+                ended = world.run(action)
+                judge(f"{name}, home on a full disk", ended, [p.name for p in world.home.rglob(".accel-staging*")])
+                shutil.rmtree(world.work / "out", ignore_errors=True)
+        with small_disk(world.home, _MEGABYTES):
+            subprocess.run(["mount", "-o", "remount,ro", world.home], check=True)
+            judge(f"{name}, home cannot be written", world.run(action), [])
+            shutil.rmtree(world.work / "out", ignore_errors=True)
+
+        def homeless(action: Any = action) -> None:
+            for variable in ("HOME", "ACCEL_HOME", "XDG_CACHE_HOME"):
+                os.environ.pop(variable, None)
+            # A user whom the machine does not know has no home to look up.
+            os.setuid(54321)
+            action()
+
+        os.chmod(world.work, 0o777)
+        judge(f"{name}, no home", world.run(homeless), [])
+        shutil.rmtree(world.work / "out", ignore_errors=True)
+    return {"runs": results, "total": sum(sum(t.values()) for t in results.values()), "faults": faults}

@@ -1,0 +1,74 @@
+"""One changed byte, or a missing file, in an artifact: found before an answer is given, and named."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import AccelError
+from accel.testing.models import save_tiny
+
+_LEAST = 50
+
+
+def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
+    """Flip one byte at random places, spread over files by their size, each file at least fifty times; then remove each file.
+
+    Args:
+        root: A folder for all of it.
+        count: Flips at least.
+        seed: Of the places.
+    """
+    chance = random.Random(seed)
+    root.mkdir(parents=True)
+    artifact = accel.export(save_tiny(root / "model", "bert", hidden_size=64, intermediate_size=256), root / "artifact")
+    folder = artifact.path
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = {path: path.stat().st_size for path in files}
+    each = {path: max(_LEAST, round(count * size / sum(sizes.values()))) for path, size in sizes.items()}
+    flips: Counter[str] = Counter()
+    faults: list[dict[str, str]] = []
+    for path, times in each.items():
+        name, whole = str(path.relative_to(folder)), path.read_bytes()
+        for _ in range(times):
+            place, bit = chance.randrange(sizes[path]), 1 << chance.randrange(8)
+            changed = bytearray(whole)
+            changed[place] ^= bit
+            path.write_bytes(changed)
+            flips[name] += 1
+            if fault := _fault(folder, name):
+                faults.append({"file": name, "place": str(place), "bit": str(bit), "what": fault})
+        path.write_bytes(whole)
+    removed = {}
+    for path in files:
+        name, away = str(path.relative_to(folder)), root / "away"
+        shutil.move(path, away)
+        removed[name] = _fault(folder, name) or "found"
+        shutil.move(away, path)
+        if removed[name] != "found":
+            faults.append({"file": name, "what": f"removed: {removed[name]}"})
+    accel.ORTModelForSequenceClassification.from_pretrained(folder).close()
+    return {"flips": dict(flips), "total": sum(flips.values()), "removed": removed, "faults": faults}
+
+
+def _fault(folder: Path, name: str) -> str:
+    """What opening the folder did wrong, if anything."""
+    said = []
+    for opening in (
+        lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder).close(),
+        lambda: Artifact.load(folder).verify(),
+    ):
+        try:
+            opening()
+        except AccelError as error:
+            said.append(str(error))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        else:
+            return "it opened"
+    return "" if Path(name).name in said[0] else f"not named: {said[0]}"

@@ -1,0 +1,187 @@
+"""A place for commands to run in, watched: a model, a home, a folder for temporary files, and processes forked from one
+that has imported everything, so that what is interrupted is the work and not the imports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from accel.testing.models import save_tiny
+
+ROWS = "text,label\n" + "".join(
+    f"{words},LABEL_{i % 3}\n"
+    for i, words in enumerate(
+        ("my card is lost", "the fee is bad", "top up my account", "where is the money", "new phone pin", "cash machine") * 4
+    )
+)
+_TAIL = 3_000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        code: Exit code, negative for a signal.
+        text: The end of what it printed.
+        seconds: It ran.
+        peak_bytes: Of memory.
+    """
+
+    code: int
+    text: str
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def raw(self) -> bool:
+        """Whether it showed a traceback."""
+        return "Traceback (most recent call last)" in self.text
+
+
+class World:
+    """Folders of one experiment.
+
+    Args:
+        root: Where they are made.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.home, self.temporary, self.work = root, root / "home", root / "tmp", root / "work"
+        for folder in (self.home, self.temporary, self.work):
+            folder.mkdir(parents=True)
+        self.rows = root / "rows.csv"
+        self.rows.write_text(ROWS)
+        self.model = save_tiny(root / "model", "bert")
+        self._log = root / "log"
+
+    def run(
+        self, action: Callable[[], object], *, kill_after_s: float | None = None, limit_s: float = 600.0
+    ) -> Ended:
+        """Run something in a process of its own.
+
+        Args:
+            action: What to run; `SystemExit` gives its code, another exception code 1 and a traceback.
+            kill_after_s: Kill the process then, if it still runs; what it started is left alone.
+            limit_s: The process and all that it started are killed then.
+        """
+        started = time.monotonic()
+        number = self.start(action)
+        deadline = started + (limit_s if kill_after_s is None else kill_after_s)
+        while True:
+            ended, status, usage = os.wait4(number, os.WNOHANG)
+            if ended:
+                break
+            if time.monotonic() >= deadline:
+                if kill_after_s is None:
+                    self.end_children(number)
+                os.kill(number, signal.SIGKILL)
+                _, status, usage = os.wait4(number, 0)
+                break
+            time.sleep(0.002)
+        text = self._log.read_bytes()[-_TAIL:].decode(errors="replace")
+        return Ended(
+            os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024
+        )
+
+    def start(self, action: Callable[[], object], log: Path | None = None) -> int:
+        """The number of a new process that runs something, in a session of its own."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        number = os.fork()
+        if number:
+            return number
+        code = 1
+        try:
+            os.setsid()
+            file = os.open(log or self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.environ |= {"ACCEL_HOME": str(self.home), "TMPDIR": str(self.temporary), "HF_HUB_OFFLINE": "1"}
+            import tempfile
+
+            tempfile.tempdir = None
+            os.chdir(self.work)
+            action()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    @staticmethod
+    def end_children(number: int) -> None:
+        """Kill what a process started."""
+        for child in psutil.Process(number).children(recursive=True):
+            child.kill()
+
+    def orphans(self, patience_s: float = 20.0) -> list[str]:
+        """Processes that still work in this world a while after the one that started them is gone."""
+        deadline = time.monotonic() + patience_s
+        while found := [p for p in psutil.process_iter() if self._is_mine(p)]:
+            if time.monotonic() > deadline:
+                names = [" ".join(p.cmdline())[:120] for p in found]
+                for process in found:
+                    process.kill()
+                return names
+            time.sleep(0.1)
+        return []
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.pid != os.getpid() and Path(process.cwd()).is_relative_to(self.work)
+        except (psutil.Error, OSError):
+            return False
+
+    def leftovers(self) -> list[str]:
+        """Files of interrupted runs, by their names: whatever is in the folder for temporary files, staging folders and half files."""
+        found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir()]
+        for folder in (self.home, self.work):
+            for path in folder.rglob("*"):
+                if ".accel-staging-" in path.name or ".json." in path.name or "candidate" in path.name:
+                    found.append(str(path.relative_to(self.root)))
+        return found
+
+
+def accel_command(arguments: Sequence[object]) -> Callable[[], None]:
+    """`accel ARGUMENTS` within this process."""
+
+    def run() -> None:
+        from accel.cli import main
+
+        sys.argv = ["accel", *map(str, arguments)]
+        main()
+
+    return run
+
+
+def import_everything() -> None:
+    """What commands import, so that processes forked from here have it."""
+    import datasets
+    import evaluate
+    import nncf
+    import onnxruntime
+    import openvino
+    import torch.onnx
+    import transformers.exporters
+
+    import accel.stages.export
+    import accel.tuning.tune
+    from accel.backends import registry
+
+    for name in ("cpu", "openvino", "pytorch"):
+        registry.probe(registry.describe(name))
+    del datasets, evaluate, nncf, onnxruntime, openvino, torch, transformers, accel
