@@ -6,18 +6,23 @@ runtime that crashes takes nobody with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..artifact.writing import scratch
 from ..errors import AccelError, SessionError
 
 if TYPE_CHECKING:
@@ -108,6 +113,7 @@ class Helper:
 
 _not_mapped = 0  # bytes of imported libraries that a process of its own would hold in memory
 _starting = threading.Lock()
+_SOCKET_FOLDER = 70  # characters: the path of a socket has at most 107, and 33 are multiprocessing's
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 # What every process needs before it does anything of its own, and no runtime.
 _IMPORTED = ("torch", "transformers.modeling_utils", "transformers.generation", "accel.capture", "accel.models.base")
@@ -124,12 +130,35 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
         context.set_forkserver_preload(list(_IMPORTED))
+        _own_socket_folder(os.getpid())
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
     with _without_main():
         process.start()
     theirs.close()
     return process, ours
+
+
+@functools.cache
+def _own_socket_folder(process: int) -> None:
+    """Let `multiprocessing` put its sockets into a folder that the next run removes where this one is killed, once a process."""
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(scratch())
+    if len(str(folder)) > _SOCKET_FOLDER:
+        stack.close()
+        return
+
+    def leave() -> None:
+        # A child that was forked by others has this, too.
+        if os.getpid() == process:
+            stack.close()
+
+    usual, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
+    atexit.register(leave)
 
 
 def _run(

@@ -4,6 +4,7 @@ that has imported everything, so that what is interrupted is the work and not th
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -118,6 +119,7 @@ class World:
         except BaseException:
             traceback.print_exc()
         finally:
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -148,7 +150,8 @@ class World:
 
     def leftovers(self) -> list[str]:
         """Files of interrupted runs, by their names: whatever is in the folder for temporary files, staging folders and half files."""
-        found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir()]
+        # ONNX Runtime writes the number of its session there, always into the same file.
+        found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
         for folder in (self.home, self.work):
             for path in folder.rglob("*"):
                 if ".accel-staging-" in path.name or ".json." in path.name or "candidate" in path.name:
