@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all gpu-test check docs bench sweep clean
+.PHONY: demo test test-all gpu-test check docs bench sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -48,6 +48,11 @@ bench: $(VENV)/.run
 SWEEP ?=
 sweep: $(VENV)/.dev
 	$(BIN)/python -m tests.sweep $(SWEEP)
+
+# Kills, flipped bytes, hostile graphs, full disks and crowds, into benchmarks/endurance.json: about two hours on two processors.
+ENDURANCE ?=
+endurance: $(VENV)/.dev
+	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

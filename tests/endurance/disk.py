@@ -38,7 +38,9 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     # About ten megabytes of weights: more than one file of them does not fit.
     from accel.testing.models import save_tiny
 
-    model = save_tiny(root / "large", "bert", hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_hidden_layers=4)
+    model = save_tiny(
+        root / "large", "bert", hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_hidden_layers=4
+    )
     onnx, ir = root / "onnx", root / "ir"
     for folder, more in ((onnx, ()), (ir, ("--backend", "openvino"))):
         assert world.run(accel_command(["export", model, folder, *more])).code == 0
@@ -89,7 +91,10 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         with command(False, False):
             accel.ORTModelForSequenceClassification.from_pretrained(model)
 
-    for name, action in (("from_pretrained", cached), ("tune", accel_command(["tune", model, world.work / "out", *tune]))):
+    for name, action in (
+        ("from_pretrained", cached),
+        ("tune", accel_command(["tune", model, world.work / "out", *tune])),
+    ):
         for step in range(count):
             with small_disk(world.home, _MEGABYTES):
                 filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
@@ -109,7 +114,7 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
             os.setuid(54321)
             action()
 
-        os.chmod(world.work, 0o777)
+        world.work.chmod(0o777)
         judge(f"{name}, no home", world.run(homeless), [])
         shutil.rmtree(world.work / "out", ignore_errors=True)
     return {"runs": results, "total": sum(sum(t.values()) for t in results.values()), "faults": faults}

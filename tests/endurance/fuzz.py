@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import accel
-from accel.artifact import Artifact
 from accel.artifact.checksums import sha256
 from accel.artifact.manifest import MANIFEST
 from accel.errors import AccelError
@@ -50,7 +49,9 @@ def _opened(folder: Path) -> str:
 
     try:
         with accel.ORTModelForSequenceClassification.from_pretrained(folder) as model:
-            model(**{name: torch.tensor(rows) for name, rows in _ROWS.items() if name in model.sessions["model"].inputs})
+            model(
+                **{name: torch.tensor(rows) for name, rows in _ROWS.items() if name in model.sessions["model"].inputs}
+            )
     except AccelError:
         return "refused"
     return "answered"
@@ -101,7 +102,9 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
     root.mkdir(parents=True)
     os.environ["ACCEL_HOME"] = str(root / "home")
-    model = save_tiny(root / "model", "bert", num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    model = save_tiny(
+        root / "model", "bert", num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2
+    )
     onnx = accel.export(model, root / "inner" / "onnx").path
     unmark(onnx / "model.onnx")
     foreign = as_foreign(onnx, root / "inner" / "foreign")
@@ -147,4 +150,3 @@ def _record(values: dict[str, Any], folder: Path, name: str) -> None:
 
 def _files(root: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
-

@@ -8,6 +8,7 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,7 +22,15 @@ from accel.testing.models import save_tiny
 ROWS = "text,label\n" + "".join(
     f"{words},LABEL_{i % 3}\n"
     for i, words in enumerate(
-        ("my card is lost", "the fee is bad", "top up my account", "where is the money", "new phone pin", "cash machine") * 4
+        (
+            "my card is lost",
+            "the fee is bad",
+            "top up my account",
+            "where is the money",
+            "new phone pin",
+            "cash machine",
+        )
+        * 4
     )
 )
 _TAIL = 3_000
@@ -65,9 +74,7 @@ class World:
         self.model = save_tiny(root / "model", "bert")
         self._log = root / "log"
 
-    def run(
-        self, action: Callable[[], object], *, kill_after_s: float | None = None, limit_s: float = 600.0
-    ) -> Ended:
+    def run(self, action: Callable[[], object], *, kill_after_s: float | None = None, limit_s: float = 600.0) -> Ended:
         """Run something in a process of its own.
 
         Args:
@@ -90,9 +97,7 @@ class World:
                 break
             time.sleep(0.002)
         text = self._log.read_bytes()[-_TAIL:].decode(errors="replace")
-        return Ended(
-            os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024
-        )
+        return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024)
 
     def start(self, action: Callable[[], object], log: Path | None = None) -> int:
         """The number of a new process that runs something, in a session of its own."""
@@ -153,9 +158,11 @@ class World:
         # ONNX Runtime writes the number of its session there, always into the same file.
         found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
         for folder in (self.home, self.work):
-            for path in folder.rglob("*"):
-                if ".accel-staging-" in path.name or ".json." in path.name or "candidate" in path.name:
-                    found.append(str(path.relative_to(self.root)))
+            found += [
+                str(path.relative_to(self.root))
+                for path in folder.rglob("*")
+                if any(part in path.name for part in (".accel-staging-", ".json.", "candidate"))
+            ]
         return found
 
 
@@ -181,10 +188,13 @@ def import_everything() -> None:
     import torch.onnx
     import transformers.exporters
 
-    import accel.stages.export
-    import accel.tuning.tune
     from accel.backends import registry
+    from accel.stages.export import export
 
     for name in ("cpu", "openvino", "pytorch"):
         registry.probe(registry.describe(name))
-    del datasets, evaluate, nncf, onnxruntime, openvino, torch, transformers, accel
+    # Exporters import and compile much at their first use. One thread: a forked process has none of the others.
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        export(save_tiny(Path(folder) / "model", "bert", num_hidden_layers=1), Path(folder) / "onnx")
+    del datasets, evaluate, nncf, onnxruntime, openvino, transformers
