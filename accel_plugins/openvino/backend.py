@@ -18,7 +18,17 @@ from accel.errors import ConfigError, SessionError, TargetMismatchError
 
 from .cache import cached
 from .options import properties
-from .runtime import core, device_name, devices, executing_device, one_line, read_model, reshape, usable_names
+from .runtime import (
+    READ_ERRORS,
+    core,
+    device_name,
+    devices,
+    executing_device,
+    one_line,
+    read_model,
+    reshape,
+    usable_names,
+)
 from .session import OpenVinoSession
 
 logger = logging.getLogger(__name__)
@@ -127,7 +137,7 @@ def _compile(
         reshape(model, component, shapes)
     try:
         return core().compile_model(model, device, dict(settings))
-    except RuntimeError as error:
+    except READ_ERRORS as error:
         text = one_line(error)
         if "roperty" in text or "option" in text:
             raise ConfigError(f"OpenVINO refuses a setting: {text}", fix="check the options' values.") from error

@@ -13,7 +13,7 @@ from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
 
 from . import FORMAT
 from .exporter import GRAPH, input_spec, output_specs
-from .runtime import core, missing_weights, one_line
+from .runtime import READ_ERRORS, core, missing_weights, one_line
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
@@ -40,7 +40,7 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         raise missing_weights(path)
     try:
         model = core().read_model(str(path))
-    except RuntimeError as error:
+    except READ_ERRORS as error:
         raise IntegrityError(
             f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
         ) from error

@@ -96,6 +96,10 @@ def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpe
     return next((device for device in devices() if (device.type, device.index) == wanted), asked)
 
 
+READ_ERRORS = (RuntimeError, UnicodeDecodeError)
+"""What OpenVINO raises for a graph that it refuses; the latter where its message quotes bytes of the file that are no text."""
+
+
 def read_model(artifact: Artifact, component: Component) -> ov.Model:
     """A component's graph, with the axes that the manifest fixes fixed; weights stay in the mapped file.
 
@@ -110,7 +114,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
     try:
         model = core().read_model(str(path))
         reshape(model, component, {})
-    except RuntimeError as error:
+    except READ_ERRORS as error:
         unknown = _UNKNOWN_OPERATORS.search(one_line(error))
         if unknown is not None:
             raise SessionError(

@@ -45,7 +45,10 @@ def main() -> int:
         root = Path(tempfile.mkdtemp(prefix=f"accel-{name}-"))
         experiment = importlib.import_module(f"{__package__}.{name}")
         result = experiment.run(root / name, count=args.count or _COUNTS[name], seed=args.seed)
-        shutil.rmtree(root, ignore_errors=True)
+        if result["faults"]:
+            print(f"what made faults is kept in {root}", flush=True)
+        else:
+            shutil.rmtree(root, ignore_errors=True)
         told = json.dumps(result["faults"]).replace(str(root), "")
         result["faults"] = json.loads(told)
         facts = machine()
