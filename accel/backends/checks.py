@@ -179,6 +179,52 @@ class ValueCheck:
             )
 
 
+class MaskCheck:
+    """Checks that masks leave every row a token, for runtimes that answer a row without any otherwise than PyTorch does.
+
+    Args:
+        inputs: What the graph takes.
+    """
+
+    __slots__ = ("_masks",)
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        self._masks = [(place, spec.name) for place, spec in enumerate(inputs) if spec.role == "mask"]
+
+    def __call__(self, feeds: Feeds) -> None:
+        """Check the masks of a call's inputs.
+
+        Raises:
+            InputError: A row is masked as a whole.
+        """
+        for _, name in self._masks:
+            tensor = feeds.get(name)
+            if tensor is not None and tensor.is_cpu:
+                self._check(tensor.numpy(), name)
+
+    def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        """The same for all inputs in the graph's order, none empty.
+
+        Raises:
+            InputError: A row is masked as a whole.
+        """
+        for place, name in self._masks:
+            self._check(arrays[place], name)
+
+    @staticmethod
+    def _check(mask: np.ndarray[Any, Any], name: str) -> None:
+        # Most begin with a token.
+        if mask.ndim != 2 or (len(mask) == 1 and mask.item(0)) or mask[:, 0].all():
+            return
+        rows = mask.any(1)
+        if not rows.all():
+            raise InputError(
+                f"Row {int(rows.argmin())} of {name!r} has no token that is not masked, which this runtime does not answer as "
+                "PyTorch does.",
+                fix="leave such rows out.",
+            )
+
+
 def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]:
     """The outputs asked for.
 

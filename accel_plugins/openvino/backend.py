@@ -20,6 +20,7 @@ from .cache import cached
 from .options import properties
 from .runtime import (
     READ_ERRORS,
+    answers_masked_rows,
     core,
     device_name,
     devices,
@@ -96,7 +97,12 @@ class OpenVinoBackend:
             else:
                 compiled = _compile(artifact, component, name, settings, shapes or {})
             sessions[component.name] = OpenVinoSession(
-                compiled, component, executing_device(compiled, device), shapes=shapes or {}, profile=session.profile
+                compiled,
+                component,
+                executing_device(compiled, device),
+                shapes=shapes or {},
+                masked_rows=answers_masked_rows(artifact, component),
+                profile=session.profile,
             )
         return sessions
 

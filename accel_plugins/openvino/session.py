@@ -14,6 +14,7 @@ import torch
 
 from accel.artifact import Component
 from accel.backends.checks import (
+    MaskCheck,
     ShapeCheck,
     check_buffer_shape,
     check_buffers,
@@ -100,7 +101,16 @@ class _Request:
 
 
 class OpenVinoSession(SessionDescription):
-    """Runs a compiled model on host memory. Thread-safe: every call takes an infer request of its own from a pool."""
+    """Runs a compiled model on host memory. Thread-safe: every call takes an infer request of its own from a pool.
+
+    Args:
+        compiled: The model.
+        component: What the artifact says about it.
+        device: Where it runs.
+        shapes: Sizes that it was opened with for named axes.
+        masked_rows: Whether it answers rows as PyTorch does that a mask hides as a whole; else they are refused.
+        profile: Folder for a profile of its operators.
+    """
 
     def __init__(
         self,
@@ -109,12 +119,14 @@ class OpenVinoSession(SessionDescription):
         device: DeviceSpec,
         *,
         shapes: Mapping[str, int],
+        masked_rows: bool = True,
         profile: str | None = None,
     ) -> None:
         super().__init__(component.inputs, component.outputs, device, compute_dtype(compiled))
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component
         self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._check_masks = MaskCheck(() if masked_rows else component.inputs)
         self._profile = profile
         self._dtypes = tensor_dtypes(component.inputs)
         self._numpy_dtypes = [np.dtype(_NUMPY.get(dtype, np.void)) for dtype in self._dtypes.values()]
@@ -169,6 +181,7 @@ class OpenVinoSession(SessionDescription):
             arrays = [tensor.numpy() for tensor in self._checked(feeds).values()]
         self._check_shapes(tuple([array.shape for array in arrays]))
         self._check_values.arrays(arrays)
+        self._check_masks.arrays(arrays)
         pool = self._pool
         request = pool.get()
         alone = pool.qsize() == self._others
@@ -241,6 +254,7 @@ class OpenVinoSession(SessionDescription):
         check_state(state, OpenVinoState, stateful=self._component.stateful, out=out)
         tensors = self._checked(feeds)
         self._check_values(feeds)
+        self._check_masks(tensors)
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if isinstance(state, OpenVinoState):
             return self._run_stateful(tensors, names, state)

@@ -44,7 +44,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
             name=part.name,
             file=names[0],
             files=files,
-            inputs=_input_specs(part),
+            inputs=_input_specs(part, source.bounds(stateful=part.stateful)),
             outputs=_output_specs(part),
             max_sizes=part.max_sizes,
             unused_inputs=part.unused_inputs,
@@ -77,7 +77,7 @@ def _stamp(folder: Path, name: str) -> FileRecord:
     return FileRecord(name=name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
 
 
-def _input_specs(part: Source) -> tuple[TensorSpec, ...]:
+def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[TensorSpec, ...]:
     """What a part takes; a cache is the session's state, not an input."""
     return tuple(
         TensorSpec(
@@ -86,6 +86,7 @@ def _input_specs(part: Source) -> tuple[TensorSpec, ...]:
             tuple(part.axes.get(name, {}).get(i, size) for i, size in enumerate(tensor.shape)),
             role="mask" if name.endswith("attention_mask") else "data",
             pad_value=pad_id(part.config) if name == "input_ids" else 0,
+            bounds=bounds.get(name),
         )
         for name, tensor in part.example.items()
         if not name.startswith("past_")

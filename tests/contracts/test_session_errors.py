@@ -48,18 +48,36 @@ WRONG = {
     "ids of one row": Wrong(lambda f: {**f, "input_ids": f["input_ids"][:1]}),
     "no rows": Wrong(lambda f: {k: v[:0] for k, v in f.items()}),
     "no tokens": Wrong(lambda f: {k: v[:, :0] for k, v in f.items()}),
+    "-100 among the ids": Wrong(lambda f: {**f, "input_ids": f["input_ids"].index_fill(1, torch.tensor([2]), -100)}),
+    "ids that nobody has": Wrong(lambda f: {**f, "input_ids": f["input_ids"] + 100}),
+    "types that nobody has": Wrong(lambda f: {**f, "token_type_ids": f["token_type_ids"] + 2}),
+    "negative types": Wrong(lambda f: {**f, "token_type_ids": f["token_type_ids"] - 1}),
+    "float mask": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"] * float("nan")}),
     "unknown output": Wrong(more={"outputs": ["logit"]}),
     "state without cache": Wrong(more={"state": object()}),
 }
 
 
+ODD: dict[str, Callable[[Feeds], Feeds]] = {
+    "a row without tokens": lambda f: {**f, "attention_mask": f["attention_mask"] * torch.tensor([[1], [0]])},
+    "padding on the left": lambda f: {**f, "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([0, 1]), 0)},
+    "a hole in the mask": lambda f: {**f, "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([3]), 0)},
+    "a mask of booleans": lambda f: {**f, "attention_mask": f["attention_mask"].bool()},
+    "integers of 16 bits": lambda f: {name: tensor.short() for name, tensor in f.items()},
+    "every second column": lambda f: {name: tensor.repeat_interleave(2, 1)[:, ::2] for name, tensor in f.items()},
+}
+
+
 @pytest.fixture(scope="module")
-def sessions(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> Iterator[dict[str, Any]]:
+def sessions(
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact]
+) -> Iterator[dict[str, Any]]:
     """One model on every backend that is here, and with buckets."""
     onnx, weights = tiny_artifact(), weights_of(resolve(tiny_folder()))
     ways = {
         "cpu": (onnx, RunSettings(backend="cpu")),
         "openvino": (onnx, RunSettings(backend="openvino")),
+        "openvino's own format": (tiny_ir(), RunSettings(backend="openvino")),
         "pytorch": (weights, RunSettings(backend="pytorch")),
         "cpu with buckets": (onnx, RunSettings(backend="cpu", options=SessionOptions(buckets=(8, 16)))),
         "openvino with buckets": (onnx, RunSettings(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
@@ -82,6 +100,24 @@ def test_errors_are_equal_on_every_backend(sessions: dict[str, Any], name: str) 
         assert caught.value.fix
         assert torch.equal(session.run(right())["logits"], expected[who]), "a refused call leaves nothing behind"
     assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_inputs_are_refused_or_answered_as_pytorch_does(sessions: dict[str, Any], name: str) -> None:
+    feeds = ODD[name](right())
+    wanted = sessions["pytorch"].run(feeds)["logits"]
+    answered = 0
+    for who, session in sessions.items():
+        before = session.run(right())["logits"]
+        try:
+            found = session.run(feeds)["logits"]
+        except AccelError:
+            pass
+        else:
+            answered += 1
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4, msg=who)
+        assert torch.equal(session.run(right())["logits"], before), who
+    assert answered >= 4, "only what a runtime cannot answer is refused"
 
 
 def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact], tiny_folder: Any) -> None:
