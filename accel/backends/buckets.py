@@ -17,7 +17,7 @@ from ..errors import ConfigError, InputError
 from .checks import ShapeCheck, no_state, wrong_names
 from .description import SessionDescription
 from .forms import Form, FormChecks, FormVerdict
-from .interfaces import Feeds, Session, State
+from .interfaces import Feeds, Names, Session, State
 
 if TYPE_CHECKING:
     import torch
@@ -105,12 +105,7 @@ class BucketedSession(SessionDescription):
         }
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """Pad, run, cut; see `Session.run`, also for the shapes. Buffers in `out` are not supported: their size is the bucket's."""
         if out is not None:

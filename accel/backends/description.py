@@ -1,4 +1,4 @@
-"""What a session says about itself; a base that spares a plugin's session four properties. None need have it."""
+"""What sessions and their states say about themselves: bases that spare a plugin some properties. None need have them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,24 @@ class SessionDescription:
     def compute_dtype(self) -> str:
         """What the kernels really compute in."""
         return self._compute_dtype
+
+
+class StateDescription:
+    """The described part of `accel.backends.interfaces.State`.
+
+    Args:
+        batch: Rows held.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch, self._length = batch, 0
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+        return self._batch

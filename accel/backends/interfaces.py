@@ -7,6 +7,7 @@ conformance suite (`accel.testing.conformance`) checks the contract that the doc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -21,8 +22,30 @@ if TYPE_CHECKING:
     from ..capture import Source
 
 Feeds = Mapping[str, "torch.Tensor"]
+Batches = Iterable[Feeds]
+Names = Sequence[str]
 Evaluate = Callable[[Artifact], float]
 Shapes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """How an artifact is to be opened.
+
+    Attributes:
+        device: One of the probed devices.
+        options: The vendor's own device or provider options.
+        session: How to run.
+        shapes: Fixed sizes for named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with
+            static shapes; the core pads up to them.
+        trust_remote_code: Run code that comes with a PyTorch model.
+    """
+
+    device: DeviceSpec
+    options: Mapping[str, object] = field(default_factory=dict)
+    session: SessionOptions = field(default_factory=SessionOptions)
+    shapes: Shapes = field(default_factory=dict)
+    trust_remote_code: bool = False
 
 
 @runtime_checkable
@@ -68,12 +91,7 @@ class Session(Protocol):
         """What the kernels really compute in: `float32`, `bfloat16`, `int8`, ..."""
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs.
 
@@ -152,7 +170,7 @@ class Quantizer(Protocol):
         artifact: Artifact,
         *,
         config: QuantizeConfig,
-        calibration: Iterable[Feeds] | None,
+        calibration: Batches | None,
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
@@ -208,26 +226,12 @@ class Backend(Protocol):
             IntegrityError: It cannot be read.
         """
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, Session]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component of the artifact; components that share weights share them in memory.
 
         Args:
             artifact: A format that the spec says it runs.
-            device: One of the probed devices.
-            options: The vendor's own device or provider options.
-            session: How to run.
-            shapes: Fixed sizes for named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with
-                static shapes; the core pads up to them.
-            trust_remote_code: Run code that comes with a PyTorch model.
+            request: Where, and how.
 
         Raises:
             ConfigError: An option that does not exist.

@@ -11,7 +11,7 @@ from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from . import registry
 from .buckets import BucketedSession
-from .interfaces import Session
+from .interfaces import OpenRequest, Session
 from .specs import BackendSpec, DeviceSpec
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,14 @@ def open_artifact(
         artifact = _without_bounds(artifact)
 
     def open_shapes(shapes: Mapping[str, int] | None) -> Mapping[str, Session]:
-        return implementation.open(
-            artifact, device=where, options=provider_options, session=plain, shapes=shapes,
+        request = OpenRequest(
+            device=where,
+            options=provider_options,
+            session=plain,
+            shapes=shapes or {},
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
+        return implementation.open(artifact, request)
 
     if not options.buckets:
         return Opened(open_shapes(None), spec, where, options)

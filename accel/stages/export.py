@@ -19,10 +19,10 @@ from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.interfaces import Exporter
+from ..backends.interfaces import Exporter, OpenRequest
 from ..backends.opening import RunSettings
 from ..backends.specs import WEIGHTS, BackendSpec, DeviceSpec
-from ..config import ExportConfig, SessionOptions
+from ..config import ExportConfig
 from ..errors import (
     ConfigError,
     ExportError,
@@ -244,9 +244,8 @@ def _check(
     device = next(
         (d for d in probe.devices if d.type == "cpu"), probe.devices[0] if probe.devices else DeviceSpec("cpu")
     )
-    sessions = registry.load(spec).open(
-        artifact, device=device, options={}, session=SessionOptions(), trust_remote_code=hub.trust_remote_code
-    )
+    request = OpenRequest(device=device, trust_remote_code=hub.trust_remote_code)
+    sessions = registry.load(spec).open(artifact, request)
     try:
         return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
     except SessionError as error:

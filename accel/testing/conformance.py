@@ -22,9 +22,8 @@ import torch
 
 from accel.artifact.manifest import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Backend, Session, State
+from accel.backends.interfaces import Backend, OpenRequest, Session, State
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
-from accel.config import SessionOptions
 from accel.errors import ConfigError, InputError, SessionClosedError
 from accel.stages.export import export
 
@@ -106,7 +105,7 @@ class BackendConformance:
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, shapes: Mapping[str, int] | None = None
     ) -> Mapping[str, Session]:
         """Open the artifact; override it to pass options."""
-        return implementation.open(artifact, device=where, options={}, session=SessionOptions(), shapes=shapes)
+        return implementation.open(artifact, OpenRequest(device=where, shapes=shapes or {}))
 
     @staticmethod
     def feeds(session: Session, batch: int = 2, sequence: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -291,7 +290,7 @@ class BackendConformance:
 
     def test_unknown_option_is_named(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> None:
         with pytest.raises(ConfigError, match="no_such_option"):
-            implementation.open(artifact, device=where, options={"no_such_option": 1}, session=SessionOptions())
+            implementation.open(artifact, OpenRequest(device=where, options={"no_such_option": 1}))
 
     def test_fixed_shapes_compute_the_same(
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session

@@ -12,7 +12,7 @@ import torch
 
 from accel.artifact import Artifact, Component
 from accel.backends.forms import FormChecks
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
@@ -84,41 +84,32 @@ class CudaBackend:
         """Reads no other folders."""
         return None
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, CudaSession]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, CudaSession]:
         """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
         """
-        checked = read_options(options, device)
-        if session.compute_dtype not in (None, artifact.dtype):
+        checked = read_options(request.options, request.device)
+        if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
-                f"The graph computes in {artifact.dtype}, which a CUDA session cannot change to {session.compute_dtype}.",
-                fix=f"make a {session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
-                f"accel export --dtype {session.compute_dtype}.",
+                f"The graph computes in {artifact.dtype}, which a CUDA session cannot change to {request.session.compute_dtype}.",
+                fix=f"make a {request.session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
+                f"accel export --dtype {request.session.compute_dtype}.",
             )
-        session = for_float8(session, artifact)
+        session = for_float8(request.session, artifact)
         ort.set_default_logger_severity(_ERRORS_ONLY)
         opened: dict[str, CudaSession] = {}
         for component in artifact.components:
             dtype = _compute_dtype(artifact, component, checked)
             checks = FormChecks(
-                artifact, component, device=device, compute_dtype=dtype,
+                artifact, component, device=request.device, compute_dtype=dtype,
                 versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
             )  # fmt: skip
-            runtime = self._runtime(artifact, component, device, checked, session, checks)
+            runtime = self._runtime(artifact, component, request.device, checked, session, checks)
             if isinstance(runtime, DecoderRuntime):
-                opened[component.name] = DecoderSession(runtime, device, dtype)
+                opened[component.name] = DecoderSession(runtime, request.device, dtype)
             else:
-                opened[component.name] = CudaSession(runtime, device, dtype)
+                opened[component.name] = CudaSession(runtime, request.device, dtype)
         return opened
 
     def _runtime(

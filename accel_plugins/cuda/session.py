@@ -21,7 +21,7 @@ from accel.backends.checks import (
 )
 from accel.backends.description import SessionDescription
 from accel.backends.forms import FormVerdict
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
 
@@ -100,12 +100,7 @@ class CudaSession(SessionDescription):
         return last.graphs[last.expected]
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`.
 

@@ -10,6 +10,7 @@ import torch
 
 from accel.artifact import Component
 from accel.backends.checks import check_crop, check_rows, check_step
+from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
@@ -42,7 +43,7 @@ class Decoder(Protocol):
         """The GPU as torch's current one."""
 
 
-class CudaState:
+class CudaState(StateDescription):
     """Keys and values of one batch of sequences.
 
     Each row's tokens stand at the beginning of its buffers, whatever padding the caller's mask has (`Rows`). Several tokens
@@ -57,8 +58,7 @@ class CudaState:
         check_rows(batch)
         self.session = session
         component = self._component = session.component
-        self._batch = batch
-        self._length = 0
+        super().__init__(batch)
         self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
         self._tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
         self._kept = next((spec.name for spec in component.inputs if spec.shape == ("kept",)), None)
@@ -66,16 +66,6 @@ class CudaState:
         self._slot: Slot | None = None
         self._limit = component.max_sizes.get("total", 0)
         self._each = [spec.name for spec in component.inputs if spec.shape[:2] == ("batch", "sequence")]
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self._length
-
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-        return self._batch
 
     @property
     def nbytes(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
-from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
+from accel.backends.specs import Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, SessionError, TargetMismatchError
 
@@ -71,19 +71,10 @@ class OpenVinoBackend:
 
         return adopt(folder, task=task)
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, OpenVinoSession]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OpenVinoSession]:
         """Compile every component; see `accel.backends.interfaces.Backend.open`. Takes 0.1 to 1 s for encoders."""
-        name = device_name(device)
-        settings = properties(name, options, session, _compute_dtype(artifact, name, session))
+        name = device_name(request.device)
+        settings = properties(name, request.options, request.session, _compute_dtype(artifact, name, request.session))
         folder = settings.pop("CACHE_DIR", None)
         sessions = {}
         for component in artifact.components:
@@ -91,18 +82,18 @@ class OpenVinoBackend:
                 compiled = _import(artifact, component, name, settings)
             elif folder is not None:
                 compiled = cached(
-                    Path(folder), artifact, component, device=name, settings=settings, shapes=shapes or {},
-                    compile_=lambda c=component: _compile(artifact, c, name, settings, shapes or {}),  # type: ignore[misc]
+                    Path(folder), artifact, component, device=name, settings=settings, shapes=request.shapes,
+                    compile_=lambda c=component: _compile(artifact, c, name, settings, request.shapes),  # type: ignore[misc]
                 )  # fmt: skip
             else:
-                compiled = _compile(artifact, component, name, settings, shapes or {})
+                compiled = _compile(artifact, component, name, settings, request.shapes)
             sessions[component.name] = OpenVinoSession(
                 compiled,
                 component,
-                executing_device(compiled, device),
-                shapes=shapes or {},
+                executing_device(compiled, request.device),
+                shapes=request.shapes,
                 masked_rows=answers_masked_rows(artifact, component),
-                profile=session.profile,
+                profile=request.session.profile,
             )
         return sessions
 

@@ -24,7 +24,7 @@ from accel.artifact import (
     record_files,
     tool_versions,
 )
-from accel.backends.interfaces import Evaluate, Feeds
+from accel.backends.interfaces import Batches, Evaluate, Feeds
 from accel.capture import quiet
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
@@ -48,7 +48,7 @@ class NncfQuantizer:
         artifact: Artifact,
         *,
         config: QuantizeConfig,
-        calibration: Iterable[Feeds] | None,
+        calibration: Batches | None,
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:

@@ -26,7 +26,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
 
@@ -158,12 +158,7 @@ class OpenVinoSession(SessionDescription):
         return self._compiled
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`.
 

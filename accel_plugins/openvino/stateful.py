@@ -12,6 +12,7 @@ from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component
 from accel.backends.checks import check_crop, check_rows, check_step
+from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 
 BEAM_INDEX = "beam_idx"
@@ -75,7 +76,7 @@ def _restore_broadcasts(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class OpenVinoState:
+class OpenVinoState(StateDescription):
     """Keys and values of one batch of sequences, in the variables of an infer request of their own."""
 
     def __init__(self, compiled: ov.CompiledModel, component: Component, batch: int) -> None:
@@ -83,21 +84,10 @@ class OpenVinoState:
         self._compiled = compiled
         self._component = component
         self._request = compiled.create_infer_request()
-        self._batch = batch
-        self._length = 0
+        super().__init__(batch)
         # The rows of the variables that the next call starts from.
         self._order = np.arange(batch, dtype=np.int32)
         self._outputs = {spec.name: spec for spec in component.outputs}
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self._length
-
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-        return self._batch
 
     def reorder(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""

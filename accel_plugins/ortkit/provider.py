@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import onnxruntime as ort
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Shapes
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.backends.specs import BackendSpec, DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, did_you_mean
@@ -120,16 +120,7 @@ class ProviderBackend:
         """Reads no other folders: plain ONNX folders are everybody's."""
         return None
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, OrtSession]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OrtSession]:
         """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         Raises:
@@ -137,20 +128,20 @@ class ProviderBackend:
             SessionError: ONNX Runtime refuses a graph.
             BackendUnavailableError: The provider did not load, or runs none of a graph's arithmetic.
         """
-        self._check_options(options)
-        computes = self._compute_dtype(artifact, session)
-        devices = self._library_devices(device)
+        self._check_options(request.options)
+        computes = self._compute_dtype(artifact, request.session)
+        devices = self._library_devices(request.device)
         return {
             component.name: open_session(
                 artifact.path / component.file,
                 component,
-                device=device,
+                device=request.device,
                 provider=self.provider,
-                provider_options=self.provider_options(artifact, component, device, options),
-                options=self.session_options(artifact, session),
+                provider_options=self.provider_options(artifact, component, request.device, request.options),
+                options=self.session_options(artifact, request.session),
                 compute_dtype=computes,
                 disabled_optimizers=self.disabled_optimizers(component),
-                shapes=shapes,
+                shapes=request.shapes,
                 devices=devices,
             )
             for component in artifact.components

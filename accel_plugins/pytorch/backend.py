@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from accel.artifact import Artifact, HubOptions, Location
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, load_source, split
 from accel.config import ExportConfig, SessionOptions
@@ -76,16 +76,7 @@ class PytorchBackend:
         self._described = _Loaded(folder=folder, config=config, source=source)
         return describe(source, folder, config)
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, Session]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Load the model and open its parts; see `accel.backends.interfaces.Backend.open`.
 
         Args:
@@ -100,14 +91,16 @@ class PytorchBackend:
         Raises:
             ConfigError: An option that PyTorch does not have, or a CUDA graph on the host.
         """
-        _check(options, session, device)
+        _check(request.options, request.session, request.device)
         recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
-        dtype = session.compute_dtype or artifact.dtype
+        dtype = request.session.compute_dtype or artifact.dtype
         config = ExportConfig.from_dict({**recorded, "dtype": dtype, "atol": None})
-        if session.threads is not None:
-            torch.set_num_threads(session.threads)
-        source = self._take(artifact.path, config) or _load(artifact.path, artifact.task, config, trust_remote_code)
-        where = torch.device(str(device))
+        if request.session.threads is not None:
+            torch.set_num_threads(request.session.threads)
+        source = self._take(artifact.path, config) or _load(
+            artifact.path, artifact.task, config, request.trust_remote_code
+        )
+        where = torch.device(str(request.device))
         # Taken apart on the host, where what it is asked lies; the parts are one model, which moves as a whole.
         parts = split(source)
         source.model.to(where)
@@ -116,16 +109,16 @@ class PytorchBackend:
             part.model.to(where)
             component = artifact.component(part.name)
             if part.stateful:
-                opened[part.name] = DecoderSession(source.model, part, component, device, dtype)
+                opened[part.name] = DecoderSession(source.model, part, component, request.device, dtype)
                 continue
             module: Module = part.model
-            if options.get("compile"):
+            if request.options.get("compile"):
                 # Freezing makes weights constants of the compiled code (weight layout, constant folding); CPU only.
-                how = {"options": {"freezing": True}} if device.type == "cpu" else {"mode": "reduce-overhead"}
+                how = {"options": {"freezing": True}} if request.device.type == "cpu" else {"mode": "reduce-overhead"}
                 module = torch.compile(module, **how)
-            if options.get("cuda_graph"):
+            if request.options.get("cuda_graph"):
                 module = CapturedModule(module)
-            opened[part.name] = ModuleSession(module, component, device, dtype, shapes or {})
+            opened[part.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
         return opened
 
     def _take(self, folder: Path, config: ExportConfig) -> Source | None:

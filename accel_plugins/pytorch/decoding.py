@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from accel.artifact import Component
 from accel.backends.checks import check_rows, check_state, check_step, wanted_outputs
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import Source
 
@@ -77,12 +77,7 @@ class DecoderSession(ModuleSession):
         self._hidden_size = getattr(part.model, "encoder_size", 0)
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`."""
         model: Any = self.runtime

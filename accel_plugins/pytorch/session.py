@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import graph_name, named_tensors
 
@@ -63,12 +63,7 @@ class ModuleSession(SessionDescription):
         return self._module
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`."""
         module = self.runtime

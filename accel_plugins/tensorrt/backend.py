@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, Optimizer, Quantizer, Session, Shapes
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session, Shapes
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.capture import usual_sizes_in
 from accel.config import ExportConfig, SessionOptions
@@ -71,16 +71,7 @@ class TensorrtBackend:
         """Reads no other folders."""
         return None
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, Session]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         The first opening of an ONNX graph builds its engine, which takes minutes; later ones load it from the cache.
@@ -88,20 +79,21 @@ class TensorrtBackend:
         Raises:
             TargetMismatchError: An engine that was built for another GPU or by another TensorRT.
         """
-        if session.compute_dtype not in (None, artifact.dtype):
+        if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
-                f"The graph computes in {artifact.dtype}, which TensorRT cannot change to {session.compute_dtype}.",
+                f"The graph computes in {artifact.dtype}, which TensorRT cannot change to {request.session.compute_dtype}.",
                 fix="make such an artifact: accel optimize --backend tensorrt --level O4 (float16).",
             )
-        machine = Machine.of(device, self.probe().versions)
+        machine = Machine.of(request.device, self.probe().versions)
         if artifact.format == FORMAT:
-            if options:
-                raise ConfigError(f"An engine has no options, not {sorted(options)}.", fix="leave them out.")
+            if request.options:
+                raise ConfigError(f"An engine has no options, not {sorted(request.options)}.", fix="leave them out.")
             check_target(artifact, machine)
-            return {c.name: self._engine(artifact, c, device) for c in artifact.components}
-        checked = read_options(options, device)
+            return {c.name: self._engine(artifact, c, request.device) for c in artifact.components}
+        checked = read_options(request.options, request.device)
         return {
-            c.name: self._session(artifact, c, device, checked, session, shapes, machine) for c in artifact.components
+            c.name: self._session(artifact, c, request.device, checked, request.session, request.shapes, machine)
+            for c in artifact.components
         }
 
     @staticmethod

@@ -27,7 +27,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, InputError, SessionError
 
@@ -225,12 +225,7 @@ class Engine(SessionDescription):
         return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
         if self._context is None:

@@ -14,8 +14,8 @@ import torch
 from accel import capture, optimize
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.backends.interfaces import OpenRequest
 from accel.backends.specs import DeviceSpec
-from accel.config import SessionOptions
 from accel.errors import SessionError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
@@ -125,7 +125,7 @@ def test_a_mask_with_another_use_is_refused(generator: Artifacts) -> None:
 def test_a_float32_cache_has_no_kernels_on_a_gpu(generator: Artifacts) -> None:
     backend = registry.load(registry.describe("cuda"))
     with pytest.raises(SessionError, match="float32") as caught:
-        backend.open(generator("qwen3"), device=DeviceSpec("cuda", 0), options={}, session=SessionOptions())
+        backend.open(generator("qwen3"), OpenRequest(device=DeviceSpec("cuda", 0)))
     assert "--level O4" in str(caught.value)
 
 
@@ -175,7 +175,7 @@ def test_late_positions_are_told_apart(generator: Artifacts, tmp_path: Path) -> 
     """float16 holds no odd position beyond 2048: angles computed in it would give neighbours the same place."""
     made = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")
     backend = registry.load(registry.describe("cpu"))
-    session = backend.open(made, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    session = backend.open(made, OpenRequest(device=DeviceSpec("cpu")))["model"]
     sizes = {"batch": 1, "sequence": 3, "total": 3, "kept": 1}
     stateless = [spec for spec in session.inputs if spec.pair is None]
     feeds = dict(capture.feeds_for(stateless, sizes, seed=0, folder=made.path))

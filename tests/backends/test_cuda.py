@@ -14,7 +14,7 @@ import transformers
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Session
+from accel.backends.interfaces import OpenRequest, Session
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
@@ -40,7 +40,7 @@ def open_on_gpu() -> Iterator[Open]:
 
     def get(artifact: Artifact, session: SessionOptions | None = None, **options: object) -> Session:
         backend = registry.load(registry.describe("cuda"))
-        sessions = backend.open(artifact, device=GPU, options=options, session=session or SessionOptions())
+        sessions = backend.open(artifact, OpenRequest(device=GPU, options=options, session=session or SessionOptions()))
         opened.extend(sessions.values())
         return sessions["model"]
 
@@ -75,7 +75,7 @@ def on_gpu(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def on_cpu(artifact: Artifact, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     backend = registry.load(registry.describe("cpu"))
-    session = backend.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    session = backend.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
     return session.run({name: tensor.cpu() for name, tensor in feeds.items()})
 
 
@@ -350,7 +350,7 @@ def test_second_gpu(fused: Callable[..., Artifact]) -> None:
         pytest.skip("one GPU only")
     backend = registry.load(registry.describe("cuda"))
     where = DeviceSpec("cuda", 1)
-    session = backend.open(fused(), device=where, options={}, session=SessionOptions())["model"]
+    session = backend.open(fused(), OpenRequest(device=where))["model"]
     feeds = feeds_of(fused(), 2, 8)
     for _ in range(3):
         result = session.run({name: tensor.to("cuda:1") for name, tensor in feeds.items()})["logits"]
@@ -426,7 +426,7 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     # Opened by a backend of its own, which shares no graph with other tests.
     backend = type(registry.load(registry.describe("cuda")))()
     artifact = fused("bert", "text-classification", "O4")
-    session: Any = backend.open(artifact, device=GPU, options={"packing": False}, session=SessionOptions())["model"]
+    session: Any = backend.open(artifact, OpenRequest(device=GPU, options={"packing": False}))["model"]
     feeds = with_lengths(feeds_of(artifact, 8, 40), 0.3, 0)
     for _ in range(3):
         assert difference(session.run(on_gpu(feeds)), on_cpu(tiny_artifact("bert"), feeds)) < 3e-2

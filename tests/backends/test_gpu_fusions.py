@@ -18,9 +18,9 @@ import transformers
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Session
+from accel.backends.interfaces import OpenRequest, Session
 from accel.backends.specs import DeviceSpec
-from accel.config import OptimizeConfig, SessionOptions
+from accel.config import OptimizeConfig
 from accel.errors import ConfigError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
@@ -52,7 +52,7 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
 
 def session_of(artifact: Artifact) -> Session:
     backend = registry.load(registry.describe("cpu"))
-    return backend.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    return backend.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
 
 
 def operators(artifact: Artifact) -> Counter[str]:

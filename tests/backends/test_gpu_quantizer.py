@@ -15,9 +15,9 @@ import torch
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Session
+from accel.backends.interfaces import OpenRequest, Session
 from accel.backends.specs import DeviceSpec
-from accel.config import QuantizeConfig, SessionOptions
+from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
@@ -43,7 +43,7 @@ def portable(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.Te
 
 def session_of(artifact: Artifact) -> Session:
     backend = registry.load(registry.describe("cpu"))
-    return backend.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    return backend.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
 
 
 def operators(artifact: Artifact) -> Counter[str]:

@@ -28,6 +28,7 @@ from accel import (
 )
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
 from accel.backends.specs import DeviceSpec
 from accel.errors import (
@@ -209,7 +210,7 @@ def test_missing_device_lists_the_devices(tiny_ir: Callable[..., Artifact]) -> N
 def test_missing_device_of_the_plugin_itself(tiny_ir: Callable[..., Artifact]) -> None:
     backend = registry.load(registry.describe("openvino"))
     with pytest.raises(BackendUnavailableError, match="it lists CPU"):
-        backend.open(tiny_ir(), device=DeviceSpec("npu", 7), options={}, session=SessionOptions())
+        backend.open(tiny_ir(), OpenRequest(device=DeviceSpec("npu", 7)))
 
 
 def test_auto_device(tiny_ir: Callable[..., Artifact]) -> None:

@@ -19,7 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.interfaces import Backend
+from accel.backends.interfaces import Backend, OpenRequest
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, SessionError
@@ -59,7 +59,7 @@ class FromLibrary(Azure):
 def open_with(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Any]:
     def open_(backend: ProviderBackend, options: dict[str, object] | None = None, **session: Any) -> Any:
         made = SessionOptions(**session)
-        return backend.open(tiny_artifact(), device=HOST, options=options or {}, session=made)["model"]
+        return backend.open(tiny_artifact(), OpenRequest(device=HOST, options=options or {}, session=made))["model"]
 
     return open_
 
@@ -303,7 +303,7 @@ def test_a_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifa
     assert "found no device of type npu for CPUExecutionProvider (devices: cpu)" in reason.message
     assert reason.remedy
     with pytest.raises(BackendUnavailableError, match="has no device npu:0, only cpu"):
-        Npu().open(tiny_artifact(), device=DeviceSpec("npu"), options={}, session=SessionOptions())
+        Npu().open(tiny_artifact(), OpenRequest(device=DeviceSpec("npu")))
 
 
 def test_two_libraries_for_one_provider(
@@ -354,8 +354,8 @@ def test_a_real_library(tmp_path: Path) -> None:
     where = backend.probe().devices[0]
     htp = {"backend_type": "htp"}
     with pytest.raises(BackendUnavailableError, match="took 0 of the 2 nodes"):
-        backend.open(artifact, device=where, options=htp, session=SessionOptions())
-    session = backend.open(artifact, device=where, options=htp, session=SessionOptions(), shapes={"batch": 2})["model"]
+        backend.open(artifact, OpenRequest(device=where, options=htp))
+    session = backend.open(artifact, OpenRequest(device=where, options=htp, shapes={"batch": 2}))["model"]
     assert session.assignment is not None
     assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))

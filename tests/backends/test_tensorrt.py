@@ -10,6 +10,7 @@ import torch
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.backends.interfaces import OpenRequest
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.testing.conformance import BackendConformance
@@ -42,7 +43,7 @@ def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Arti
     )
     session = DeviceSession(runtime, component, DeviceSpec("cuda"), "float32")
     cpu = registry.load(registry.describe("cpu"))
-    expected_by = cpu.open(artifact, device=DeviceSpec("cpu"), options={}, session=SessionOptions())["model"]
+    expected_by = cpu.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
     kept = []
     for seed, (batch, sequence) in enumerate([(1, 5), (3, 17), (3, 17)]):
         sizes = {"batch": batch, "sequence": sequence}

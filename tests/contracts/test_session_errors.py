@@ -60,7 +60,10 @@ WRONG = {
 
 ODD: dict[str, Callable[[Feeds], Feeds]] = {
     "a row without tokens": lambda f: {**f, "attention_mask": f["attention_mask"] * torch.tensor([[1], [0]])},
-    "padding on the left": lambda f: {**f, "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([0, 1]), 0)},
+    "padding on the left": lambda f: {
+        **f,
+        "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([0, 1]), 0),
+    },
     "a hole in the mask": lambda f: {**f, "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([3]), 0)},
     "a mask of booleans": lambda f: {**f, "attention_mask": f["attention_mask"].bool()},
     "integers of 16 bits": lambda f: {name: tensor.short() for name, tensor in f.items()},

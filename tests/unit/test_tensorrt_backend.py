@@ -20,6 +20,7 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
+from accel.backends.interfaces import OpenRequest
 from accel.backends.specs import DeviceSpec, Probe
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
@@ -255,7 +256,7 @@ def test_an_engine_for_another_machine_is_refused(
     versions = {"tensorrt": "10.13.0", "driver": "580.159"}
     monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
     with pytest.raises(TargetMismatchError) as raised:
-        TensorrtBackend().open(artifact, device=GPU, options={}, session=SessionOptions())
+        TensorrtBackend().open(artifact, OpenRequest(device=GPU))
     assert says in str(raised.value)
     assert "--format tensorrt" in str(raised.value)
 
@@ -334,12 +335,12 @@ def test_a_wheel_without_the_provider_is_an_error(portable: Artifact) -> None:
     if TENSORRT in ort.get_available_providers():
         pytest.skip("this ONNX Runtime lists TensorRT")
     with pytest.raises(BackendUnavailableError, match="has no TensorrtExecutionProvider"):
-        TensorrtBackend().open(portable, device=GPU, options={}, session=SessionOptions())
+        TensorrtBackend().open(portable, OpenRequest(device=GPU))
 
 
 def test_compute_dtype_is_refused_with_a_remedy(portable: Artifact) -> None:
     with pytest.raises(ConfigError, match="--level O4"):
-        TensorrtBackend().open(portable, device=GPU, options={}, session=SessionOptions(compute_dtype="float32"))
+        TensorrtBackend().open(portable, OpenRequest(device=GPU, session=SessionOptions(compute_dtype="float32")))
 
 
 # Building and running, with a stand-in
@@ -487,11 +488,11 @@ def test_an_artifact_with_an_engine(
     assert ("set_shape", "input_ids", (1, 1), (2, 96), (4, 96)) in journal
     versions = {"tensorrt": "10.13.0", "driver": "1"}
     monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
-    session = TensorrtBackend().open(loaded, device=GPU, options={}, session=SessionOptions())["model"]
+    session = TensorrtBackend().open(loaded, OpenRequest(device=GPU))["model"]
     assert session.compute_dtype == "float16"
     assert [spec.name for spec in session.outputs] == ["logits"]
     with pytest.raises(ConfigError, match="no options"):
-        TensorrtBackend().open(loaded, device=GPU, options={"x": 1}, session=SessionOptions())
+        TensorrtBackend().open(loaded, OpenRequest(device=GPU, options={"x": 1}))
 
 
 def test_an_engine_without_the_precision_is_not_kept(

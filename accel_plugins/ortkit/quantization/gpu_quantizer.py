@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Quantization, Step, tool_versions
-from accel.backends.interfaces import Evaluate, Feeds
+from accel.backends.interfaces import Batches, Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
@@ -71,7 +71,7 @@ class GpuQuantizer:
         artifact: Artifact,
         *,
         config: QuantizeConfig,
-        calibration: Iterable[Feeds] | None,
+        calibration: Batches | None,
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:

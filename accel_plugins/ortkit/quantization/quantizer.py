@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component, Quantization, Step, tool_versions
-from accel.backends.interfaces import Evaluate, Feeds
+from accel.backends.interfaces import Batches, Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
 
@@ -43,7 +43,7 @@ class OrtQuantizer:
         artifact: Artifact,
         *,
         config: QuantizeConfig,
-        calibration: Iterable[Feeds] | None,
+        calibration: Batches | None,
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:

@@ -13,7 +13,7 @@ from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 
 from .session import OrtSession
-from .values import as_ort_value, ort_value_as_tensor
+from .values import ort_value_as_tensor
 
 
 class DeviceSession(OrtSession):
@@ -38,14 +38,7 @@ class DeviceSession(OrtSession):
     def _run_bound(
         self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        binding = session.io_binding()
-        for name, tensor in tensors.items():
-            binding.bind_ortvalue_input(name, as_ort_value(tensor))
-        for name in names:
-            if name in out:
-                binding.bind_ortvalue_output(name, as_ort_value(out[name]))
-            else:
-                binding.bind_output(name, self._where.type, self._where.index)
+        binding = self._bound(session, tensors, names, out)
         torch.cuda.current_stream(self._where).synchronize()
         session.run_with_iobinding(binding)
         values = dict(zip(names, binding.get_outputs(), strict=True))

@@ -26,7 +26,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, SessionError, did_you_mean
@@ -320,12 +320,7 @@ class OrtSession(SessionDescription):
         return found.left_to_cpu if found is not None else 0
 
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: State | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """See `accel.backends.interfaces.Session.run`. Inputs of the declared type on the host are read in place.
 
@@ -390,6 +385,15 @@ class OrtSession(SessionDescription):
         self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Run through IO binding: into given buffers, or with types that NumPy does not have."""
+        binding = self._bound(session, tensors, names, out)
+        session.run_with_iobinding(binding)
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        return {name: out[name] if name in out else ort_value_as_tensor(values[name]) for name in names}
+
+    def _bound(
+        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
+    ) -> ort.IOBinding:
+        """Inputs and given buffers by their addresses; the other outputs are made where the session runs."""
         binding = session.io_binding()
         for name, tensor in tensors.items():
             binding.bind_ortvalue_input(name, as_ort_value(tensor))
@@ -397,10 +401,8 @@ class OrtSession(SessionDescription):
             if name in out:
                 binding.bind_ortvalue_output(name, as_ort_value(out[name]))
             else:
-                binding.bind_output(name)
-        session.run_with_iobinding(binding)
-        values = dict(zip(names, binding.get_outputs(), strict=True))
-        return {name: out[name] if name in out else ort_value_as_tensor(values[name]) for name in names}
+                binding.bind_output(name, self._where.type, self._where.index or 0)
+        return binding
 
     @staticmethod
     def _failed(error: Exception, tensors: Feeds) -> SessionError:

@@ -10,6 +10,7 @@ import torch
 
 from accel.artifact import Component, TensorSpec
 from accel.backends.checks import check_crop, check_rows, check_step
+from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 
 from .values import as_ort_value, ort_value_as_tensor
@@ -19,7 +20,7 @@ _MIN_CAPACITY = 256
 _GROWTH = 1.5
 
 
-class OrtState:
+class OrtState(StateDescription):
     """Keys and values of one batch of sequences, and the binding that hands them to the graph.
 
     Where the graph's past and present have the same shape, both are bound to one buffer with room for more tokens, and a
@@ -31,8 +32,7 @@ class OrtState:
         check_rows(batch)
         self._session = session
         self._component = component
-        self._batch = batch
-        self._length = 0
+        super().__init__(batch)
         outputs = {spec.name: spec for spec in component.outputs}
         self._pasts = [spec for spec in component.inputs if spec.pair is not None]
         self._in_place = all(spec.shape == outputs[spec.pair or ""].shape for spec in self._pasts)
@@ -41,16 +41,6 @@ class OrtState:
         self._buffers: dict[str, torch.Tensor] = {}
         self._binding: Any = None
         self._capacity = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self._length
-
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-        return self._batch
 
     @property
     def nbytes(self) -> int:

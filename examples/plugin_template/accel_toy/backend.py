@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,10 +18,10 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.interfaces import Exporter, Feeds, Optimizer, Quantizer, Shapes
+from accel.backends.interfaces import Exporter, Feeds, Names, OpenRequest, Optimizer, Quantizer
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, capture_program, reference
-from accel.config import ExportConfig, SessionOptions
+from accel.config import ExportConfig
 from accel.errors import ConfigError, InputError, SessionError
 
 GRAPH = "model.pt2"
@@ -52,23 +52,16 @@ class ToyBackend:
         """Reads no other folders."""
         return None
 
-    def open(
-        self,
-        artifact: Artifact,
-        *,
-        device: DeviceSpec,
-        options: Mapping[str, object],
-        session: SessionOptions,
-        shapes: Shapes | None = None,
-        trust_remote_code: bool = False,
-    ) -> Mapping[str, ToySession]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, ToySession]:
         """Open every component. PyTorch gains nothing from fixed shapes: they are only checked."""
-        if options:
-            raise ConfigError(f"The toy backend has no options, not {sorted(options)}.", fix="leave them out.")
-        if session.compute_dtype not in (None, artifact.dtype):
-            raise ConfigError(f"The toy backend computes in {artifact.dtype}, not in {session.compute_dtype}.")
+        if request.options:
+            raise ConfigError(f"The toy backend has no options, not {sorted(request.options)}.", fix="leave them out.")
+        if request.session.compute_dtype not in (None, artifact.dtype):
+            raise ConfigError(f"The toy backend computes in {artifact.dtype}, not in {request.session.compute_dtype}.")
         return {
-            component.name: ToySession(artifact.path / component.file, component, artifact.dtype, device, shapes or {})
+            component.name: ToySession(
+                artifact.path / component.file, component, artifact.dtype, request.device, request.shapes
+            )
             for component in artifact.components
         }
 
@@ -185,12 +178,7 @@ class ToySession:
 
     @torch.inference_mode()
     def run(
-        self,
-        feeds: Feeds,
-        *,
-        outputs: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        state: History | None = None,
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: History | None = None
     ) -> dict[str, torch.Tensor]:
         """Check, run, return; the contract is in `accel.backends.interfaces.Session`."""
         if self._module is None:

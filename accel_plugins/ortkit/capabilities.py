@@ -1,0 +1,29 @@
+"""What this kit does to graphs, as specs declare it; imports nothing but `accel.backends.specs`."""
+
+from accel.backends.specs import Capability, SchemeSettings
+
+FLOATS = ("float32", "float16", "bfloat16")
+_PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
+
+NVIDIA = (
+    Capability(
+        stage="optimize",
+        consumes="onnx",
+        produces="onnx",
+        devices=("cuda",),
+        dtypes=FLOATS,
+        schemes=("O1", "O2", "O3", "O4"),
+    ),
+    Capability(
+        stage="quantize",
+        consumes="onnx",
+        produces="onnx",
+        devices=("cuda",),
+        dtypes=("float32", "float16"),
+        schemes=("static-fp8", "static-int8"),
+        settings=(SchemeSettings("static-fp8", _PAIRS), SchemeSettings("static-int8", _PAIRS)),
+    ),
+)
+"""Rewriting and quantizing graphs for NVIDIA GPUs. Eight bits are computed in floating point by ONNX Runtime's CUDA provider,
+and so slower: there they show the accuracy of what TensorRT computes in 8 bits.
+"""
