@@ -21,10 +21,9 @@ _VERIFIED = "verified.json"
 _KEPT = 2000
 _LARGE = 1 << 20
 _LONGEST_NAME = 1024
-_REMEDY = (
-    "make the artifact again, or copy the file again from where it came; where it was changed on purpose (a tokenizer "
-    "saved over another): `accel validate FOLDER --accept-files`."
-)
+_GRAPH_SUFFIXES = (".onnx", ".data", ".xml", ".bin", ".safetensors")
+_REMEDY = "make the artifact again, or copy the file again from where it came"
+_ON_PURPOSE = f"{_REMEDY}; where it was changed on purpose (a tokenizer saved over another): `accel validate FOLDER --accept-files`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +56,16 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
     found: dict[str, str] = {}
     for record in records:
         path = folder / _checked_name(folder, record.name)
+        fix = f"{_REMEDY}." if path.suffix in _GRAPH_SUFFIXES else _ON_PURPOSE
         try:
             stat = path.stat()
         except OSError as error:
-            raise IntegrityError(f"{path} is missing.", fix=_REMEDY) from error
+            raise IntegrityError(f"{path} is missing.", fix=fix) from error
         if not is_inside(path, folder):
-            raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=_REMEDY)
+            raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
         if stat.st_size != record.bytes:
             raise IntegrityError(
-                f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=_REMEDY
+                f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
             )
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
         large = stat.st_size > _LARGE
@@ -76,7 +76,7 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
         checksum = sha256(path)
         if checksum != record.sha256:
             raise IntegrityError(
-                f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=_REMEDY
+                f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=fix
             )
         if large:
             found[key] = checksum
@@ -93,7 +93,7 @@ def _checked_name(folder: Path, name: str) -> str:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > _LONGEST_NAME:
         raise IntegrityError(
-            f"The manifest of {folder} names a file outside the folder: {name[:_LONGEST_NAME]!r}.", fix=_REMEDY
+            f"The manifest of {folder} names a file outside the folder: {name[:_LONGEST_NAME]!r}.", fix=f"{_REMEDY}."
         )
     return name
 

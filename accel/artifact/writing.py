@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 STAGING_PREFIX = ".accel-staging-"
 """Names of what is not finished start with this."""
 _NO_ROOM = 64 << 10
+_TRIES = 20  # names that are taken, or file systems that keep no locks
+# NumPy's errors of a write have no number.
+_SHORT_WRITES = ("problem writing element", "requested and")
 
 # Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
@@ -54,6 +57,9 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
         raise OutputFolderError(f"{target} is not empty.", fix="name a new folder, or remove this one first.")
     if target.exists() and not target.is_dir():
         raise OutputFolderError(f"{target} is a file.", fix="name a folder.")
+    above = next(parent for parent in target.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise OutputFolderError(f"{target} cannot be made: {above} cannot be written.", fix="name another folder.")
     return target
 
 
@@ -185,8 +191,10 @@ def check_space(folder: Path, needs: int) -> None:
 def _is_full(error: BaseException, folder: Path) -> bool:
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
+        if isinstance(seen, OSError):
+            unnumbered = seen.errno is None and any(words in str(seen) for words in _SHORT_WRITES)
+            if unnumbered or seen.errno in (errno.ENOSPC, errno.EDQUOT):
+                return True
         seen = seen.__cause__ or seen.__context__
     try:
         return shutil.disk_usage(folder).free < _NO_ROOM
@@ -213,7 +221,7 @@ def _megabytes(count: int) -> str:
 
 def _locked(parent: Path) -> tuple[Path, FileLock]:
     """A name for a folder that is about to be made, and the lock that says that somebody makes it."""
-    while True:
+    for _ in range(_TRIES):
         temporary = parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
         lock = FileLock(_lock_of(temporary))
         try:
@@ -224,6 +232,7 @@ def _locked(parent: Path) -> tuple[Path, FileLock]:
         if _lock_of(temporary).exists():
             return temporary, lock
         lock.release()
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(parent))
 
 
 def _lock_of(temporary: Path) -> Path:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-from ..errors import BackendUnavailableError, PluginError, UnknownBackendError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
 from .interfaces import Backend
 from .selecting import missing_domains, select
 from .specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
@@ -70,6 +70,8 @@ def describe(name: str) -> BackendSpec:
         PluginError: It exists but cannot be loaded, or two distributions claim the name.
     """
     plugins = installed()
+    if not isinstance(name, str):
+        raise ConfigError(f"A backend is called by its name, not by {name!r}.", fix="`accel doctor` shows the names.")
     if name in plugins:
         return _spec(name, plugins[name])
     specs, broken = describe_all()

@@ -13,6 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import split
 from .loading import load_source
+from .pooling import SentenceEmbedder, Tensors
 from .prompts import cases_by_part
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
@@ -32,7 +33,6 @@ from .tracing import (
     strip_provenance,
     usual_sizes_in,
 )
-from .wrappers import SentenceEmbedder, Tensors
 
 __all__ = [
     "IMAGE_AXES",

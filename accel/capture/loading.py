@@ -21,10 +21,10 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
+from .pooling import SentenceEmbedder, Tensors
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
-from .wrappers import SentenceEmbedder, Tensors
 
 
 def load_source(

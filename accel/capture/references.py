@@ -11,10 +11,10 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
+from .pooling import Tensors
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .source import Source
 from .tracing import first_lines
-from .wrappers import Tensors
 
 
 @dataclass(frozen=True, slots=True)

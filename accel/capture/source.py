@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..artifact.manifest import Origin
+from .pooling import Tensors, Wrapper
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
-from .wrappers import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ class Source:
         """Class name of the model."""
         inner = self.model.model if isinstance(self.model, Wrapper) else self.model
         return type(inner).__name__
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights."""
+        return sum(tensor.nbytes for tensor in self.model.parameters())
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""

@@ -6,7 +6,6 @@ runtime that crashes takes nobody with it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -130,7 +129,7 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
         context.set_forkserver_preload(list(_IMPORTED))
-        _own_socket_folder(os.getpid())
+        _own_socket_folder()
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
     with _without_main():
@@ -140,25 +139,20 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
 
 
 @functools.cache
-def _own_socket_folder(process: int) -> None:
+def _own_socket_folder() -> None:
     """Let `multiprocessing` put its sockets into a folder that the next run removes where this one is killed, once a process."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(scratch())
     if len(str(folder)) > _SOCKET_FOLDER:
         stack.close()
         return
-
-    def leave() -> None:
-        # A child that was forked by others has this, too.
-        if os.getpid() == process:
-            stack.close()
-
     usual, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
-    atexit.register(leave)
+    # After multiprocessing has removed its own folder in there (priority -100), and in no child that was forked by others.
+    multiprocessing.util.Finalize(None, stack.close, exitpriority=-200)
 
 
 def _run(

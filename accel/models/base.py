@@ -31,7 +31,7 @@ from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityEr
 from ..stages.export import artifact_for
 from ..stages.resolving import resolve
 from ..tasks.infer import task_spec
-from ..tasks.spec import load
+from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
     device_name,
@@ -229,15 +229,35 @@ class ORTModel:
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
-        # A folder of another tool's does not say its task: the class does, and may be wrong.
-        found = next((len(output.shape) for output in self._session.outputs if output.name == "logits"), None)
-        wanted = len(spec.outputs["logits"]) if "logits" in spec.outputs else None
-        if found is not None and wanted is not None and found != wanted:
-            raise TaskError(
-                f"The graph in {self.artifact.path} returns logits with {found} axes; a model for {spec.name} returns {wanted}.",
-                fix="use the class that the model was exported for.",
-            )
+        self._check_outputs(spec, {output.name: output.shape for output in self._session.outputs})
         return getattr(modeling_outputs, spec.output) if spec.output else ModelOutput
+
+    def _check_outputs(self, spec: TaskSpec, returned: Mapping[str, tuple[int | str, ...]]) -> None:
+        """Hold a graph's outputs against its task and its labels.
+
+        A folder of another tool's does not say its task: the class does, and may be wrong; and a config may be another model's.
+
+        Raises:
+            TaskError: It returns something else than models for the task do.
+            IntegrityError: It has more or fewer labels than the config names.
+        """
+        for name, axes in spec.outputs.items():
+            if name not in returned or len(returned[name]) != len(axes):
+                found = (
+                    f"{name} with {len(returned[name])} axes"
+                    if name in returned
+                    else f"{sorted(returned)} and no {name}"
+                )
+                raise TaskError(
+                    f"The graph in {self.artifact.path} returns {found}; a model for {spec.name} returns {name} with {len(axes)}.",
+                    fix="use the class that the model was exported for.",
+                )
+            size, labels = dict(zip(axes, returned[name], strict=True)).get(LABELS), getattr(self.config, LABELS, None)
+            if isinstance(size, int) and isinstance(labels, int) and size != labels:
+                raise IntegrityError(
+                    f"The graph in {self.artifact.path} returns {size} labels, and its config.json names {labels}.",
+                    fix="copy the config.json of the model that was exported beside it, or pass config=...",
+                )
 
     # What pipelines and users read
 
@@ -369,7 +389,7 @@ class ORTModel:
                 found = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
                 targets = {name: value for name, value in found.items() if value is not None}
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
-        if self._limited is not None and inputs[self._limited].size(-1) > self._limit:
+        if self._limited is not None and max(inputs[self._limited].shape[-1:], default=0) > self._limit:
             raise InputError(
                 f"{self._limited!r} has {inputs[self._limited].size(-1)} tokens; the model has {self._limit} positions.",
                 fix=f"truncate: tokenizer(..., truncation=True, max_length={self._limit}).",

@@ -100,7 +100,8 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
             torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else torch.as_tensor(value)
         )
     except (TypeError, ValueError, RuntimeError) as error:
+        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise InputError(
-            f"Input {name!r} is a {type(value).__name__}, not a tensor.",
+            f"Input {name!r} is {what}, not a tensor.",
             fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
         ) from error

@@ -174,7 +174,7 @@ def _export_source(
     hub: HubOptions,
 ) -> Artifact:
     """Write and check one artifact of a source; nothing stays behind where that fails."""
-    with staging(out) as folder:
+    with staging(out, needs=source.nbytes) as folder:
         # Configs and tokenizers first: the exporter may want to read them, and never overwrites its own files.
         if source.folder is not None:
             copy_companions(source.folder, folder)

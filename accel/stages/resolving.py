@@ -113,6 +113,8 @@ def resolve(
         return Resolved(
             kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
         )
+    if not os.fspath(model):
+        raise ConfigError("The model's name is empty.", fix="name a Hub id or a folder; `.` is the current one.")
     weights = weights or export is True
     location = locate(model, hub, want_graph=False if weights else None if export is None else not export)
     folder = location.folder

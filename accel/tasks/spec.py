@@ -12,6 +12,10 @@ Needed = Literal["always", "measuring", "named"]
 Modality = Literal["text", "image", "audio"]
 
 
+LABELS = "num_labels"
+"""The axis of a model's own labels, by the config's word for their number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A use that a column of the data can have.

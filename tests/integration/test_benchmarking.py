@@ -192,3 +192,4 @@ def test_a_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
     script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_artifact().path)!r}, {how}).variants))\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert "Traceback" not in done.stderr, "the end of a process is quiet, too"

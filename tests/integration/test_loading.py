@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import pickle
@@ -114,10 +115,31 @@ def test_no_config_is_never_made_up(artifact: Artifact, tmp_path: Path) -> None:
 
 def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
-    with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns 3"):
+    with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns logits with 3"):
         accel.ORTModelForTokenClassification.from_pretrained(folder)
+    with pytest.raises(
+        TaskError, match=r"\['logits'\] and no start_logits; a model for question-answering returns start_logits"
+    ):
+        accel.ORTModelForQuestionAnswering.from_pretrained(folder)
     with pytest.raises(TaskError, match="returns logits, and no hidden states"):
         accel.ORTModelForFeatureExtraction.from_pretrained(folder)
+
+
+def test_a_config_that_names_other_labels_is_not_the_models(artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["id2label"] = {"0": "yes", "1": "no"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(IntegrityError, match=r"returns 3 labels, and its config\.json names 2"):
+        Classifier.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"), [(("",), {}), ((None,), {}), (("x",), {"backend": 1}), (("x",), {"provider": 2})]
+)
+def test_what_is_no_name(arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Classifier.from_pretrained(*arguments, **settings)
 
 
 def test_a_backend_that_does_not_export_says_why_it_cannot_run(tiny_folder: Callable[..., Path]) -> None:
@@ -449,6 +471,8 @@ def test_shapes_that_do_not_agree(artifact: Artifact) -> None:
         model(input_ids=IDS, attention_mask=torch.ones(2, 4, dtype=torch.int64), token_type_ids=torch.zeros_like(IDS))
     with pytest.raises(InputError, match="has shape"):
         model(input_ids=IDS[:0])
+    with pytest.raises(InputError, match="has shape"):
+        model(input_ids=torch.tensor(3), attention_mask=torch.tensor(1), token_type_ids=torch.tensor(0))
     with pytest.raises(InputError, match="not a tensor"):
         model("where is my card")
 

@@ -311,9 +311,20 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match="is full: 0.0 MB were written"), staging(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OutputFolderError, match="is full"), staging(tmp_path / "out"):
+        # What `ndarray.tofile` raises, and by then the file is gone and the disk has room again.
+        raise OSError("problem writing element 98304 to file")
     with pytest.raises(OutputFolderError, match="are about to be written"), staging(tmp_path / "out", needs=1 << 60):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="a folder in which nobody can make a file, whatever his rights"
+)
+def test_a_folder_where_nothing_can_be_made() -> None:
+    with pytest.raises(OutputFolderError, match="cannot be made"), staging("/proc/accel-test"):
+        pass
 
 
 def test_check_output(tmp_path: Path) -> None:
