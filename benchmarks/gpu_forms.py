@@ -8,11 +8,11 @@ and with weights of their own. Times are medians of the bare CUDA graph, the two
 
 from __future__ import annotations
 
+import argparse
 import collections
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -106,4 +106,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".json"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).with_suffix(".json"))
+    main(parser.parse_args().out)

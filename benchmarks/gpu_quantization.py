@@ -7,6 +7,7 @@ Prints one JSON object with the accuracy of the float16 artifact and of each var
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -41,4 +42,9 @@ def main(model: str, test: str, calibration: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="transformers folder")
+    parser.add_argument("test", help="labelled rows to measure on")
+    parser.add_argument("calibration", help="rows to calibrate with")
+    args = parser.parse_args()
+    main(args.model, args.test, args.calibration)
