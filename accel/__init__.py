@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import AccelError as AccelError
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmarking import benchmark as benchmark
+    from .models.base import ORTModel as ORTModel
     from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "optimize": "stages.optimize",
     "OptimizeConfig": "config",
     "Optimizer": "backends.interfaces",
+    "ORTModel": "models.base",
     "ORTModelForCausalLM": "models.decoders",
     "ORTModelForCustomTasks": "models.encoders",
     "ORTModelForFeatureExtraction": "models.encoders",

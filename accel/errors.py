@@ -11,7 +11,7 @@
     │   ├── SchemaError                          a manifest that this version does not understand
     │   └── TargetMismatchError                  compiled for other hardware or software
     ├── BackendError
-    │   ├── UnknownBackendError (LookupError)    no plugin has that name
+    │   ├── UnknownBackendError (LookupError, ValueError)  no plugin has that name
     │   ├── BackendUnavailableError (ImportError)  installed or named, but it cannot run here
     │   ├── PluginError                          a plugin that breaks the contract
     │   └── SessionError (RuntimeError)          a runtime failed to open or to run a graph
@@ -96,7 +96,7 @@ class BackendError(AccelError):
     """Base of the errors about backends and their runtimes."""
 
 
-class UnknownBackendError(BackendError, LookupError):
+class UnknownBackendError(BackendError, LookupError, ValueError):
     """No installed plugin has the name asked for."""
 
 

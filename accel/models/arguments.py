@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -11,19 +12,28 @@ import torch
 
 from ..backends import registry
 from ..config import ExportConfig, SessionOptions
-from ..errors import (
-    ConfigError,
-    did_you_mean,
-)
+from ..errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
-def backend_name(backend: str | None, provider: str | None) -> str | None:
-    """One name from `backend=` and `provider=`; unknown ones fail here, before any work.
+def backend_name(backend: str | None, provider: str | None, providers: Sequence[Any] | None = None) -> str | None:
+    """One name from `backend=`, `provider=` and `providers=`; unknown ones fail here, before any work.
+
+    Args:
+        backend: Ours.
+        provider: ONNX Runtime's.
+        providers: Likewise several, of which the first is meant: what it has no kernels for goes to the others by itself.
 
     Raises:
-        ConfigError: Both are given and disagree.
+        ConfigError: They are given and disagree.
         UnknownBackendError: No plugin has that name.
     """
+    if providers:
+        first = providers[0]
+        if provider is not None and provider != first:
+            raise ConfigError(f"provider={provider!r} and providers={list(providers)} differ.", fix="pass one of them.")
+        provider = first
     names = {registry.describe(name).name for name in (backend, provider) if name is not None}
     if len(names) > 1:
         raise ConfigError(f"backend={backend!r} and provider={provider!r} name two backends.", fix="pass one of them.")
@@ -68,21 +78,31 @@ def session_options_of(options: Any) -> SessionOptions | None:
     return SessionOptions(native={word: options})
 
 
+# Of Optimum's `from_pretrained`: how its sessions are fed, which of its graphs are taken, and where its library is looked up.
+_WITHOUT_EFFECT = ("use_io_binding", "use_merged", "library_name", "low_cpu_mem_usage")
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-def without_transformers_words(
+def without_others_words(
     settings: Mapping[str, Any], device: str | int | torch.device | None
 ) -> tuple[dict[str, Any], str | int | torch.device | None]:
-    """Arguments that transformers' `from_pretrained` has, as ours: the rest of them, and the device.
+    """Arguments that transformers' and Optimum's `from_pretrained` have, as ours: the rest of them, and the device.
 
     `device_map` names a device, or leaves the choice; `dtype="auto"` is what there is; `attn_implementation` chooses among
-    ways to compute the same, which a graph does in its own.
+    ways to compute the same, which a graph does in its own. What changes nothing here is left out, with a line for who debugs.
 
     Raises:
-        ConfigError: A model spread over several devices, or an attention that does not exist.
+        ConfigError: A model spread over several devices, an attention that does not exist, or a download that is forced.
     """
     left = dict(settings)
+    for name in _WITHOUT_EFFECT:
+        if name in left:
+            logger.debug("%s=%r changes nothing here.", name, left.pop(name))
+    if left.pop("force_download", False):
+        raise ConfigError(
+            "force_download=True: what the Hub's cache holds is verified, not fetched again.",
+            fix="remove the model from the cache (`hf cache delete`), or name a revision.",
+        )
     placed = left.pop("device_map", None)
     if isinstance(placed, Mapping):
         if len(set(map(str, placed.values()))) != 1:

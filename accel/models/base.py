@@ -38,7 +38,7 @@ from .arguments import (
     export_config_of,
     provider_options_of,
     session_options_of,
-    without_transformers_words,
+    without_others_words,
 )
 from .inputs import Inputs
 from .log_filter import FILTER
@@ -112,6 +112,7 @@ class ORTModel:
         backend: str | None = None,
         device: str | int | torch.device | None = None,
         provider: str | None = None,
+        providers: Sequence[str] | None = None,
         provider_options: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
         session_options: SessionOptions | Any | None = None,
         task: str | None = None,
@@ -123,9 +124,12 @@ class ORTModel:
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
         trust_remote_code: bool = False,
+        use_cache: bool | None = None,
         **export_settings: Any,
     ) -> Self:
         """Load a model from a Hub id, a transformers folder, an artifact, or a plain ONNX folder.
+
+        `ORTModel.from_pretrained` opens a model of any task, with the class of that task.
 
         A transformers folder is exported once (4 to 20 s for encoders) and kept under `ACCEL_HOME`. Backend and
         provider are checked before anything is exported.
@@ -136,12 +140,14 @@ class ORTModel:
             backend: Name of a backend; chosen automatically when `None`.
             device: `"cpu"`, `"cuda:0"`, ...; the backend's first when `None`.
             provider: ONNX Runtime's word for the backend (`"CPUExecutionProvider"`).
+            providers: Likewise; of several the first one is meant.
             provider_options: The vendor's own options for the device.
             session_options: `SessionOptions`, or ONNX Runtime's own object.
             task: For classes that serve several tasks.
             config: A transformers config that replaces the folder's.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
             file_name: The graph to take from a plain ONNX folder.
+            use_cache: Of generating models: what `generate` does where it is not said; keys and values are kept by default.
             **export_settings: Fields of `ExportConfig`, for a folder that is exported. transformers' `device_map`, `dtype="auto"`
                 and `attn_implementation` are taken where they ask for nothing that a graph has not.
 
@@ -151,9 +157,9 @@ class ORTModel:
             UnknownBackendError, BackendUnavailableError: With what exists, or every reason.
             ConfigError: An option that does not exist.
         """
-        export_settings, device = without_transformers_words(export_settings, device)
+        export_settings, device = without_others_words(export_settings, device)
         settings = RunSettings(
-            backend=backend_name(backend, provider),
+            backend=backend_name(backend, provider, providers),
             device=device_name(device),
             provider_options=provider_options_of(provider_options),
             options=session_options_of(session_options),
@@ -167,12 +173,18 @@ class ORTModel:
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if task is not None and task_spec(task).model_name != cls.__name__:
+        if (
+            task is not None
+            and not issubclass(load(task_spec(task).model), cls)
+            and not issubclass(cls, load(task_spec(task).model))
+        ):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
-        resolved = resolve(model_id, task=task, default_task=cls.task, hub=hub, file_name=file_name, export=export)
-        return cls(
+        default = None if cls is ORTModel else cls.task
+        resolved = resolve(model_id, task=task, default_task=default, hub=hub, file_name=file_name, export=export)
+        own: type[Self] = load(task_spec(resolved.task).model) if cls is ORTModel else cls
+        made = own(
             artifact_for(resolved, settings, export_config),
             backend=settings.backend,
             device=settings.device,
@@ -181,6 +193,9 @@ class ORTModel:
             trust_remote_code=trust_remote_code,
             config=config,
         )
+        if use_cache is not None and made.generation_config is not None:
+            made.generation_config.use_cache = use_cache
+        return made
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
@@ -323,9 +338,68 @@ class ORTModel:
         """`to("cpu")`."""
         return self.to("cpu")
 
+    def cuda(self, device: int | None = None) -> Self:
+        """`to("cuda")`, or the GPU of that number."""
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
     def eval(self) -> Self:
         """Does nothing: a graph has no training mode."""
         return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Does nothing for `mode=False`.
+
+        Raises:
+            InputError: A graph has no training mode.
+        """
+        if mode:
+            raise InputError("A graph cannot be trained.", fix="train the original model, and export it again.")
+        return self
+
+    def half(self) -> Self:
+        """`to(torch.float16)`: warns where the graph is of another type, which is fixed when it is exported."""
+        return self.to(torch.float16)
+
+    def float(self) -> Self:
+        """`to(torch.float32)`, likewise."""
+        return self.to(torch.float32)
+
+    # What scripts written for Optimum read
+
+    @property
+    def providers(self) -> list[str]:
+        """ONNX Runtime's words for the backend; none for a backend on another runtime."""
+        return [name for name in self._opened.backend.aliases if name.endswith("ExecutionProvider")]
+
+    @property
+    def input_names(self) -> dict[str, int]:
+        """Inputs of the first graph, with their positions."""
+        return {spec.name: place for place, spec in enumerate(self._session.inputs)}
+
+    @property
+    def output_names(self) -> dict[str, int]:
+        """Outputs of the first graph, with their positions."""
+        return {spec.name: place for place, spec in enumerate(self._session.outputs)}
+
+    @property
+    def path(self) -> Path:
+        """The first graph's file."""
+        return self.artifact.path / self.artifact.components[0].file
+
+    @property
+    def model_save_dir(self) -> Path:
+        """The artifact's folder."""
+        return self.artifact.path
+
+    @property
+    def can_use_cache(self) -> bool:
+        """Whether the graphs keep keys and values between calls."""
+        return any(component.stateful for component in self.artifact.components)
+
+    @property
+    def use_cache(self) -> bool:
+        """Whether `generate` uses them where it is not said."""
+        return self.can_use_cache and getattr(self.generation_config, "use_cache", True) is not False
 
     def to(self, device: str | int | torch.device | torch.dtype) -> Self:
         """Move to a device: nothing when it is there, opens the session again where the backend has that device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pkgutil
 from collections.abc import Mapping
@@ -9,15 +10,18 @@ from typing import Any
 
 import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
-from transformers.pipelines.base import Pipeline
+from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...artifact.hub import HubOptions
 from ...errors import ConfigError, TaskError, did_you_mean
 from ...stages.resolving import resolve
 from ...tasks.infer import all_tasks, task_spec
 from ...tasks.spec import TaskSpec, load
+from ..arguments import device_name
 from ..base import ORTModel
 from .sorting import sorted_class
+
+logger = logging.getLogger(__name__)
 
 _LOADING = ("dtype", "torch_dtype", "device_map", "attn_implementation")
 """Arguments of transformers' `pipeline` that are about loading the model."""
@@ -46,9 +50,9 @@ def pipeline(
 
     Args:
         task: A pipeline task; the model's own when `None`.
-        model: Hub id, folder, or a model (ours or transformers').
+        model: Hub id, folder, or a model (ours or transformers'); transformers' usual one for the task when `None`.
         backend: For an id or folder, as in `from_pretrained`.
-        device: Likewise.
+        device: Likewise; a model that is there moves to it.
         tokenizer, image_processor, feature_extractor: Those beside the model when `None`.
         batch_size: Inputs a call of the model.
         revision, token, trust_remote_code: For an id or folder, as in transformers.
@@ -56,22 +60,24 @@ def pipeline(
         **kwargs: Arguments of the stock pipeline; `dtype`, `device_map` and `attn_implementation` as in `from_pretrained`.
 
     Raises:
-        ConfigError: No model was given.
+        ConfigError: No model was given, and the task has no usual one.
         TaskError: The task is unknown, or the model does another one.
     """
     if model is None:
-        raise ConfigError("No model was given; accel has no default models.", fix="pass model=<Hub id or folder>.")
+        model, revision = _usual_model(task, revision)
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
         model = _load(task, model, {**hub, **loading, **given})
-    elif (backend, device, revision, token) != (None, None, None, None) or model_kwargs or loading:
+    elif (backend, revision, token) != (None, None, None) or model_kwargs or loading:
         raise ConfigError(
-            f"backend=..., device=..., revision=..., token=..., {'=..., '.join(_LOADING)}=... and model_kwargs=... are for a "
-            "model given by id or folder.",
+            f"backend=..., revision=..., token=..., {'=..., '.join(_LOADING)}=... and model_kwargs=... are for a model given by "
+            "id or folder.",
             fix="load the model with them.",
         )
+    elif device is not None:
+        model.to(device_name(device) or "cpu")
     if task is None:
         if not isinstance(model, ORTModel):
             raise TaskError("The task of a model from transformers must be named.", fix="pass task=...")
@@ -92,6 +98,24 @@ def pipeline(
         return ours(model=model, task=task, **given, **kwargs)
     made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
     return made
+
+
+def _usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
+    """transformers' default model of a task and the revision that is meant, or the one asked for.
+
+    Raises:
+        ConfigError: No task either, or transformers has no model for it.
+    """
+    try:
+        _, targeted, options = PIPELINE_REGISTRY.check_task(task or "")
+        name, usual = get_default_model_and_revision(targeted, options)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"No model was given{f', and transformers has none for {task!r}' if task else ''}.",
+            fix="pass model=<Hub id or folder>.",
+        ) from error
+    logger.warning("No model was given: taking %s at %s, transformers' usual one.", name, revision or usual)
+    return name, revision or usual
 
 
 def _processors(model: ORTModel) -> dict[str, Any]:

@@ -31,11 +31,11 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
                 fix="load the tokenizer with AutoTokenizer.from_pretrained(...).",
             )
 
-    def __call__(self, inputs: Any = None, *, question: Any = None, context: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *inputs: Any, question: Any = None, context: Any = None, **kwargs: Any) -> Any:
         """Answer one question or many.
 
         Args:
-            inputs: `{"question": ..., "context": ...}`, or a list of them.
+            *inputs: `{"question": ..., "context": ...}`, or a list of them; or question and context.
             question: One question or a list, with `context`.
             context: One context for all questions, or as many as questions.
             **kwargs: `top_k`, `doc_stride`, `max_seq_len`, `max_answer_len`, `handle_impossible_answer`, `batch_size`.
@@ -47,7 +47,10 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         Raises:
             InputError: A question or context is missing or empty.
         """
-        examples, many = _examples(inputs, question, context)
+        given, *rest = inputs or (None,)
+        if rest:
+            given, question, context = None, given, rest[0]
+        examples, many = _examples(given, question, context)
         answers = super().__call__(examples, **kwargs)
         return answers if many else answers[0]
 
