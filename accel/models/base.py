@@ -463,9 +463,10 @@ class ORTModel:
                 found = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
                 targets = {name: value for name, value in found.items() if value is not None}
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
-        if self._limited is not None and max(inputs[self._limited].shape[-1:], default=0) > self._limit:
+        # A single number has no size, as the session will say.
+        if self._limited is not None and (shape := inputs[self._limited].shape) and shape[-1] > self._limit:
             raise InputError(
-                f"{self._limited!r} has {inputs[self._limited].size(-1)} tokens; the model has {self._limit} positions.",
+                f"{self._limited!r} has {shape[-1]} tokens; the model has {self._limit} positions.",
                 fix=f"truncate: tokenizer(..., truncation=True, max_length={self._limit}).",
             )
         if self._forks != _forks:
