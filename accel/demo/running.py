@@ -297,7 +297,7 @@ def render(report: DemoReport) -> str:
     Console(file=stream, width=110, markup=False).print(table)
     batch, sequence = report.shape
     missing = "".join(
-        f"No row for {'; '.join(name for name in report.absent if report.absent[name] == why)}: {why}.\n"
+        f"No row for {'; '.join(name for name in report.absent if report.absent[name] == why)}: {why.rstrip('.')}.\n"
         for why in dict.fromkeys(report.absent.values())
     )
     tuned = report.tuned
