@@ -78,6 +78,41 @@ def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
         OutputFolderError: It cannot be made, its disk is full or has less than `needs` left, or it was removed meanwhile.
     """
     target = check_output(out)
+    with _temporary(target, needs) as (temporary, made):
+        yield temporary
+        _finish(temporary, target, made)
+
+
+@contextmanager
+def merging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
+    """Like `staging`, for a folder that holds other files already: those written move into it one by one, the manifest last.
+
+    A process that is killed on the way leaves graphs without the manifest that they say they had, which do not open.
+
+    Args:
+        out: The folder, which need not exist. Files of the same names in it are replaced, and so is an artifact.
+        needs: As in `staging`.
+
+    Raises:
+        OutputFolderError: As in `staging`.
+    """
+    target = Path(out).expanduser().absolute()
+    with _temporary(target, needs) as (temporary, made):
+        yield temporary
+        if not target.exists():
+            _finish(temporary, target, made)
+            return
+        _check_made(temporary, target, made)
+        (target / MANIFEST).unlink(missing_ok=True)
+        files = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
+        for name in sorted(files, key=lambda name: name == Path(MANIFEST)):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).replace(target / name)
+
+
+@contextmanager
+def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]]:
+    """A folder beside the target, what it was when it was made, and a clear error where there is no room for what goes in."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target.parent)
@@ -92,13 +127,12 @@ def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
     try:
         check_space(target.parent, needs)
         try:
-            yield temporary
+            yield temporary, os.fstat(held)
         # Whoever wrote says it in words of its own: compilers and runtimes know no `errno`.
         except Exception as error:
             if _is_full(error, temporary):
                 raise _full(target.parent, _bytes_in(temporary), error) from error
             raise
-        _finish(temporary, target, os.fstat(held))
     finally:
         os.close(held)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -136,6 +170,14 @@ def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
     Raises:
         OutputFolderError: Somebody removed it, and it was made again on the way; or the target has appeared.
     """
+    _check_made(temporary, target, made)
+    try:
+        temporary.replace(target)
+    except OSError as error:
+        raise OutputFolderError(f"{target} appeared while it was being made: {error}.", fix="use that one.") from error
+
+
+def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:
     try:
         now = temporary.stat()
     except FileNotFoundError:
@@ -144,10 +186,6 @@ def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
         raise OutputFolderError(
             f"What was to become {target} was removed while it was being made.", fix="run it again."
         )
-    try:
-        temporary.replace(target)
-    except OSError as error:
-        raise OutputFolderError(f"{target} appeared while it was being made: {error}.", fix="use that one.") from error
 
 
 @contextmanager
@@ -261,6 +299,16 @@ def _remove_stale(folder: Path) -> None:
             _unlock(lock)
 
 
+def is_companion(path: Path) -> bool:
+    """Whether a file is one of the small ones that travel with a model, by its name and size."""
+    return (
+        path.is_file()
+        and path.name.endswith((*_COMPANION_SUFFIXES, ".py"))
+        and not path.name.endswith(_NOT_COMPANIONS)
+        and path.stat().st_size <= _COMPANION_MAX_BYTES
+    )
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copy configs, tokenizer and processor files (and sentence-transformers' folders of them), but no weights; links only to
     what is inside the folder, or in its Hub repository's blobs.
@@ -270,13 +318,7 @@ def copy_companions(source: Path, target: Path) -> None:
             if is_inside(path / "config.json", source):
                 (target / path.name).mkdir(exist_ok=True)
                 shutil.copyfile(path / "config.json", target / path.name / "config.json")
-        elif (
-            path.is_file()
-            and path.name.endswith((*_COMPANION_SUFFIXES, ".py"))
-            and not path.name.endswith(_NOT_COMPANIONS)
-            and path.stat().st_size <= _COMPANION_MAX_BYTES
-            and not (target / path.name).exists()
-        ):
+        elif is_companion(path) and not (target / path.name).exists():
             if is_inside(path, source):
                 shutil.copyfile(path, target / path.name)
             else:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
@@ -21,7 +21,6 @@ from transformers.utils import ModelOutput
 
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
-from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.interfaces import Session
 from ..backends.opening import Opened, RunSettings, open_artifact
@@ -40,11 +39,12 @@ from .arguments import (
     session_options_of,
     without_others_words,
 )
+from .familiar import Familiar
 from .inputs import Inputs
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .outputs import fast_output, grouped, indexed
-from .saving import model_card, upload_model, write_model
+from .saving import model_card, save_model, upload_model
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_count_fork)
 _TENSOR = {torch.Tensor}
 
 
-class ORTModel:
+class ORTModel(Familiar):
     """Base of the task classes; made by `from_pretrained`.
 
     The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it
@@ -321,85 +321,9 @@ class ORTModel:
         """What it makes, in transformers' words."""
         return ("text",)
 
-    @property
-    def _modules(self) -> NoReturn:
-        """What `Trainer` looks for in a PyTorch module, with what works instead."""
-        raise InputError(
-            "A graph is no PyTorch module: it has no parameters, and Trainer cannot take it.",
-            fix="train the original model; measure this one with accel.evaluate(model, data), or in a loop of "
-            "model(**batch), whose result has the loss where the batch has labels.",
-        )
-
     def can_generate(self) -> bool:
         """Whether `generate` works."""
         return False
-
-    def cpu(self) -> Self:
-        """`to("cpu")`."""
-        return self.to("cpu")
-
-    def cuda(self, device: int | None = None) -> Self:
-        """`to("cuda")`, or the GPU of that number."""
-        return self.to("cuda" if device is None else f"cuda:{device}")
-
-    def eval(self) -> Self:
-        """Does nothing: a graph has no training mode."""
-        return self
-
-    def train(self, mode: bool = True) -> Self:
-        """Does nothing for `mode=False`.
-
-        Raises:
-            InputError: A graph has no training mode.
-        """
-        if mode:
-            raise InputError("A graph cannot be trained.", fix="train the original model, and export it again.")
-        return self
-
-    def half(self) -> Self:
-        """`to(torch.float16)`: warns where the graph is of another type, which is fixed when it is exported."""
-        return self.to(torch.float16)
-
-    def float(self) -> Self:
-        """`to(torch.float32)`, likewise."""
-        return self.to(torch.float32)
-
-    # What scripts written for Optimum read
-
-    @property
-    def providers(self) -> list[str]:
-        """ONNX Runtime's words for the backend; none for a backend on another runtime."""
-        return [name for name in self._opened.backend.aliases if name.endswith("ExecutionProvider")]
-
-    @property
-    def input_names(self) -> dict[str, int]:
-        """Inputs of the first graph, with their positions."""
-        return {spec.name: place for place, spec in enumerate(self._session.inputs)}
-
-    @property
-    def output_names(self) -> dict[str, int]:
-        """Outputs of the first graph, with their positions."""
-        return {spec.name: place for place, spec in enumerate(self._session.outputs)}
-
-    @property
-    def path(self) -> Path:
-        """The first graph's file."""
-        return self.artifact.path / self.artifact.components[0].file
-
-    @property
-    def model_save_dir(self) -> Path:
-        """The artifact's folder."""
-        return self.artifact.path
-
-    @property
-    def can_use_cache(self) -> bool:
-        """Whether the graphs keep keys and values between calls."""
-        return any(component.stateful for component in self.artifact.components)
-
-    @property
-    def use_cache(self) -> bool:
-        """Whether `generate` uses them where it is not said."""
-        return self.can_use_cache and getattr(self.generation_config, "use_cache", True) is not False
 
     def to(self, device: str | int | torch.device | torch.dtype) -> Self:
         """Move to a device: nothing when it is there, opens the session again where the backend has that device.
@@ -528,19 +452,21 @@ class ORTModel:
 
     # Saving
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
 
         Args:
-            folder: Must not exist or be empty.
+            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
+            overwrite: Replace an artifact that the folder holds, and files of the same names.
             push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
 
         Raises:
-            OutputFolderError: The folder is the model's own or not empty.
+            OutputFolderError: The folder is the model's own, or something in it would be replaced.
         """
-        target = check_output(folder, self.artifact.path)
-        with staging(target, needs=self.artifact.bytes) as temporary:
-            write_model(self.artifact, self.config, temporary, generation_config=self.generation_config)
+        generation = self.generation_config
+        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
 

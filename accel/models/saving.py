@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import os
 import re
 import shutil
 import tempfile
@@ -9,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..artifact.manifest import Artifact, with_files
-from ..artifact.writing import copy_companions
-from ..errors import ArtifactError
+from ..artifact.manifest import MANIFEST, Artifact, with_files
+from ..artifact.writing import check_output, copy_companions, is_companion, merging
+from ..errors import ArtifactError, OutputFolderError
 
 
 def write_model(
@@ -22,7 +24,7 @@ def write_model(
     Args:
         artifact: Its graphs, and what travels with them.
         config: Its transformers config, as it is now; `None` for a custom graph.
-        folder: An empty folder.
+        folder: A folder; companions that are in it are kept.
         generation_config: Likewise, for a model that generates.
         public: Leave this machine's paths out.
     """
@@ -44,6 +46,45 @@ def write_model(
         # Not `save_pretrained`: it refuses what many published models have.
         generation_config.to_json_file(folder / "generation_config.json")
     Artifact.create(folder, replace(manifest, components=components))
+
+
+def save_model(
+    artifact: Artifact, config: Any, folder: str | os.PathLike[str], *, generation_config: Any, overwrite: bool
+) -> Path:
+    """Write what `write_model` writes into a folder that may hold other files, and return it.
+
+    A tokenizer or processor that is there already is kept, and becomes the model's.
+
+    Raises:
+        OutputFolderError: It is the model's own folder; or it holds an artifact or files of the same names, and `overwrite` is
+            false.
+    """
+    target = Path(folder).expanduser().absolute()
+    if not target.is_dir() or not any(target.iterdir()) or target.resolve() == artifact.path.resolve():
+        check_output(target, artifact.path)
+    elif (target / MANIFEST).exists() and not overwrite:
+        raise OutputFolderError(f"{target} holds an artifact.", fix="name another folder, or pass overwrite=True.")
+    with merging(target, needs=artifact.bytes) as temporary:
+        kept = () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
+        for path in kept:
+            shutil.copyfile(path, temporary / path.name)
+        write_model(artifact, config, temporary, generation_config=generation_config)
+        names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
+        taken = sorted(str(name) for name in names if _differs(temporary / name, target / name))
+        if taken and not overwrite:
+            raise OutputFolderError(
+                f"{target} holds other files called {', '.join(taken)}.",
+                fix="name another folder, or replace them with overwrite=True.",
+            )
+    return target
+
+
+def _is_a_processors(path: Path) -> bool:
+    return is_companion(path) and path.name not in ("config.json", "generation_config.json")
+
+
+def _differs(new: Path, old: Path) -> bool:
+    return old.exists() and (not old.is_file() or not filecmp.cmp(new, old, shallow=False))
 
 
 def upload_model(

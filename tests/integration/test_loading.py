@@ -175,6 +175,58 @@ def test_save_and_load_without_the_source(copy: Path, tmp_path: Path) -> None:
         loaded.save_pretrained(tmp_path / "saved")
 
 
+def test_saved_beside_a_tokenizer_that_is_there(artifact: Artifact, tmp_path: Path) -> None:
+    """In either order of a user's two lines; what is the user's stays as it is, or nothing is written."""
+    model = Classifier(artifact)
+    folder = tmp_path / "both"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path)
+    tokenizer.model_max_length = 17
+    tokenizer.save_pretrained(folder)
+    (folder / "notes.md").write_text("mine")
+    before = (folder / "tokenizer_config.json").read_bytes()
+    model.save_pretrained(folder)
+    assert (folder / "tokenizer_config.json").read_bytes() == before
+    assert (folder / "notes.md").read_text() == "mine"
+    assert torch.equal(Classifier.from_pretrained(folder)(**INPUTS).logits, model(**INPUTS).logits)
+    with pytest.raises(OutputFolderError, match="holds an artifact"):
+        model.save_pretrained(folder)
+    model.config.id2label = {0: "x", 1: "y", 2: "z"}
+    model.save_pretrained(folder, overwrite=True)
+    assert Classifier.from_pretrained(folder).config.id2label[1] == "y"
+    assert (folder / "notes.md").read_text() == "mine"
+
+    (folder / "accel.json").unlink()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(OutputFolderError, match=r"other files called config\.json"):
+        model.save_pretrained(folder)
+    assert (folder / "config.json").read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
+
+
+def test_a_save_that_is_interrupted_leaves_nothing_that_opens(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.md").write_text("mine")
+    moved: list[Path] = []
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if Path(target).parent == tmp_path:
+            moved.append(Path(target))
+            if Path(target).name == "accel.json":
+                raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Classifier(artifact).save_pretrained(tmp_path)
+    assert moved[-1].name == "accel.json"
+    assert len(moved) > 3
+    with pytest.raises(IntegrityError, match=r"accel\.json is missing"):
+        Classifier.from_pretrained(tmp_path)
+    assert (tmp_path / "notes.md").read_text() == "mine"
+
+
 def test_push_to_hub(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in for the Hub's client; what is uploaded is a whole artifact with a card."""
     uploaded: dict[str, Any] = {}
