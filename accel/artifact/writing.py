@@ -30,6 +30,8 @@ _TRIES = 20  # names that are taken, or file systems that keep no locks
 # NumPy's errors of a write have no number.
 _SHORT_WRITES = ("problem writing element", "requested and")
 
+_inherited: list[FileLock] = []
+
 # Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 _NOT_COMPANIONS = (
@@ -119,7 +121,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
         temporary, lock = _locked(target.parent)
         temporary.mkdir()
         # Held open: the number of a folder that was removed is not given to another one meanwhile.
-        held = os.open(temporary, os.O_RDONLY)
+        held, owner = os.open(temporary, os.O_RDONLY), os.getpid()
     except OSError as error:
         raise OutputFolderError(
             f"{target} cannot be made: {error}.", fix="name a folder that can be written."
@@ -135,8 +137,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
             raise
     finally:
         os.close(held)
-        shutil.rmtree(temporary, ignore_errors=True)
-        _unlock(lock)
+        _remove(temporary, lock, owner)
 
 
 @contextmanager
@@ -194,12 +195,12 @@ def scratch() -> Iterator[Path]:
     parent = Path(tempfile.gettempdir())
     _remove_stale(parent)
     folder, lock = _locked(parent)
+    owner = os.getpid()
     try:
         folder.mkdir()
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        _unlock(lock)
+        _remove(folder, lock, owner)
 
 
 def discard(folder: Path) -> None:
@@ -275,6 +276,16 @@ def _locked(parent: Path) -> tuple[Path, FileLock]:
 
 def _lock_of(temporary: Path) -> Path:
     return temporary.with_name(f"{temporary.name}.lock")
+
+
+def _remove(temporary: Path, lock: FileLock, owner: int) -> None:
+    """Remove a temporary folder and its lock, if this process made it: one that was forked meanwhile, and ends, has them as well."""
+    if os.getpid() == owner:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _unlock(lock)
+    else:
+        # Collected, it would be released, for the other process too.
+        _inherited.append(lock)
 
 
 def _unlock(lock: FileLock) -> None:

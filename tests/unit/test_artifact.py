@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import random
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +307,21 @@ def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -
     with pytest.raises(OutputFolderError, match="removed while it was being made"), staging(tmp_path / "out") as folder:
         folder.rmdir()
         folder.mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_removes_nothing_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        child = os.fork()
+        if not child:
+            stack.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert folder.is_dir()
+        with scratch():
+            assert folder.is_dir(), "it is locked still"
     assert list(tmp_path.iterdir()) == []
 
 

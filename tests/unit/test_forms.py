@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.artifact.home import accel_home
 from accel.backends import registry
 from accel.backends.forms import Form, FormChecks
+from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
@@ -111,9 +112,9 @@ def test_a_wrong_bucket_is_not_used(
     backend = registry.load(registry.describe("cpu"))
     open_right = backend.open
 
-    def open_wrong(artifact: Artifact, **given: Any) -> dict[str, Any]:
-        sessions = open_right(artifact, **given)
-        return {n: _OffAtFixedShapes(s) for n, s in sessions.items()} if given["shapes"] else dict(sessions)
+    def open_wrong(artifact: Artifact, request: OpenRequest) -> dict[str, Any]:
+        sessions = open_right(artifact, request)
+        return {n: _OffAtFixedShapes(s) for n, s in sessions.items()} if request.shapes else dict(sessions)
 
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
     monkeypatch.setattr(backend, "open", open_wrong)
