@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from accel.artifact import Artifact
 from accel.errors import ConfigError
 from accel.measuring.latency.benchmarking import Baselines
 from accel.measuring.latency.variants import Variant
+from accel.measuring.processes import Helper
 from accel.measuring.reporting import html_page, write_png
 from accel.stages.resolving import resolve
 
@@ -193,3 +195,18 @@ def test_a_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     assert "Traceback" not in done.stderr, "the end of a process is quiet, too"
+
+
+def _nothing() -> None: ...
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
+def test_helpers_start_after_somebody_forked() -> None:
+    """A child has copies of what its parent cleans up at its end."""
+    for _ in range(2):
+        helper = Helper()
+        assert helper.call(os.getpid) != os.getpid()
+        helper.close()
+        child = multiprocessing.get_context("fork").Process(target=_nothing)
+        child.start()
+        child.join()
