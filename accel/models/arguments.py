@@ -97,7 +97,8 @@ def without_others_words(
     left = dict(settings)
     for name in _WITHOUT_EFFECT:
         if name in left:
-            logger.debug("%s=%r changes nothing here.", name, left.pop(name))
+            value = left.pop(name)
+            logger.debug("%s=%r changes nothing here.", name, value)
     if left.pop("force_download", False):
         raise ConfigError(
             "force_download=True: what the Hub's cache holds is verified, not fetched again.",

@@ -173,11 +173,7 @@ class ORTModel(Familiar):
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if (
-            task is not None
-            and not issubclass(load(task_spec(task).model), cls)
-            and not issubclass(cls, load(task_spec(task).model))
-        ):
+        if task is not None and cls is not ORTModel and not issubclass(cls, load(task_spec(task).model)):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
