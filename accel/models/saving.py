@@ -76,7 +76,19 @@ def save_model(
                 f"{target} holds other files called {', '.join(taken)}.",
                 fix="name another folder, or replace them with overwrite=True.",
             )
+        old = _graphs_of(target) if overwrite else set()
+    for name in old - set(map(str, names)):
+        (target / name).unlink(missing_ok=True)
     return target
+
+
+def _graphs_of(folder: Path) -> set[str]:
+    """Names of the graph files of the artifact in a folder, if there is a whole one."""
+    try:
+        artifact = Artifact.load(folder)
+    except ArtifactError:
+        return set()
+    return {record.name for component in artifact.components for record in component.files}
 
 
 def _is_a_processors(path: Path) -> bool:

@@ -34,6 +34,8 @@ from accel.errors import (
     TaskError,
     UnknownBackendError,
 )
+from accel.stages.export import weights_of
+from accel.stages.resolving import resolve
 from accel.tasks.infer import task_spec
 from accel.tasks.spec import load
 from accel.testing.folders import edit_manifest, unmark
@@ -194,6 +196,12 @@ def test_saved_beside_a_tokenizer_that_is_there(artifact: Artifact, tmp_path: Pa
     model.save_pretrained(folder, overwrite=True)
     assert Classifier.from_pretrained(folder).config.id2label[1] == "y"
     assert (folder / "notes.md").read_text() == "mine"
+
+    weights = accel.ORTModel.from_pretrained(weights_of(resolve(artifact.manifest.source.id)))
+    assert (folder / "model.onnx").exists()
+    weights.save_pretrained(folder, overwrite=True)
+    assert not (folder / "model.onnx").exists(), "graphs of what was replaced go"
+    assert torch.allclose(Classifier.from_pretrained(folder)(**INPUTS).logits, model(**INPUTS).logits, atol=1e-5)
 
     (folder / "accel.json").unlink()
     (folder / "config.json").write_text("{}")
