@@ -49,7 +49,7 @@ SWEEP ?=
 sweep: $(VENV)/.dev
 	$(BIN)/python -m tests.sweep $(SWEEP)
 
-# Kills, flipped bytes, hostile graphs, full disks and crowds, into benchmarks/endurance.json: about two hours on two processors.
+# Kills, flipped bytes, hostile graphs, full disks and crowds, into benchmarks/endurance.json: hours on two processors.
 ENDURANCE ?=
 endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)

@@ -21,7 +21,7 @@ class Written:
 
     Attributes:
         name: Shown.
-        action: What it does; `{}` stands for nothing.
+        action: What it does.
         share: Of the kills.
         prepare: What must be there before.
     """
