@@ -120,7 +120,7 @@ class ShapeCheck:
 class ValueCheck:
     """Checks that values are within the bounds that inputs declare: ids of tokens that a model does not have are an error of
     the caller's, which runtimes answer by wrapping, clamping or crashing. About 2 microseconds for each such input with warm caches, 10
-    after a model's matrix products; values on a GPU are not read back for it.
+    after a model's matrix products; values on a GPU are not read back for it, unless asked for (`waiting`).
 
     Args:
         inputs: What the graph takes.
@@ -136,6 +136,11 @@ class ValueCheck:
             (place, spec.name, *spec.bounds) for place, spec in enumerate(inputs) if spec.bounds is not None
         ]
 
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Least and greatest value by input, of those that declare them."""
+        return {name: (least, most) for _, name, least, most in self._bounded}
+
     def __call__(self, feeds: Feeds) -> None:
         """Check the values of a call's inputs, of any integer type.
 
@@ -146,6 +151,19 @@ class ValueCheck:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
                 self._check(tensor.numpy(), name, least, most)
+
+    def waiting(self, feeds: Feeds) -> None:
+        """The same for tensors on a device, which it waits for.
+
+        Raises:
+            InputError: One lies outside.
+        """
+        import torch
+
+        for _, name, least, most in self._bounded:
+            tensor = feeds.get(name)
+            if tensor is not None and not tensor.is_cpu and tensor.numel() and not tensor.is_floating_point():
+                self._check(torch.stack(torch.aminmax(tensor)).cpu().numpy(), name, least, most)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """The same for all inputs in the graph's order, none empty, and integers where bounds are declared.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from accel.errors import SessionError
+from accel.errors import InputError, SessionError
 
 from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
 from .forms.packing import Packing
@@ -142,6 +142,65 @@ class MaskCheck:
         return held_by_flags(self._view, self._sequence)
 
 
+class LateCheck:
+    """Whether ids of tokens that calls brought on the GPU are such as the model has: found out there, beside the call's kernels, which
+    get the nearest id that there is (those that look embeddings up and normalise them would read beyond their tables). Nothing
+    waits for it: a wrong one is an error of the next call.
+
+    Args:
+        bounds: Least and greatest value by input.
+        device: The GPU.
+    """
+
+    def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        self.bounds = dict(bounds)
+        self._names = list(self.bounds)
+        self._wrong = torch.zeros(len(self._names), dtype=torch.bool, device=device)
+        self._host = torch.zeros(len(self._names), dtype=torch.bool).pin_memory()
+        self._view = self._host.numpy()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def clamp(self, given: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put kernels on the current stream that fill `buffers` with what is `given` and within bounds, and others beside it
+        that note what was not; the current stream is ordered behind both.
+
+        Args:
+            given: Integers by name.
+            buffers: Tensors of the same shapes, others than those given.
+        """
+        for name, (least, most) in self.bounds.items():
+            torch.clamp(given[name], least, most, out=buffers[name])
+        current = torch.cuda.current_stream(self._wrong.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for i, name in enumerate(self._names):
+                self._wrong[i].logical_or_((given[name] != buffers[name]).any())
+            self._host.copy_(self._wrong, non_blocking=True)
+
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Order a stream behind what `clamp` began."""
+        stream.wait_stream(self._stream)
+
+    def report(self) -> None:
+        """Tell what finished calls brought.
+
+        Raises:
+            InputError: One brought what the model does not have. It is told once.
+        """
+        if not self._view.any():
+            return
+        name = self._names[int(self._view.argmax())]
+        torch.cuda.synchronize(self._wrong.device)
+        self._wrong.zero_()
+        self._host.zero_()
+        least, most = self.bounds[name]
+        raise InputError(
+            f"Input {name!r} of an earlier call held values on the GPU that are not within {least} to {most}; its answer is for "
+            "others.",
+            fix="use the tokenizer that belongs to the model; inputs on the host are refused before they are computed.",
+        )
+
+
 class ShapeGraphs:
     """The graphs of one input shape, one for each plan, over the same fixed buffers.
 
@@ -149,6 +208,7 @@ class ShapeGraphs:
         runtime: What is captured.
         inputs: Tensors of the shape; their values are used for a first run.
         outputs: Shape and type of each output.
+        late: What checks the values of calls; `None` for no check.
     """
 
     def __init__(
@@ -156,10 +216,13 @@ class ShapeGraphs:
         runtime: Runtime,
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        late: LateCheck | None = None,
     ) -> None:
         self._runtime = runtime
+        self._late = late
         self.inputs = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
         self.input_list = list(self.inputs.values())
+        self._within = {name: torch.empty_like(self.inputs[name]) for name in late.bounds} if late is not None else {}
         self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
         self.load(list(inputs.values()))
         self.graphs: dict[Plan, torch.cuda.CUDAGraph] = {}
@@ -200,18 +263,24 @@ class ShapeGraphs:
 
     def _prepared(self, plan: Plan) -> Callable[[], None]:
         """What enqueues a run over the fixed buffers, on the current stream as far as it is ours."""
-        runtime, mask = self._runtime, self._mask
-        if plan.form != "packed" or mask is None:
-            binding = runtime.bind(plan.form, self.inputs, self.outputs)
-            return lambda: runtime.enqueue(plan.form, binding)
-        packing = Packing(mask.shape, plan.rows, runtime.device)
-        # Kept: the graph reads and writes its buffers.
-        self._packings.append(packing)
-        binding = runtime.bind(plan.form, {**self.inputs, **packing.inputs}, self.outputs)
+        runtime, mask, late = self._runtime, self._mask, self._late
+        inputs = {**self.inputs, **self._within}
+        packing = None
+        if plan.form == "packed" and mask is not None:
+            packing = Packing(mask.shape, plan.rows, runtime.device)
+            # Kept: the graph reads and writes its buffers.
+            self._packings.append(packing)
+            inputs |= packing.inputs
+        binding = runtime.bind(plan.form, inputs, self.outputs)
 
         def enqueue() -> None:
-            packing.fill(mask)
+            if late is not None:
+                late.clamp(self.inputs, self._within)
+            if packing is not None and mask is not None:
+                packing.fill(mask)
             runtime.enqueue(plan.form, binding)
+            if late is not None:
+                late.join(runtime.stream)
 
         return enqueue
 

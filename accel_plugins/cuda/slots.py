@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from .forms.causal import LENGTHS, TOTAL
-from .graphs import CaptureError, captured
+from .graphs import CaptureError, LateCheck, captured
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
@@ -40,9 +40,12 @@ class Slot:
         component: What the artifact says about it.
         batch: Rows.
         capacity: Tokens that each row has room for.
+        late: What checks the values of steps; `None` for no check.
     """
 
-    def __init__(self, runtime: Runtime, component: Component, batch: int, capacity: int) -> None:
+    def __init__(
+        self, runtime: Runtime, component: Component, batch: int, capacity: int, late: LateCheck | None = None
+    ) -> None:
         self.batch, self.capacity = batch, capacity
         self.user: weakref.ref[object] | None = None
         self._runtime = runtime
@@ -81,8 +84,18 @@ class Slot:
         self._total = torch.full((1,), capacity, dtype=torch.int32)
         logits = next(spec for spec in component.outputs if spec.name == "logits")
         self.logits = torch.empty((batch, 1, int(logits.shape[-1])), dtype=getattr(torch, logits.dtype), device=device)
+        self._late = late
+        bounded = late.bounds if late is not None else {}
+        self._within = {name: torch.zeros_like(self.inputs[name]) for name in bounded}
         # Kept: a binding holds addresses alone.
-        self._bound = {**self.inputs, **fixed, **self.buffers, LENGTHS: self.lengths, TOTAL: self._total}
+        self._bound = {
+            **self.inputs,
+            **self._within,
+            **fixed,
+            **self.buffers,
+            LENGTHS: self.lengths,
+            TOTAL: self._total,
+        }
         self._binding = runtime.bind("general", self._bound, {**self.presents(), "logits": self.logits})
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -166,7 +179,11 @@ class Slot:
         with torch.cuda.stream(self._runtime.stream):
             self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
             self._odd_host.copy_(self._odd, non_blocking=True)
+            if self._late is not None:
+                self._late.clamp(self.inputs, self._within)
             self._runtime.enqueue("general", self._binding)
+            if self._late is not None:
+                self._late.join(self._runtime.stream)
 
     def _capture(self, current: torch.cuda.Stream) -> None:
         """A step as one graph. Takes a few steps' time; each writes the same token to the same place."""
@@ -177,9 +194,14 @@ class Slot:
 
 
 class Slots:
-    """The slots of one decoder, for one state at a time each."""
+    """The slots of one decoder, for one state at a time each.
 
-    def __init__(self) -> None:
+    Args:
+        late: What checks the values of steps.
+    """
+
+    def __init__(self, late: LateCheck | None = None) -> None:
+        self._late = late
         self._slots: list[Slot] = []
 
     def acquire(self, user: object, runtime: Runtime, component: Component, batch: int, capacity: int) -> Slot:
@@ -191,7 +213,7 @@ class Slots:
                 self._slots.remove(slot)
             # Buffers made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                found = Slot(runtime, component, batch, capacity)
+                found = Slot(runtime, component, batch, capacity, self._late)
         else:
             # The one used last is the last to go.
             self._slots.remove(found)

@@ -17,7 +17,7 @@ from accel.backends import registry
 from accel.backends.interfaces import OpenRequest, Session
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import ConfigError, SessionError
+from accel.errors import ConfigError, InputError, SessionError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
@@ -433,3 +433,36 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     assert "'lengths'" in caplog.text
     assert {verdict.form: verdict.passed for verdict in session.check_forms()}["lengths"] is False
     session.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("padding", ["check", "right"])
+@pytest.mark.parametrize("wrong", [-100, 10**6])
+def test_ids_on_the_gpu_that_the_model_does_not_have(
+    fused: Callable[..., Artifact], open_on_gpu: Open, wrong: int, padding: str, level: str
+) -> None:
+    artifact = fused(level=level)
+    session = open_on_gpu(artifact, padding=padding)
+    feeds = on_gpu(feeds_of(artifact, 4, 24))
+    bad = {**feeds, "input_ids": feeds["input_ids"].index_fill(1, torch.tensor([3], device="cuda"), wrong)}
+    with pytest.raises(InputError, match=f"holds {wrong}"):
+        session.run(bad)
+    expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
+    # The shape has a graph now: the call is answered, and the next one tells.
+    session.run(bad)
+    torch.cuda.synchronize()
+    with pytest.raises(InputError, match="an earlier call held values"):
+        session.run(feeds)
+    assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0
+
+
+def test_wrong_ids_of_the_last_call_are_told_when_the_session_is_closed(
+    fused: Callable[..., Artifact], open_on_gpu: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = open_on_gpu(fused())
+    feeds = on_gpu(feeds_of(fused(), 4, 24))
+    for _ in range(3):
+        session.run(feeds)
+    session.run({**feeds, "input_ids": feeds["input_ids"] - 10**6})
+    session.close()
+    assert "an earlier call held values" in caplog.text

@@ -301,3 +301,22 @@ def test_encoder_decoders_are_refused_with_a_remedy(exported: Halved) -> None:
     with pytest.raises(BackendUnavailableError, match="cuda +rejected: it does not run text2text-generation"):
         ORTModelForSeq2SeqLM(exported("t5"), device="cuda:0")
     assert ORTModelForSeq2SeqLM(exported("t5")).backend == "cpu"
+
+
+def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    prompt = on_gpu(rows_of())
+    with pytest.raises(InputError, match="holds 1000000"):
+        model(**{**prompt, "input_ids": prompt["input_ids"] + 10**6})
+    found = model(**prompt)
+    mask = prompt["attention_mask"]
+    tokens = found.logits[:, -1:].argmax(-1)
+    for wrong in (0, 0, 0, 10**6):
+        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        found = model(tokens + wrong, attention_mask=mask, past_key_values=found.past_key_values)
+    torch.cuda.synchronize()
+    with pytest.raises(InputError, match="an earlier call held values"):
+        model(**prompt)
+    assert torch.equal(
+        model.generate(**prompt, max_new_tokens=4), opened(halved("llama")).generate(**prompt, max_new_tokens=4)
+    )

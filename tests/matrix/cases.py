@@ -7,6 +7,7 @@ cases by being declared; a new setting or option also needs a value to try, in o
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -307,7 +308,9 @@ def _has(case: Case, *names: str) -> bool:
 
 @functools.cache
 def _openvino_dtypes() -> tuple[str, ...]:
-    """What OpenVINO computes in on this processor."""
+    """What OpenVINO computes in on this processor; nothing where it is not installed."""
+    if importlib.util.find_spec("openvino") is None:
+        return ()
     import openvino
 
     words = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
