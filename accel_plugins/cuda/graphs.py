@@ -143,9 +143,7 @@ class MaskCheck:
 
 
 class LateCheck:
-    """Whether ids of tokens that calls brought on the GPU are such as the model has: found out there, beside the call's kernels, which
-    get the nearest id that there is (those that look embeddings up and normalise them would read beyond their tables). Nothing
-    waits for it: a wrong one is an error of the next call.
+    """Tells, a call later, that ids of tokens which came on the GPU were none that the model has. Nothing waits for it.
 
     Args:
         bounds: Least and greatest value by input.
@@ -154,32 +152,14 @@ class LateCheck:
 
     def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self.bounds = dict(bounds)
-        self._names = list(self.bounds)
-        self._wrong = torch.zeros(len(self._names), dtype=torch.bool, device=device)
-        self._host = torch.zeros(len(self._names), dtype=torch.bool).pin_memory()
+        self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+        self._host = torch.zeros((), dtype=torch.bool).pin_memory()
         self._view = self._host.numpy()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def clamp(self, given: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Put kernels on the current stream that fill `buffers` with what is `given` and within bounds, and others beside it
-        that note what was not; the current stream is ordered behind both.
-
-        Args:
-            given: Integers by name.
-            buffers: Tensors of the same shapes, others than those given.
-        """
-        for name, (least, most) in self.bounds.items():
-            torch.clamp(given[name], least, most, out=buffers[name])
-        current = torch.cuda.current_stream(self._wrong.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for i, name in enumerate(self._names):
-                self._wrong[i].logical_or_((given[name] != buffers[name]).any())
-            self._host.copy_(self._wrong, non_blocking=True)
-
-    def join(self, stream: torch.cuda.Stream) -> None:
-        """Order a stream behind what `clamp` began."""
-        stream.wait_stream(self._stream)
+    def note(self, found: torch.Tensor) -> None:
+        """Put kernels on the current stream that keep whether any of `found`, booleans of any shape, was true."""
+        self._wrong.logical_or_(found.any())
+        self._host.copy_(self._wrong, non_blocking=True)
 
     def report(self) -> None:
         """Tell what finished calls brought.
@@ -187,18 +167,54 @@ class LateCheck:
         Raises:
             InputError: One brought what the model does not have. It is told once.
         """
-        if not self._view.any():
+        if not self._view:
             return
-        name = self._names[int(self._view.argmax())]
         torch.cuda.synchronize(self._wrong.device)
         self._wrong.zero_()
         self._host.zero_()
-        least, most = self.bounds[name]
+        listing = ", ".join(f"{name} has {least} to {most}" for name, (least, most) in self.bounds.items())
         raise InputError(
-            f"Input {name!r} of an earlier call held values on the GPU that are not within {least} to {most}; its answer is for "
-            "others.",
-            fix="use the tokenizer that belongs to the model; inputs on the host are refused before they are computed.",
+            f"An earlier call held ids on the GPU that the model does not have ({listing}); its answer is for others.",
+            fix="use the tokenizer that belongs to the model; ids on the host are refused before they are computed.",
         )
+
+
+class Bounded:
+    """Inputs with bounds as the graph reads them: what a call gave, or the nearest value within. A kernel that looks
+    embeddings up and normalises them would read beyond its tables otherwise.
+
+    Args:
+        late: What is told when they were not within.
+        inputs: All inputs by name; their shapes are used.
+    """
+
+    def __init__(self, late: LateCheck | None, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.given: dict[str, torch.Tensor] = {}
+        self.within: dict[str, torch.Tensor] = {}
+        self._late = late
+        self._blocks: list[tuple[torch.Tensor, ...]] = []
+        bounds = late.bounds if late is not None else {}
+        # One block for those of a type: one kernel instead of one for each.
+        for dtype in {inputs[name].dtype for name in bounds}:
+            names = [name for name in bounds if inputs[name].dtype is dtype]
+            sizes = [inputs[name].numel() for name in names]
+            made = torch.zeros(sum(sizes), dtype=dtype, device=inputs[names[0]].device)
+            limits = [
+                torch.cat([made.new_full((n,), bounds[name][i]) for name, n in zip(names, sizes, strict=True)])
+                for i in (0, 1)
+            ]
+            block = (made, torch.zeros_like(made), *limits)
+            self._blocks.append(block)
+            for views, whole in ((self.given, block[0]), (self.within, block[1])):
+                parts = zip(names, torch.split(whole, sizes), strict=True)
+                views.update({name: part.view(inputs[name].shape) for name, part in parts})
+
+    def clamp(self) -> None:
+        """Put kernels on the current stream that fill `within` from `given`, and note what was outside."""
+        for given, within, least, most in self._blocks:
+            torch.clamp(given, least, most, out=within)
+            if self._late is not None:
+                self._late.note(given != within)
 
 
 class ShapeGraphs:
@@ -219,10 +235,10 @@ class ShapeGraphs:
         late: LateCheck | None = None,
     ) -> None:
         self._runtime = runtime
-        self._late = late
-        self.inputs = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
+        buffers = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
+        self._bounded = Bounded(late, buffers)
+        self.inputs = {**buffers, **self._bounded.given}
         self.input_list = list(self.inputs.values())
-        self._within = {name: torch.empty_like(self.inputs[name]) for name in late.bounds} if late is not None else {}
         self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
         self.load(list(inputs.values()))
         self.graphs: dict[Plan, torch.cuda.CUDAGraph] = {}
@@ -263,8 +279,8 @@ class ShapeGraphs:
 
     def _prepared(self, plan: Plan) -> Callable[[], None]:
         """What enqueues a run over the fixed buffers, on the current stream as far as it is ours."""
-        runtime, mask, late = self._runtime, self._mask, self._late
-        inputs = {**self.inputs, **self._within}
+        runtime, mask, bounded = self._runtime, self._mask, self._bounded
+        inputs = {**self.inputs, **bounded.within}
         packing = None
         if plan.form == "packed" and mask is not None:
             packing = Packing(mask.shape, plan.rows, runtime.device)
@@ -274,13 +290,10 @@ class ShapeGraphs:
         binding = runtime.bind(plan.form, inputs, self.outputs)
 
         def enqueue() -> None:
-            if late is not None:
-                late.clamp(self.inputs, self._within)
+            bounded.clamp()
             if packing is not None and mask is not None:
                 packing.fill(mask)
             runtime.enqueue(plan.form, binding)
-            if late is not None:
-                late.join(runtime.stream)
 
         return enqueue
 

@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from .forms.causal import LENGTHS, TOTAL
-from .graphs import CaptureError, LateCheck, captured
+from .graphs import Bounded, CaptureError, LateCheck, captured
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
@@ -68,13 +68,15 @@ class Slot:
         self.mask = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self._odd = torch.zeros((), dtype=torch.bool, device=device)
         self._odd_host = torch.zeros((), dtype=torch.bool).pin_memory()
-        self.inputs = {
+        tokens = {
             spec.name: torch.zeros(
                 (batch, 1, *map(int, spec.shape[2:])), dtype=getattr(torch, spec.dtype), device=device
             )
             for spec in component.inputs
             if spec.shape[:2] == ("batch", "sequence")
         }
+        self._bounded = Bounded(late, tokens)
+        self.inputs = {**tokens, **self._bounded.given}
         fixed = {
             spec.name: torch.zeros(1, dtype=torch.int64, device=device)
             for spec in component.inputs
@@ -84,13 +86,10 @@ class Slot:
         self._total = torch.full((1,), capacity, dtype=torch.int32)
         logits = next(spec for spec in component.outputs if spec.name == "logits")
         self.logits = torch.empty((batch, 1, int(logits.shape[-1])), dtype=getattr(torch, logits.dtype), device=device)
-        self._late = late
-        bounded = late.bounds if late is not None else {}
-        self._within = {name: torch.zeros_like(self.inputs[name]) for name in bounded}
         # Kept: a binding holds addresses alone.
         self._bound = {
             **self.inputs,
-            **self._within,
+            **self._bounded.within,
             **fixed,
             **self.buffers,
             LENGTHS: self.lengths,
@@ -179,11 +178,8 @@ class Slot:
         with torch.cuda.stream(self._runtime.stream):
             self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
             self._odd_host.copy_(self._odd, non_blocking=True)
-            if self._late is not None:
-                self._late.clamp(self.inputs, self._within)
+            self._bounded.clamp()
             self._runtime.enqueue("general", self._binding)
-            if self._late is not None:
-                self._late.join(self._runtime.stream)
 
     def _capture(self, current: torch.cuda.Stream) -> None:
         """A step as one graph. Takes a few steps' time; each writes the same token to the same place."""

@@ -451,7 +451,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     # The shape has a graph now: the call is answered, and the next one tells.
     session.run(bad)
     torch.cuda.synchronize()
-    with pytest.raises(InputError, match="an earlier call held values"):
+    with pytest.raises(InputError, match="An earlier call held ids"):
         session.run(feeds)
     assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0
 
@@ -465,4 +465,4 @@ def test_wrong_ids_of_the_last_call_are_told_when_the_session_is_closed(
         session.run(feeds)
     session.run({**feeds, "input_ids": feeds["input_ids"] - 10**6})
     session.close()
-    assert "an earlier call held values" in caplog.text
+    assert "An earlier call held ids" in caplog.text
