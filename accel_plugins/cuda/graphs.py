@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,6 +12,18 @@ from accel.errors import InputError, SessionError
 from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
 from .forms.packing import Packing
 from .runtime import Runtime, device_tensor
+
+
+@contextlib.contextmanager
+def beside(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
+    """What `check` enqueues runs beside what is put on the runtime's stream meanwhile, and behind what was there before; the
+    stream is behind both afterwards.
+    """
+    runtime.aside.wait_stream(runtime.stream)
+    with torch.cuda.stream(runtime.aside):
+        check()
+    yield
+    runtime.stream.wait_stream(runtime.aside)
 
 
 class CaptureError(SessionError):
@@ -103,47 +116,9 @@ def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
             raise CaptureError(f"{what} gives another {name}")
 
 
-class MaskCheck:
-    """Finds out what a mask on the GPU holds while the GPU is busy with the call that assumes it.
-
-    Args:
-        mask: The fixed buffer `(batch, sequence)` that holds each call's mask.
-    """
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._flags = torch.zeros((mask.shape[0], 2), dtype=torch.int64).pin_memory()
-        self._view = self._flags.numpy()
-        self._sequence = mask.shape[1]
-        # Kept: the graph reads it.
-        self._weights = counting_weights(self._sequence, mask.device)
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(mask.device)
-        with torch.cuda.stream(self._stream):
-            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
-            self._stream.synchronize()
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
-            self._graph.capture_end()
-
-    def mark(self, current: torch.cuda.Stream) -> None:
-        """The mask is in its buffer once `current` gets here."""
-        self._ready.record(current)
-
-    def held(self) -> Held:
-        """What the marked mask holds; waits for that alone, not for the work enqueued after it."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
-            self._graph.replay()
-            self._done.record(self._stream)
-        self._done.synchronize()
-        return held_by_flags(self._view, self._sequence)
-
-
 class LateCheck:
-    """Tells, a call later, that ids of tokens which came on the GPU were none that the model has. Nothing waits for it.
+    """Tells that ids of tokens which came on the GPU were none that the model has. Nothing waits for it: where no mask is
+    waited for either, it is told a call later.
 
     Args:
         bounds: Least and greatest value by input.
@@ -174,7 +149,7 @@ class LateCheck:
         self._host.zero_()
         listing = ", ".join(f"{name} has {least} to {most}" for name, (least, most) in self.bounds.items())
         raise InputError(
-            f"An earlier call held ids on the GPU that the model does not have ({listing}); its answer is for others.",
+            f"This call, or an earlier one, held ids on the GPU that the model does not have ({listing}); its answer is for others.",
             fix="use the tokenizer that belongs to the model; ids on the host are refused before they are computed.",
         )
 
@@ -210,11 +185,58 @@ class Bounded:
                 views.update({name: part.view(inputs[name].shape) for name, part in parts})
 
     def clamp(self) -> None:
-        """Put kernels on the current stream that fill `within` from `given`, and note what was outside."""
+        """Put kernels on the current stream that fill `within` from `given`."""
         for given, within, least, most in self._blocks:
             torch.clamp(given, least, most, out=within)
+
+    def check(self) -> None:
+        """Put kernels on the current stream that note whether what is given is within bounds."""
+        for given, _, least, most in self._blocks:
             if self._late is not None:
-                self._late.note(given != within)
+                self._late.note(given.clamp(least, most) != given)
+
+
+class MaskCheck:
+    """Finds out what a mask on the GPU holds, and whether ids are within bounds, while the GPU is busy with the call that
+    assumes it.
+
+    Args:
+        mask: The fixed buffer `(batch, sequence)` that holds each call's mask.
+        bounded: The inputs with bounds.
+    """
+
+    def __init__(self, mask: torch.Tensor, bounded: Bounded) -> None:
+        self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._flags = torch.zeros((mask.shape[0], 2), dtype=torch.int64).pin_memory()
+        self._view = self._flags.numpy()
+        self._sequence = mask.shape[1]
+        # Kept: the graph reads it.
+        self._weights = counting_weights(self._sequence, mask.device)
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(mask.device)
+        with torch.cuda.stream(self._stream):
+            bounded.check()
+            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
+            self._stream.synchronize()
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            bounded.check()
+            self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
+            self._graph.capture_end()
+
+    def mark(self, current: torch.cuda.Stream) -> None:
+        """The mask is in its buffer once `current` gets here."""
+        self._ready.record(current)
+
+    def held(self) -> Held:
+        """What the marked mask holds; waits for that alone, not for the work enqueued after it."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            self._graph.replay()
+            self._done.record(self._stream)
+        self._done.synchronize()
+        return held_by_flags(self._view, self._sequence)
 
 
 class ShapeGraphs:
@@ -247,7 +269,7 @@ class ShapeGraphs:
         self._packings: list[Packing] = []
         self._mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
         checked = runtime.options.padding == "check"
-        self.check = MaskCheck(self._mask) if self._mask is not None and checked else None
+        self.check = MaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Copy inputs, in order and of the buffers' shapes, into the fixed buffers, on the current stream; see `on_device` about
@@ -293,7 +315,12 @@ class ShapeGraphs:
             bounded.clamp()
             if packing is not None and mask is not None:
                 packing.fill(mask)
-            runtime.enqueue(plan.form, binding)
+            # A `MaskCheck` looks at them as well.
+            if self.check is not None or not bounded.within:
+                runtime.enqueue(plan.form, binding)
+                return
+            with beside(runtime, bounded.check):
+                runtime.enqueue(plan.form, binding)
 
         return enqueue
 

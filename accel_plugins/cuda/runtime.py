@@ -114,7 +114,8 @@ def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
 class Runtime:
     """A graph on one GPU, shared by the sessions that run it.
 
-    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream. `lock` is held while a
+    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream; checks run beside it on
+    `aside`. `lock` is held while a
     call is enqueued. Runs use the same memory one after another, so a call on another stream than the last one's waits, on
     the GPU, for that one (`follow`).
 
@@ -146,6 +147,7 @@ class Runtime:
         self.lock = threading.RLock()
         # Never the default stream: work on it cannot be captured, and ONNX Runtime takes its number for "none given".
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Stream | None = None
         self._last_number = 0
         self.mask = mask_input(path)

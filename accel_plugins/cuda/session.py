@@ -27,7 +27,7 @@ from accel.errors import InputError, SessionError
 
 from ..ortkit.runtime.values import ort_value_as_tensor
 from .forms.masks import Form, Held, Plan, held_by
-from .graphs import CaptureError, LateCheck, ShapeGraphs
+from .graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device
 
 logger = logging.getLogger(__name__)
@@ -228,11 +228,12 @@ class CudaSession(SessionDescription):
         if check is not None:
             mask = values[self._mask_position]
             if not mask.is_cuda:
+                self._check_values.waiting(dict(zip(self._names, values, strict=True)))
                 held = held_by(mask)
             else:
                 check.mark(current)
                 if graphs.waits or plan.form == "packed":
-                    held = check.held()
+                    held = self._found(check)
             if held is not None:
                 plan, check = runtime.plan(held, mask), None
         graph = graphs.graphs.get(plan)
@@ -243,7 +244,7 @@ class CudaSession(SessionDescription):
         graph.replay()
         results = {name: self._copied(name, graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
-            held = check.held()
+            held = self._found(check)
             if held.form not in _RIGHT_FOR[plan.form]:
                 self._captured(runtime, graphs, held).replay()
                 for name, result in results.items():
@@ -251,6 +252,17 @@ class CudaSession(SessionDescription):
             else:
                 graphs.expected = runtime.plan(held, mask)
         return results
+
+    def _found(self, check: MaskCheck) -> Held:
+        """What the mask of this call holds.
+
+        Raises:
+            InputError: Its ids are none that the model has.
+        """
+        held = check.held()
+        if self._late is not None:
+            self._late.report()
+        return held
 
     def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: Held) -> torch.cuda.CUDAGraph:
         """The fastest graph for a mask that holds that; expected for the next call, too."""

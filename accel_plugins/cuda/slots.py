@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from .forms.causal import LENGTHS, TOTAL
-from .graphs import Bounded, CaptureError, LateCheck, captured
+from .graphs import Bounded, CaptureError, LateCheck, beside, captured
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
@@ -174,12 +174,16 @@ class Slot:
         return self.logits
 
     def _enqueue(self) -> None:
-        """The check and the run, on the runtime's stream."""
+        """The run, and the checks beside it, on the runtime's stream."""
         with torch.cuda.stream(self._runtime.stream):
-            self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
-            self._odd_host.copy_(self._odd, non_blocking=True)
             self._bounded.clamp()
-            self._runtime.enqueue("general", self._binding)
+            with beside(self._runtime, self._check):
+                self._runtime.enqueue("general", self._binding)
+
+    def _check(self) -> None:
+        self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
+        self._odd_host.copy_(self._odd, non_blocking=True)
+        self._bounded.check()
 
     def _capture(self, current: torch.cuda.Stream) -> None:
         """A step as one graph. Takes a few steps' time; each writes the same token to the same place."""
