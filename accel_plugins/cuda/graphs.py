@@ -127,8 +127,10 @@ class LateCheck:
 
     def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self.bounds = dict(bounds)
-        self._wrong = torch.zeros((), dtype=torch.bool, device=device)
-        self._host = torch.zeros((), dtype=torch.bool).pin_memory()
+        # Buffers made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+            self._host = torch.zeros((), dtype=torch.bool).pin_memory()
         self._view = self._host.numpy()
 
     def note(self, found: torch.Tensor) -> None:

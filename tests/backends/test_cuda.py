@@ -262,7 +262,7 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
     from torch.profiler import ProfilerActivity, profile
 
     artifact = fused()
-    for padding, flags in (("right", 0), ("check", 1)):
+    for padding, flags in (("right", 1), ("check", 2)):
         session = open_on_gpu(artifact, padding=padding)
         feeds = on_gpu(feeds_of(artifact, 4, 32))
         for _ in range(4):
@@ -273,12 +273,14 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
             torch.cuda.synchronize()
         names = [event.name for event in profiled.events()]
         assert not [name for name in names if "HtoD" in name]
-        # `check` reads two numbers about the mask.
+        # Whether the ids are within bounds; `check` reads two numbers about the mask as well.
         assert len([name for name in names if "DtoH" in name]) == flags
 
 
-def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
-    session = open_on_gpu(fused())
+@pytest.mark.parametrize("within", [False, True])
+def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open, within: bool) -> None:
+    with torch.inference_mode(within):
+        session = open_on_gpu(fused())
     feeds = on_gpu(feeds_of(fused(), 2, 8))
     with torch.inference_mode():
         expected = [session.run(feeds)["logits"] for _ in range(3)][-1]
@@ -451,7 +453,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     # The shape has a graph now. Where the mask is not waited for, the ids are not, either: the next call tells.
     with pytest.raises(InputError, match="This call, or an earlier one"):
         session.run(bad)
-        assert padding == "right"
+        assert padding == "right" or level == "O1"
         torch.cuda.synchronize()
         session.run(feeds)
     assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0

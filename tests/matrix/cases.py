@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "per_channel": (False, True),
     "symmetric": (False, True),
     "operators": (("MatMul",),),
-    "exclude": (("re:(.*0.*|.*[1-4])",),),
+    "exclude": (("re:.*([0-4]|0.*)$",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
     "percentile": (99.9,),
     "format": ("qoperator",),

@@ -184,10 +184,8 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
                 if call not in (0, _CALLS - 1):
                     continue
                 for name in (n for n in _ANSWERS if n in expected):
-                    # A replay of one short text has too few tokens to leave some out: it is one more draw.
-                    key = name if left_out else f"{name} {call}"
-                    ours.setdefault(key, []).append(_errors(found[name], expected[name], mask))
-                    theirs.setdefault(key, []).append(_errors(eager[name], expected[name], mask))
+                    ours.setdefault(name, []).append(_errors(found[name], expected[name], mask))
+                    theirs.setdefault(name, []).append(_errors(eager[name], expected[name], mask))
         for name, errors in ours.items():
             worst = max(worst, _size(errors, left_out) / max(_size(theirs[name], left_out), _SMALLEST))
     return worst
