@@ -15,6 +15,7 @@ from .generation import split
 from .loading import load_source
 from .pooling import SentenceEmbedder, Tensors
 from .prompts import cases_by_part
+from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
@@ -35,7 +36,10 @@ from .tracing import (
 )
 
 __all__ = [
+    "DELTA_RECURRENCE",
     "IMAGE_AXES",
+    "RECURRENCE",
+    "RECURRENCE_DOMAIN",
     "Axes",
     "Case",
     "FusedAttention",

@@ -27,7 +27,7 @@ _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states"
 class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformers is untyped here
     """What all generating models share."""
 
-    _is_stateful: ClassVar[bool] = False
+    _is_stateful: bool = False
     _decoder: ClassVar[str]
 
     def __init__(self, artifact: Artifact, **settings: Any) -> None:
@@ -41,6 +41,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         super()._open()
         component = self.artifact.component(self._decoder)
         self._decoder_session = self._opened.sessions[self._decoder]
+        # transformers' word for a model whose cache no token can be taken out of.
+        self._is_stateful = not component.croppable
         self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         self._unused = frozenset(component.unused_inputs)
         self._limit = component.max_sizes.get("total", 0)
@@ -64,7 +66,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def new_cache(self) -> StateCache:
         """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
         self._check_fork()
-        return StateCache(self._decoder_session)
+        return StateCache(self._decoder_session, croppable=self.artifact.component(self._decoder).croppable)
 
     def _prepare_cache_for_generation(
         self,

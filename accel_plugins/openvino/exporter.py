@@ -77,6 +77,7 @@ class OpenVinoExporter:
             unused_inputs=tuple(dict.fromkeys(unused)),
             own_defaults=source.own_defaults,
             stateful=source.stateful,
+            croppable=source.croppable,
         )
 
 

@@ -97,7 +97,7 @@ class OpenVinoState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length)
+        check_crop(length, self._length, self._component)
         if length < self._length:
             self._set({name: value[:, :, :length] for name, value in self._values().items()})
             self._length = length
