@@ -138,9 +138,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 class _Trace:
     """What the attention function needs while a part is traced."""
 
-    def __init__(self, fusion: FusedAttention | None, layers: list[CacheLayer], batch: Any, total: Any) -> None:
+    def __init__(self, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> None:
         self.fusion = fusion
-        self.layers = layers
+        self.layers = [layer for layer in layers if isinstance(layer, CacheLayer)]
         self.lengths = torch.full((batch,), total - 1, dtype=torch.int32)
         self.total = torch.scalar_tensor(total, dtype=torch.int32)
 
@@ -245,7 +245,7 @@ def _our_attention(model: Any) -> Iterator[None]:
 
 @contextmanager
 def tracing(
-    model: Any, fusion: FusedAttention | None, layers: list[CacheLayer], batch: Any, total: Any
+    model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any
 ) -> Iterator[None]:
     """Our attention function, knowing these layers, inside the model."""
     token = _active.set(_Trace(fusion, layers, batch, total))

@@ -32,7 +32,10 @@ def _scan(
     query: torch.Tensor,
     beta: torch.Tensor | None,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
+    """The results `(batch, tokens, heads, 1, values)`, and behind them along the tokens the state, a row for each key: one
+    tensor, because OpenVINO's converter gives an operator of ours one result.
+    """
     found = []
     for t in range(key.shape[1]):
         state = state * torch.exp(decay[:, t] * rate)
@@ -41,7 +44,7 @@ def _scan(
             new = (new - (state * key[:, t]).sum(2, keepdim=True)) * beta[:, t]
         state = state + key[:, t] * new
         found.append(query[:, t] @ state)
-    return torch.stack(found, dim=1), state.clone()
+    return torch.cat([torch.stack(found, dim=1), state.transpose(1, 2).unsqueeze(3)], dim=1)
 
 
 @torch.library.custom_op(f"{RECURRENCE_DOMAIN}::{RECURRENCE}", mutates_args=())
@@ -52,7 +55,7 @@ def _recurrence(
     value: torch.Tensor,
     query: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     return _scan(decay, rate, key, value, query, None, state)
 
 
@@ -65,18 +68,25 @@ def _delta_recurrence(
     query: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     return _scan(decay, rate, key, value, query, beta, state)
 
 
 @_recurrence.register_fake
-def _(_decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, state: torch.Tensor) -> Any:
-    return torch.empty_like(value), torch.empty_like(state)
+def _(_decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, state: torch.Tensor) -> torch.Tensor:
+    return _packed_like(value, state)
 
 
 @_delta_recurrence.register_fake
-def _(_decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, _beta: Any, state: torch.Tensor) -> Any:
-    return torch.empty_like(value), torch.empty_like(state)
+def _(
+    _decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, _beta: Any, state: torch.Tensor
+) -> torch.Tensor:
+    return _packed_like(value, state)
+
+
+def _packed_like(value: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    batch, new, heads, _, values = value.shape
+    return value.new_empty((batch, new + state.shape[2], heads, 1, values))
 
 
 def recur(
@@ -115,7 +125,9 @@ def recur(
     inputs.append(state.float())
     if not _symbolic.get():
         apply = _recurrence if beta is None else _delta_recurrence
-        result, after = apply(*(tensor.contiguous() for tensor in inputs))
+        packed = apply(*(tensor.contiguous() for tensor in inputs))
+        new = value.shape[1]
+        result, after = packed[:, :new], packed[:, new:].squeeze(3).transpose(1, 2)
     else:
         result, after = torch.onnx.ops.symbolic_multi_out(
             f"{RECURRENCE_DOMAIN}::{RECURRENCE if beta is None else DELTA_RECURRENCE}",
