@@ -11,7 +11,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from ..chatter import quiet
 from .attention import FusedAttention
-from .generation import split
+from .generation import cache_argument, split
 from .loading import load_source
 from .pooling import SentenceEmbedder, Tensors
 from .prompts import cases_by_part
@@ -46,6 +46,7 @@ __all__ = [
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "cache_argument",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

@@ -108,6 +108,14 @@ class _Decoder(_Part):
         return {"logits": output.logits, **presents(layers)}
 
 
+class _Recomputed(_Part):
+    """All tokens of a model that keeps nothing, at each call: `input_ids, attention_mask, …` to `logits`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One call of the model."""
+        return {"logits": self.model(**feeds).logits}
+
+
 def cache_argument(model: Any) -> str:
     """How a model's `forward` calls what it kept: Mamba's kind has a word of its own."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -222,6 +230,8 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     model: Any = source.model
     parameters = inspect.signature(model.forward).parameters
     kept = _kept(model)
+    if kept is None:
+        return _recomputed(source)
     example, axes = _tokens()
     if "position_ids" in parameters:
         _add_positions(example, axes)
@@ -242,6 +252,18 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         # Some tokenizers make token types for models that have none.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
+
+
+def _recomputed(source: Source) -> Source:
+    """The whole model, for one that reads all tokens again for each new one (GPT-1), also in transformers."""
+    model: Any = source.model
+    example, axes = dict(source.example), {name: dict(named) for name, named in source.axes.items()}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        example["position_ids"] = torch.arange(example["input_ids"].shape[1]).repeat(example["input_ids"].shape[0], 1)
+        axes["position_ids"] = dict(axes["input_ids"])
+    limits = {"sequence": size for size in _positions(model).values()}
+    module = _Recomputed(model, None).eval()
+    return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits or source.max_sizes)
 
 
 def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
@@ -361,11 +383,29 @@ def _add_cache(
 
 
 @torch.inference_mode()
-def _kept(model: Any) -> list[Layer]:
-    """What each layer keeps, from a call with three tokens."""
+def _kept(model: Any) -> list[Layer] | None:
+    """What each layer keeps, from a call with three tokens; `None` where nothing is kept."""
+    parameters = inspect.signature(model.forward).parameters
+    argument = cache_argument(model)
+    if argument not in parameters:
+        unknown = sorted({"state", "mems", "past_buckets_states"} & set(parameters))
+        if unknown:
+            raise ExportError(
+                f"{type(model).__name__} keeps {unknown[0]!r} between tokens, which is none of transformers' caches.",
+                fix="export it for another task, or run it with transformers.",
+            )
+        return None
     with quiet(), recurrent(model):
         output = model(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True)
-    return described(getattr(output, cache_argument(model), None), type(model).__name__)
+    found = getattr(output, argument, None)
+    if found is None:
+        decodes = getattr(model.config, "is_decoder", True)
+        raise ExportError(
+            f"{type(model).__name__} takes a cache and returns none"
+            f"{'' if decodes else ': its config says is_decoder=False, so every token sees those behind it'}.",
+            fix="run it with transformers." if decodes else "set config.is_decoder=True, and export again.",
+        )
+    return described(found, type(model).__name__)
 
 
 def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
