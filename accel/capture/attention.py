@@ -244,9 +244,7 @@ def _our_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def tracing(
-    model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any
-) -> Iterator[None]:
+def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
     """Our attention function, knowing these layers, inside the model."""
     token = _active.set(_Trace(fusion, layers, batch, total))
     try:

@@ -202,7 +202,9 @@ class CrossDecoder(_Part):
         layers = self.layers(feeds, total, ids.shape[1])
         key = feeds["cross_0_key"]
         cross = [
-            CacheLayer(feeds[f"cross_{i}_key"], feeds[f"cross_{i}_value"], key.shape[2], 0, roomy=self.fusion is not None)
+            CacheLayer(
+                feeds[f"cross_{i}_key"], feeds[f"cross_{i}_value"], key.shape[2], 0, roomy=self.fusion is not None
+            )
             for i in range(self.cross)
         ]
         cache = EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross))
@@ -261,7 +263,7 @@ def _recomputed(source: Source) -> Source:
     if "position_ids" in inspect.signature(model.forward).parameters:
         example["position_ids"] = torch.arange(example["input_ids"].shape[1]).repeat(example["input_ids"].shape[0], 1)
         axes["position_ids"] = dict(axes["input_ids"])
-    limits = {"sequence": size for size in _positions(model).values()}
+    limits = {"sequence": _positions(model)["total"]} if _positions(model) else {}
     module = _Recomputed(model, None).eval()
     return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits or source.max_sizes)
 
@@ -369,9 +371,7 @@ def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
     axes["position_ids"] = {0: "batch", 1: "sequence"}
 
 
-def _add_cache(
-    example: Tensors, axes: dict[str, dict[int, str]], kept: list[Layer], dtype: str, capacity: int
-) -> None:
+def _add_cache(example: Tensors, axes: dict[str, dict[int, str]], kept: list[Layer], dtype: str, capacity: int) -> None:
     generator = torch.Generator().manual_seed(7)
     for i, layer in enumerate(kept):
         for what, tensor in layer.items():

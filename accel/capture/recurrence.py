@@ -6,6 +6,7 @@ these names are the ones here. They hand what they compute from to `accel::recur
 own, from any state over any number of tokens.
 """
 
+# ruff: noqa: N803, N806 (A, B, C and D are the papers' words, and names that transformers calls arguments by)
 from __future__ import annotations
 
 import sys
@@ -183,7 +184,7 @@ def _selective_scan(
 def _next_state() -> torch.Tensor | None:
     """The state of the layer that is being computed; Zamba has one for each of its heads, and asks head by head."""
     state = _state.get()
-    if state is None or state.ndim == 4:  # noqa: PLR2004
+    if state is None or state.ndim == 4:
         return state
     head = _heads_read.get()
     _heads_read.set(head + 1)
@@ -196,7 +197,6 @@ def _chunk_scan(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    chunk_size: int = 0,
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     initial_states: torch.Tensor | None = None,
@@ -206,7 +206,8 @@ def _chunk_scan(
     **_: Any,
 ) -> Any:
     """Mamba-2's: `hidden_states: (batch, tokens, heads, head_size)`, `dt: (batch, tokens, heads)`, `A: (heads,)`, `B, C:
-    (batch, tokens, groups, size)`."""
+    (batch, tokens, groups, size)`.
+    """
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
@@ -233,19 +234,19 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    chunk_size: int = 0,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> Any:
     """The gated delta rule, of Kimi's linear attention, too: `query, key: (batch, tokens, groups, keys)`, `value: (batch,
-    tokens, heads, values)`, `beta: (batch, tokens, heads)`, `g` like `beta` or with a value for each of the keys."""
+    tokens, heads, values)`, `beta: (batch, tokens, heads)`, `g` like `beta` or with a value for each of the keys.
+    """
     heads, dtype = value.shape[2], query.dtype
     query, key = (_repeated(tensor, heads, 2) for tensor in (query, key))
     if use_qk_l2norm_in_kernel:
         query, key = (t * torch.rsqrt((t * t).sum(dim=-1, keepdim=True) + 1e-6) for t in (query, key))
-    decay = g[..., None] if g.ndim == 4 else g[..., None, None]  # noqa: PLR2004
+    decay = g[..., None] if g.ndim == 4 else g[..., None, None]
     result, after = recur(decay, key, value, query * key.shape[-1] ** -0.5, beta=beta, state=initial_state)
     return result.to(dtype), after if output_final_state else None
 
@@ -274,7 +275,9 @@ def recurrent(model: torch.nn.Module, *, symbolic: bool = False) -> Iterator[Non
         symbolic: Whether the operator is left in the trace as a node of ONNX, to be lowered there.
     """
     modules = [sys.modules[name] for name in sorted({type(one).__module__ for one in model.modules()})]
-    replaced = [(module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)]
+    replaced = [
+        (module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)
+    ]
     tokens = (_symbolic.set(symbolic), _state.set(None))
     for module, name, _ in replaced:
         setattr(module, name, _FUNCTIONS[name])

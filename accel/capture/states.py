@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DummyLayer, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..errors import ExportError
 from .attention import CacheLayer
@@ -99,6 +99,10 @@ class HybridLayer(CacheLayer, StateLayer):
         return CacheLayer.tensors(self) | StateLayer.tensors(self)
 
 
+# Of the attributes of transformers' layers.
+_NAMES = {"keys", "values", "indexer_keys"}
+
+
 def _numbered(what: str, number: int) -> str:
     return f"{what}_{number}" if number else what
 
@@ -159,9 +163,9 @@ def described(cache: Any, architecture: str) -> list[Layer]:
     # RemBERT's kind keeps a pair of caches also where it has no encoder.
     cache = getattr(cache, "self_attention_cache", cache)
     layers = list(getattr(cache, "layers", ()))
-    found = [_described(layer) for layer in layers]
+    found = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
     if not any(found) or None in found:
-        kinds = sorted({type(layer).__name__ for layer, kept in zip(layers, found, strict=True) if kept is None})
+        kinds = sorted({type(layer).__name__ for layer, kept in zip(layers, found, strict=False) if kept is None})
         raise ExportError(
             f"{architecture} keeps {', '.join(kinds) if kinds else f'a {type(cache).__name__}'} between tokens, which cannot be "
             "put into a graph.",
@@ -184,12 +188,15 @@ def _described(layer: Any) -> Layer | None:
                 dtype = tensor.dtype if what == "recurrent" else None
                 found[_numbered(what, i)] = Kept(tuple(int(n) for n in tensor.shape[1:]), dtype)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:  # noqa: PLR2004
+    if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
         # DeepSeek's latent attention has values of another size than its keys.
         for what, tensor in (("key", keys), ("value", values)):
             found[what] = Kept((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
+    others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
+    if others or getattr(layer, "indexer_position_ids", None) is not None:
+        return None
     indexer = getattr(layer, "indexer_keys", None)
     if isinstance(indexer, torch.Tensor):
         found["indexer"] = Kept((TOKENS, int(indexer.shape[2])))

@@ -69,7 +69,9 @@ _CONSTANT = re.compile(
 # second stage, 61 in its third, and minutes for each further operation.
 _MOST_OPERATIONS = 20
 # Python names of a cache's tensors, and what the field calls them.
-_LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z")
+_LAYERS = re.compile(
+    r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
+)
 
 
 @functools.cache

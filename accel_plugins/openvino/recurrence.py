@@ -51,6 +51,8 @@ def _one(part: ov.Node) -> ov.Node:
 
 CONVERSIONS = (
     ConversionExtension(f"{RECURRENCE_DOMAIN}.{RECURRENCE}.default", lambda context: _convert(context, delta=False)),
-    ConversionExtension(f"{RECURRENCE_DOMAIN}.{DELTA_RECURRENCE}.default", lambda context: _convert(context, delta=True)),
+    ConversionExtension(
+        f"{RECURRENCE_DOMAIN}.{DELTA_RECURRENCE}.default", lambda context: _convert(context, delta=True)
+    ),
 )
 """For transformers' exporter: how the operators are converted."""

@@ -53,7 +53,9 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[Tensor
     for node in model.get_ops():
         if node.get_type_name() != "ReadValue":
             continue
-        sizes = [nothing if n is None else ops.constant(np.array([n], np.int64)) for n in by_variable[node.get_variable_id()]]
+        sizes = [
+            nothing if n is None else ops.constant(np.array([n], np.int64)) for n in by_variable[node.get_variable_id()]
+        ]
         empty = ops.broadcast(
             ops.constant(0.0, dtype=node.get_output_element_type(0)), ops.concat([batch, *sizes], axis=0)
         )

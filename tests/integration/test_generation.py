@@ -19,10 +19,10 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import accel
-from accel import ORTModelForCausalLM, SessionOptions, export, optimize, quantize, validate
+from accel import ORTModelForCausalLM, SessionOptions, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.cli import app
-from accel.errors import ConfigError, ExportError, InputError
+from accel.errors import ConfigError, InputError
 from accel.tasks.infer import task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer

@@ -74,9 +74,7 @@ def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Ten
     assert torch.equal(model.generate(**rows, max_new_tokens=8, num_beams=2), expected)
 
 
-def test_a_state_is_copied_and_reordered_but_not_cropped(
-    generator: Artifacts, rows: dict[str, torch.Tensor]
-) -> None:
+def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     model = ORTModelForCausalLM(generator("falcon-h1"))
     ids = rows["input_ids"][:2]
     cache = model(input_ids=ids[:, :6]).past_key_values

@@ -40,7 +40,8 @@ def _scan(node: ir.Node, name: str) -> ir.Node:
     delta = node.op_type == DELTA_RECURRENCE
     assert node.op_type in (RECURRENCE, DELTA_RECURRENCE), node.op_type
     decay, rate, *tokens, state = node.inputs
-    assert state is not None and rate is not None
+    assert state is not None
+    assert rate is not None
     scanned = [decay, *tokens]
     before = ir.Value(name=f"{name}_state", shape=state.shape, type=ir.TensorType(_FLOAT))
     parts = []
