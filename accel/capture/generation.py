@@ -263,9 +263,26 @@ def _recomputed(source: Source) -> Source:
     if "position_ids" in inspect.signature(model.forward).parameters:
         example["position_ids"] = torch.arange(example["input_ids"].shape[1]).repeat(example["input_ids"].shape[0], 1)
         axes["position_ids"] = dict(axes["input_ids"])
+    _check_prompt(model, example)
     limits = {"sequence": _positions(model)["total"]} if _positions(model) else {}
     module = _Recomputed(model, None).eval()
     return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits or source.max_sizes)
+
+
+def _check_prompt(model: Any, example: Tensors) -> None:
+    """Refuse a model whose prompts `generate` changes in a way of the model's own: XLM puts a mask behind them."""
+    ids = example["input_ids"]
+    mask = {name: tensor for name, tensor in example.items() if name == "attention_mask"}
+    with quiet():
+        prepared = model.prepare_inputs_for_generation(ids, **mask)
+    read = prepared.get("input_ids")
+    added = sorted(n for n, value in prepared.items() if isinstance(value, torch.Tensor) and n not in example)
+    if added or read is None or not torch.equal(read, ids):
+        raise ExportError(
+            f"{type(model).__name__} generates from something else than its prompt: its code adds "
+            f"{', '.join(added) or 'tokens'} at each step.",
+            fix="run it with transformers.",
+        )
 
 
 def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:

@@ -100,7 +100,7 @@ class HybridLayer(CacheLayer, StateLayer):
 
 
 # Of the attributes of transformers' layers.
-_NAMES = {"keys", "values", "indexer_keys"}
+_NAMES = {"keys", "values", "indexer_keys", "_sliding_window_tensor"}
 
 
 def _numbered(what: str, number: int) -> str:
