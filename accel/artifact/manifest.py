@@ -58,7 +58,9 @@ class Component:
         unused_inputs: Inputs of the model that its result does not depend on; dropped when given.
         own_defaults: Inputs of the model for which it computes something of its own where they are left out, and not what
             others assume: the zeros of `token_type_ids`. Never filled in, and never dropped when given.
-        stateful: Whether its sessions keep a KV cache (`Session.new_state`).
+        stateful: Whether its sessions keep something between calls: a KV cache, a state (`Session.new_state`).
+        croppable: Whether tokens can be taken back out of what they keep: keys and values can be cut off, a state of one size
+            cannot.
         domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
             or the format has no operators.
     """
@@ -72,6 +74,7 @@ class Component:
     unused_inputs: tuple[str, ...] = ()
     own_defaults: tuple[str, ...] = ()
     stateful: bool = False
+    croppable: bool = True
     domains: tuple[str, ...] | None = None
 
 
@@ -166,6 +169,8 @@ class Manifest:
                     del spec["bounds"]
             if not component["own_defaults"]:
                 del component["own_defaults"]
+            if component["croppable"]:
+                del component["croppable"]
         return values
 
     @classmethod

@@ -367,14 +367,25 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
     return int(new)
 
 
-def check_crop(length: int, held: int) -> None:
+def check_crop(length: int, held: int, component: Component) -> None:
     """Check the length that a state of `held` tokens is cropped to.
 
     Raises:
-        InputError: It is negative, or more than what is held.
+        InputError: It is negative, or more than what is held; or the graph keeps a state that tokens cannot be taken out of.
     """
     if not 0 <= length <= held:
         raise InputError(f"A state of {held} tokens cannot be cropped to {length}.")
+    if 0 < length < held and not component.croppable:
+        raise InputError(
+            f"A state of {held} tokens cannot be cropped to {length}: the model sums the text up in states of one size, which "
+            "no token can be taken out of.",
+            fix="clone() it before the tokens that may have to go, or begin a new one.",
+        )
+
+
+def grows(spec: TensorSpec) -> bool:
+    """Whether a cache tensor has an axis of tokens; others have one size, whatever the length of the text."""
+    return any(isinstance(axis, str) and axis != "batch" for axis in spec.shape)
 
 
 def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:

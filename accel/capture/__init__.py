@@ -11,10 +11,11 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from ..chatter import quiet
 from .attention import FusedAttention
-from .generation import split
+from .generation import cache_argument, split
 from .loading import load_source
 from .pooling import SentenceEmbedder, Tensors
 from .prompts import cases_by_part
+from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
@@ -35,13 +36,17 @@ from .tracing import (
 )
 
 __all__ = [
+    "DELTA_RECURRENCE",
     "IMAGE_AXES",
+    "RECURRENCE",
+    "RECURRENCE_DOMAIN",
     "Axes",
     "Case",
     "FusedAttention",
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "cache_argument",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

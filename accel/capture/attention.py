@@ -75,7 +75,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, total: Any, new: Any, *, roomy: bool) -> None:
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        total: Any,
+        new: Any,
+        *,
+        roomy: bool,
+        indexer: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
@@ -84,6 +93,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self.added: tuple[torch.Tensor, torch.Tensor] | None = None
         self._total, self._new = total, new
         self._roomy = roomy
+        # Of sparse attention, `(batch, length, size)`: what chooses the tokens that are attended to.
+        self.indexer_keys = indexer
 
     def lazy_initialization(self, *_: Any) -> None:
         """Nothing: the tensors are there."""
@@ -98,6 +109,18 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
             before = (before[0][:, :, :length], before[1][:, :, :length])
         self.keys, self.values = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
         return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """All keys of the indexer so far, from new ones `(batch, new, size)`."""
+        assert self.indexer_keys is not None
+        before = self.indexer_keys[:, : self._total - self._new] if self._roomy else self.indexer_keys
+        self.indexer_keys = torch.cat([before, indexer_key_states], dim=1)
+        return self.indexer_keys
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it keeps, by name."""
+        indexer = {} if self.indexer_keys is None else {"indexer": self.indexer_keys}
+        return {"key": self.keys, "value": self.values, **indexer}
 
     def get_seq_length(self) -> Any:
         """Tokens before this call."""
@@ -115,9 +138,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 class _Trace:
     """What the attention function needs while a part is traced."""
 
-    def __init__(self, fusion: FusedAttention | None, layers: list[CacheLayer], batch: Any, total: Any) -> None:
+    def __init__(self, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> None:
         self.fusion = fusion
-        self.layers = layers
+        self.layers = [layer for layer in layers if isinstance(layer, CacheLayer)]
         self.lengths = torch.full((batch,), total - 1, dtype=torch.int32)
         self.total = torch.scalar_tensor(total, dtype=torch.int32)
 
@@ -221,9 +244,7 @@ def _our_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def tracing(
-    model: Any, fusion: FusedAttention | None, layers: list[CacheLayer], batch: Any, total: Any
-) -> Iterator[None]:
+def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
     """Our attention function, knowing these layers, inside the model."""
     token = _active.set(_Trace(fusion, layers, batch, total))
     try:

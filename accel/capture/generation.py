@@ -24,8 +24,10 @@ from ..tasks.infer import task_spec
 from ..tasks.spec import TaskSpec
 from .attention import CacheLayer, FusedAttention, tracing
 from .pooling import Tensors, Wrapper
+from .recurrence import recurrent
 from .samples import has_position_table
 from .source import Source
+from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 ENCODER_MASK = "encoder_attention_mask"
@@ -76,23 +78,14 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
 class _Part(Wrapper):
     """A part of a generating model as a module with named tensors in and out."""
 
-    def __init__(self, model: Any, fusion: FusedAttention | None) -> None:
+    def __init__(self, model: Any, fusion: FusedAttention | None, kept: list[Layer] | None = None) -> None:
         super().__init__(model)
         self.fusion = fusion
+        self.kept = kept or []
 
-    def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any, prefix: str = "past") -> list[CacheLayer]:
+    def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any) -> list[Any]:
         """The cache layers among the inputs."""
-        count = sum(name.startswith(f"{prefix}_") for name in feeds) // 2
-        roomy = self.fusion is not None
-        pairs = [(feeds[f"{prefix}_{i}_key"], feeds[f"{prefix}_{i}_value"]) for i in range(count)]
-        return [CacheLayer(keys, values, total, new, roomy=roomy) for keys, values in pairs]
-
-
-def _presents(layers: list[CacheLayer]) -> Tensors:
-    found = {}
-    for i, layer in enumerate(layers):
-        found[f"present_{i}_key"], found[f"present_{i}_value"] = layer.keys, layer.values
-    return found
+        return made(self.kept, dict(feeds), total, new, roomy=self.fusion is not None)
 
 
 class _Decoder(_Part):
@@ -103,12 +96,29 @@ class _Decoder(_Part):
         from transformers.cache_utils import Cache
 
         tokens = feeds["input_ids"] if "input_ids" in feeds else feeds["inputs_embeds"]
-        total = feeds["attention_mask"].shape[1]
-        layers = self.layers(feeds, total, tokens.shape[1])
+        new, total = tokens.shape[1], feeds["attention_mask"].shape[1]
+        layers = self.layers(feeds, total, new)
         inputs = {name: tensor for name, tensor in feeds.items() if not name.startswith("past_")}
+        if without_tokens(self.kept):
+            # Nothing looks back at the tokens before: the model's code masks the new ones alone.
+            inputs["attention_mask"] = feeds["attention_mask"][:, total - new :]
+        inputs[cache_argument(self.model)] = Cache(layers=layers)
         with tracing(self.model, self.fusion, layers, tokens.shape[0], total):
-            output = self.model(**inputs, past_key_values=Cache(layers=layers), use_cache=True)
-        return {"logits": output.logits, **_presents(layers)}
+            output = self.model(**inputs, use_cache=True)
+        return {"logits": output.logits, **presents(layers)}
+
+
+class _Recomputed(_Part):
+    """All tokens of a model that keeps nothing, at each call: `input_ids, attention_mask, …` to `logits`."""
+
+    def forward(self, **feeds: torch.Tensor) -> Tensors:
+        """One call of the model."""
+        return {"logits": self.model(**feeds).logits}
+
+
+def cache_argument(model: Any) -> str:
+    """How a model's `forward` calls what it kept: Mamba's kind has a word of its own."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _Vision(_Part):
@@ -176,8 +186,11 @@ class CrossAttention(_Part):
 class CrossDecoder(_Part):
     """`input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
 
-    def __init__(self, model: Any, fusion: FusedAttention | None, encoder_size: int) -> None:
-        super().__init__(model, fusion)
+    def __init__(
+        self, model: Any, fusion: FusedAttention | None, kept: list[Layer], encoder_size: int, cross: int
+    ) -> None:
+        super().__init__(model, fusion, kept)
+        self.cross = cross
         self.encoder_size = encoder_size
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
@@ -188,7 +201,12 @@ class CrossDecoder(_Part):
         batch, total = ids.shape[0], feeds["attention_mask"].shape[1]
         layers = self.layers(feeds, total, ids.shape[1])
         key = feeds["cross_0_key"]
-        cross = self.layers(feeds, key.shape[2], 0, prefix="cross")
+        cross = [
+            CacheLayer(
+                feeds[f"cross_{i}_key"], feeds[f"cross_{i}_value"], key.shape[2], 0, roomy=self.fusion is not None
+            )
+            for i in range(self.cross)
+        ]
         cache = EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross))
         cache.is_updated = dict.fromkeys(range(len(cross)), True)
         # Nothing reads the hidden states behind the keys and values, only their shape.
@@ -207,21 +225,23 @@ class CrossDecoder(_Part):
                 use_cache=True,
                 **optional,
             )
-        return {"logits": output.logits, **_presents(layers)}
+        return {"logits": output.logits, **presents(layers)}
 
 
 def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     model: Any = source.model
     parameters = inspect.signature(model.forward).parameters
-    shapes = _cache_shapes(model)
+    kept = _kept(model)
+    if kept is None:
+        return _recomputed(source)
     example, axes = _tokens()
     if "position_ids" in parameters:
         _add_positions(example, axes)
     if "logits_to_keep" in parameters:
         example["logits_to_keep"] = torch.tensor([0, 1, 2, 2])
         axes["logits_to_keep"] = {0: "kept"}
-    _add_cache(example, axes, shapes, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
-    module = _Decoder(model, fusion).eval()
+    _add_cache(example, axes, kept, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
+    module = _Decoder(model, fusion, kept).eval()
     return replace(
         source,
         name="model",
@@ -230,9 +250,39 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         axes=axes,
         max_sizes=_positions(model),
         stateful=True,
+        croppable=croppable(kept),
         # Some tokenizers make token types for models that have none.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
+
+
+def _recomputed(source: Source) -> Source:
+    """The whole model, for one that reads all tokens again for each new one (GPT-1), also in transformers."""
+    model: Any = source.model
+    example, axes = dict(source.example), {name: dict(named) for name, named in source.axes.items()}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        example["position_ids"] = torch.arange(example["input_ids"].shape[1]).repeat(example["input_ids"].shape[0], 1)
+        axes["position_ids"] = dict(axes["input_ids"])
+    _check_prompt(model, example)
+    limits = {"sequence": _positions(model)["total"]} if _positions(model) else {}
+    module = _Recomputed(model, None).eval()
+    return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits or source.max_sizes)
+
+
+def _check_prompt(model: Any, example: Tensors) -> None:
+    """Refuse a model whose prompts `generate` changes in a way of the model's own: XLM puts a mask behind them."""
+    ids = example["input_ids"]
+    mask = {name: tensor for name, tensor in example.items() if name == "attention_mask"}
+    with quiet():
+        prepared = model.prepare_inputs_for_generation(ids, **mask)
+    read = prepared.get("input_ids")
+    added = sorted(n for n, value in prepared.items() if isinstance(value, torch.Tensor) and n not in example)
+    if added or read is None or not torch.equal(read, ids):
+        raise ExportError(
+            f"{type(model).__name__} generates from something else than its prompt: its code adds "
+            f"{', '.join(added) or 'tokens'} at each step.",
+            fix="run it with transformers.",
+        )
 
 
 def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
@@ -284,7 +334,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     cross_module = CrossAttention(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
-        shapes = _self_cache_shapes(model, hidden)
+        kept = _self_kept(model, hidden)
     hidden_axes = {0: "batch"} if fixed else {0: "batch", 1: "encoder_sequence"}
     parts = [
         replace(source, name="encoder", model=encoder, example=encoder_example, axes=encoder_axes),
@@ -307,8 +357,8 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     for name, value in cross.items():
         example[name] = value
         axes[name] = {0: "batch"} if fixed else {0: "batch", 2: "encoder_sequence"}
-    _add_cache(example, axes, shapes, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
-    decoder = CrossDecoder(model, fusion, size).eval()
+    _add_cache(example, axes, kept, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
+    decoder = CrossDecoder(model, fusion, kept, size, len(cross) // 2).eval()
     parts.append(
         replace(
             source,
@@ -338,51 +388,50 @@ def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
     axes["position_ids"] = {0: "batch", 1: "sequence"}
 
 
-def _add_cache(
-    example: Tensors, axes: dict[str, dict[int, str]], shapes: list[tuple[int, int, int]], dtype: str, capacity: int
-) -> None:
+def _add_cache(example: Tensors, axes: dict[str, dict[int, str]], kept: list[Layer], dtype: str, capacity: int) -> None:
     generator = torch.Generator().manual_seed(7)
-    for i, (heads, *kinds) in enumerate(shapes):
-        for what, size in zip(("key", "value"), kinds, strict=True):
-            shape = (_BATCH, heads, capacity, size)
-            example[f"past_{i}_{what}"] = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
-            axes[f"past_{i}_{what}"] = {0: "batch", 2: "capacity"}
+    for i, layer in enumerate(kept):
+        for what, tensor in layer.items():
+            shape = (_BATCH, *(capacity if size == TOKENS else int(size) for size in tensor.shape))
+            values = torch.randn(shape, generator=generator)
+            name = f"past_{i}_{what}"
+            example[name] = values.to(tensor.dtype or getattr(torch, dtype))
+            axes[name] = {0: "batch"} | {at: TOKENS for at, size in enumerate(tensor.shape, start=1) if size == TOKENS}
 
 
 @torch.inference_mode()
-def _cache_shapes(model: Any) -> list[tuple[int, int, int]]:
-    """Heads and the head sizes of keys and values of each cached layer, from a call with two tokens."""
-    with quiet():
-        output = model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True)
-    return _layer_shapes(model, getattr(output, "past_key_values", None))
+def _kept(model: Any) -> list[Layer] | None:
+    """What each layer keeps, from a call with three tokens; `None` where nothing is kept."""
+    parameters = inspect.signature(model.forward).parameters
+    argument = cache_argument(model)
+    if argument not in parameters:
+        unknown = sorted({"state", "mems", "past_buckets_states"} & set(parameters))
+        if unknown:
+            raise ExportError(
+                f"{type(model).__name__} keeps {unknown[0]!r} between tokens, which is none of transformers' caches.",
+                fix="export it for another task, or run it with transformers.",
+            )
+        return None
+    with quiet(), recurrent(model):
+        output = model(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True)
+    found = getattr(output, argument, None)
+    if found is None:
+        decodes = getattr(model.config, "is_decoder", True)
+        raise ExportError(
+            f"{type(model).__name__} takes a cache and returns none"
+            f"{'' if decodes else ': its config says is_decoder=False, so every token sees those behind it'}.",
+            fix="run it with transformers." if decodes else "set config.is_decoder=True, and export again.",
+        )
+    return described(found, type(model).__name__)
 
 
-def _self_cache_shapes(model: Any, hidden: torch.Tensor) -> list[tuple[int, int, int]]:
+def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
     output = model(
         decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
         encoder_outputs=_encoder_output(hidden),
         use_cache=True,
     )
-    return _layer_shapes(model, output.past_key_values.self_attention_cache)
-
-
-def _layer_shapes(model: Any, cache: Any) -> list[tuple[int, int, int]]:
-    # RemBERT's kind keeps a pair of caches also where it has no encoder.
-    cache = getattr(cache, "self_attention_cache", cache)
-    layers = getattr(cache, "layers", [])
-    kept: list[tuple[Any, Any]] = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
-    if not kept or any(
-        not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.shape[:3] != values.shape[:3]
-        for keys, values in kept
-    ):
-        kinds = sorted({type(layer).__name__ for layer in layers})
-        kept_here = ", ".join(kinds) if kinds else "no keys and values (state-space models keep another state)"
-        raise ExportError(
-            f"{type(model).__name__} keeps {kept_here} between tokens; only keys and values can be put into a graph.",
-            fix="export it for another task, or run it with transformers.",
-        )
-    # DeepSeek's latent attention has values of another size than its keys.
-    return [(int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])) for keys, values in kept]
+    return described(output.past_key_values.self_attention_cache, type(model).__name__)
 
 
 def _positions(model: Any) -> dict[str, int]:

@@ -48,6 +48,7 @@ class Source:
     dtype: str = "float32"
     name: str = "model"
     stateful: bool = False
+    croppable: bool = True
 
     @property
     def config(self) -> Any:

@@ -21,6 +21,7 @@ from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
 from .pooling import Tensors
+from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .source import Source
@@ -47,7 +48,8 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     make_rewrites_exact()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
-    exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
+    with recurrent(source.model, symbolic=True):
+        exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
@@ -67,7 +69,9 @@ _CONSTANT = re.compile(
 # second stage, 61 in its third, and minutes for each further operation.
 _MOST_OPERATIONS = 20
 # Python names of a cache's tensors, and what the field calls them.
-_LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
+_LAYERS = re.compile(
+    r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
+)
 
 
 @functools.cache
@@ -103,10 +107,14 @@ def capture_program(source: Source) -> ExportedProgram:
     return program
 
 
-def capture_openvino(source: Source) -> ExportedModel:
+def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> ExportedModel:
     """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
 
     The weights in the graph are the model's own memory: write the graph before the model goes.
+
+    Args:
+        source: What to trace.
+        conversions: OpenVINO's extensions for operators of ours.
 
     Returns:
         What transformers' exporter made; its `program` is an `openvino.Model`, whose axes have no names.
@@ -117,7 +125,7 @@ def capture_openvino(source: Source) -> ExportedModel:
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
     settings = OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False)
-    with _without_telemetry():
+    with _without_telemetry(), _converting(conversions), recurrent(source.model):
         exported = _traced(source, lambda: OpenVINOExporter().export(source.model, dict(source.example), settings))
     for port in exported.program.inputs:
         for position, axis in source.axes.get(port.any_name, {}).items():
@@ -212,6 +220,20 @@ def _without_cache(source: Source) -> Iterator[None]:
     finally:
         for config in changed:
             config.use_cache = True
+
+
+@contextmanager
+def _converting(conversions: Sequence[Any]) -> Iterator[None]:
+    """transformers' converter for OpenVINO with further extensions in its table."""
+    from transformers.exporters import exporter_openvino
+
+    table = exporter_openvino._OV_CONVERSION_EXTENSIONS
+    before = list(table)
+    table.extend(conversions)
+    try:
+        yield
+    finally:
+        table[:] = before
 
 
 @contextmanager

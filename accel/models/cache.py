@@ -16,11 +16,13 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     Args:
         session: The decoder's session, which makes the state at the first call.
+        croppable: Whether tokens can be taken out of its states.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, croppable: bool = True) -> None:
         super().__init__(layers=[])
         self.session = session
+        self._croppable = croppable
         self.state: State | None = None
         self.constants: dict[str, torch.Tensor] = {}
 
@@ -31,8 +33,8 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back: always."""
-        return True
+        """Whether tokens can be taken back: out of keys and values, not out of the state of a state-space model."""
+        return self._croppable
 
     @property
     def is_initialized(self) -> bool:
@@ -83,7 +85,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def clone(self) -> StateCache:
         """An independent copy, for trying several continuations of one prompt."""
-        copy = StateCache(self.session)
+        copy = StateCache(self.session, croppable=self._croppable)
         copy.state = self.state.clone() if self.state is not None else None
         copy.constants = dict(self.constants)
         return copy

@@ -53,6 +53,39 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     **_SPECIAL,
 }
+_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "state_size": 8,
+    "initializer_range": 0.3,
+    **_SPECIAL,
+}
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_DELTA: dict[str, Any] = {
+    **_GROUPED,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_LATENT: dict[str, Any] = {
+    **_DECODER,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # Family: task, class, config.
@@ -100,6 +133,81 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi3": ("text-generation", "Phi3ForCausalLM", _GROUPED),
     "qwen3": ("text-generation", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "deepseek-v3": ("text-generation", "DeepseekV3ForCausalLM", _LATENT),
+    "bamba": ("text-generation", "BambaForCausalLM", {**_GROUPED, **_MAMBA_2, "attn_layer_indices": [1]}),
+    "falcon-h1": (
+        "text-generation",
+        "FalconH1ForCausalLM",
+        {**_GROUPED, **_MAMBA_2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    ),
+    "falcon-mamba": ("text-generation", "FalconMambaForCausalLM", _MAMBA),
+    "granite-4": (
+        "text-generation",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_GROUPED,
+            **_MAMBA_2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "jamba": (
+        "text-generation",
+        "JambaForCausalLM",
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": (
+        "text-generation",
+        "Lfm2ForCausalLM",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "mamba": ("text-generation", "MambaForCausalLM", _MAMBA),
+    "mamba-2": (
+        "text-generation",
+        "Mamba2ForCausalLM",
+        {**_MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "expand": 2, "chunk_size": 16},
+    ),
+    "olmo-hybrid": (
+        "text-generation",
+        "OlmoHybridForCausalLM",
+        {key: value for key, value in {**_DELTA, "linear_num_key_heads": 4}.items() if key != "head_dim"},
+    ),
+    "qwen3-next": (
+        "text-generation",
+        "Qwen3NextForCausalLM",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "openai-gpt": (
+        "text-generation",
+        "OpenAIGPTLMHeadModel",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": GENERATOR_POSITIONS,
+            "initializer_range": 0.3,
+            **_SPECIAL,
+        },
+    ),
     "bart": ("text2text-generation", "BartForConditionalGeneration", _BART),
     "marian": ("text2text-generation", "MarianMTModel", _BART),
     "m2m-100": ("text2text-generation", "M2M100ForConditionalGeneration", _BART),
@@ -121,6 +229,12 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit-gpt2": ("image-to-text", "VisionEncoderDecoderModel", {}),
     "llava": ("image-text-to-text", "LlavaForConditionalGeneration", {}),
 }
+STATES = (
+    "bamba", "falcon-h1", "falcon-mamba", "granite-4", "jamba", "lfm2", "mamba", "mamba-2", "olmo-hybrid", "qwen3-next"
+)  # fmt: skip
+"""Those that keep states of one size beside keys and values, or nothing else."""
+RECOMPUTED = ("openai-gpt",)
+"""Those that keep nothing."""
 IMAGE_TOKEN = 1
 """What stands in a prompt for each of an image's patches."""
 

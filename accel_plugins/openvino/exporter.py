@@ -14,6 +14,7 @@ from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
 from . import FORMAT
+from .recurrence import CONVERSIONS
 from .stateful import fold_cache
 
 GRAPH = "openvino_model.xml"
@@ -46,14 +47,14 @@ class OpenVinoExporter:
 
     def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
         """Write one graph, the cache of a decoder inside it."""
-        exported = capture_openvino(source)
+        exported = capture_openvino(source, CONVERSIONS)
         model: ov.Model = exported.program
         taken = {port.any_name for port in model.inputs}
         specs = _input_specs(model, source)
         outputs = output_specs(model, specs)
         if source.stateful:
             pairs = {name: name.replace("past", "present", 1) for name in taken if name.startswith("past")}
-            fold_cache(model, pairs)
+            fold_cache(model, pairs, specs)
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
         for port in (*model.inputs, *model.outputs):
@@ -77,6 +78,7 @@ class OpenVinoExporter:
             unused_inputs=tuple(dict.fromkeys(unused)),
             own_defaults=source.own_defaults,
             stateful=source.stateful,
+            croppable=source.croppable,
         )
 
 

@@ -1,4 +1,4 @@
-"""The KV cache as variables inside an OpenVINO graph, and a session's hold on them."""
+"""What a decoder keeps as variables inside an OpenVINO graph, and a session's hold on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
-from accel.artifact import Component
+from accel.artifact import Component, TensorSpec
 from accel.backends.checks import check_crop, check_rows, check_step
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
@@ -18,7 +18,7 @@ from accel.backends.interfaces import Feeds
 BEAM_INDEX = "beam_idx"
 
 
-def fold_cache(model: ov.Model, pairs: Mapping[str, str]) -> None:
+def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[TensorSpec]) -> None:
     """Make inputs and outputs that are the same tensors, before and after a call, variables of the graph.
 
     Each is read through a `Gather` by the new input `beam_idx: (batch,) int32`, so that beams change places without a copy
@@ -27,17 +27,19 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str]) -> None:
     Args:
         model: With inputs and outputs for the cache; changed in place.
         pairs: Output by input.
+        specs: Of the inputs: which axes of a tensor that is kept have one size.
     """
     _restore_broadcasts(model)
     tokens = next(port for port in model.inputs if port.any_name not in pairs)
     beams = ops.parameter([-1], ov.Type.i32, name=BEAM_INDEX)
     beams.output(0).get_tensor().set_names({BEAM_INDEX})
     model.add_parameters([beams])
-    shapes = {}
+    # The axis behind the batch's that varies is that of the tokens: none at first.
+    shapes = {s.name: [n if isinstance(n, int) else None for n in s.shape[1:]] for s in specs if s.name in pairs}
     for name in pairs:
         port = model.input(name)
-        shape = port.get_partial_shape()
-        shapes[name] = [shape[1].get_length(), shape[3].get_length()]
+        # The converter leaves all of them open where nothing but a loop reads the tensor.
+        port.get_node().set_partial_shape(ov.PartialShape([-1, *(-1 if n is None else n for n in shapes[name])]))
         readers = port.get_target_inputs()
         chosen = ops.gather(port, beams, ops.constant(np.int64(0)))
         for reader in readers:
@@ -51,9 +53,11 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str]) -> None:
     for node in model.get_ops():
         if node.get_type_name() != "ReadValue":
             continue
-        heads, size = (ops.constant(np.array([n], np.int64)) for n in by_variable[node.get_variable_id()])
+        sizes = [
+            nothing if n is None else ops.constant(np.array([n], np.int64)) for n in by_variable[node.get_variable_id()]
+        ]
         empty = ops.broadcast(
-            ops.constant(0.0, dtype=node.get_output_element_type(0)), ops.concat([batch, heads, nothing, size], axis=0)
+            ops.constant(0.0, dtype=node.get_output_element_type(0)), ops.concat([batch, *sizes], axis=0)
         )
         node.set_arguments([empty])
     model.validate_nodes_and_infer_types()
@@ -77,7 +81,7 @@ def _restore_broadcasts(model: ov.Model) -> None:
 
 
 class OpenVinoState(StateDescription):
-    """Keys and values of one batch of sequences, in the variables of an infer request of their own."""
+    """What is kept of one batch of sequences, in the variables of an infer request of their own."""
 
     def __init__(self, compiled: ov.CompiledModel, component: Component, batch: int) -> None:
         check_rows(batch)
@@ -97,10 +101,13 @@ class OpenVinoState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length)
-        if length < self._length:
-            self._set({name: value[:, :, :length] for name, value in self._values().items()})
-            self._length = length
+        check_crop(length, self._length, self._component)
+        if length == 0:
+            self._request.reset_state()
+            self._order = np.arange(self._batch, dtype=np.int32)
+        elif length < self._length:
+            self._set({name: _shortened(name, value, length) for name, value in self._values().items()})
+        self._length = length
 
     def clone(self) -> OpenVinoState:
         """An independent copy."""
@@ -134,3 +141,8 @@ class OpenVinoState(StateDescription):
     def _set(self, values: Mapping[str, np.ndarray]) -> None:
         for state in self._request.query_state():
             state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+
+
+def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:
+    """The first tokens of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys `(batch, tokens, size)`."""
+    return value[:, :length] if "_indexer" in name else value[:, :, :length]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,53 +11,71 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from accel.artifact import Component
-from accel.backends.checks import check_rows, check_state, check_step, wanted_outputs
+from accel.backends.checks import check_crop, check_rows, check_state, check_step, wanted_outputs
+from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
-from accel.capture import Source
+from accel.capture import Source, cache_argument
 
 from .session import ModuleSession
 
 _ENCODER_MASK = "encoder_attention_mask"
 
 
-class CacheState:
-    """A `DynamicCache` and the number of its rows.
+class CacheState(StateDescription):
+    """transformers' own cache, the number of its rows and that of its tokens.
 
     Args:
         batch: Rows.
+        new_cache: Makes an empty one.
+        component: What the artifact says of the decoder.
     """
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, new_cache: Callable[[], DynamicCache], component: Component) -> None:
         check_rows(batch)
-        self.batch = batch
-        # All layers hold all tokens: what a sliding window hides, the mask hides, and tokens can be taken back.
-        self.cache = DynamicCache()
+        super().__init__(batch)
+        self._new_cache = new_cache
+        self._component = component
+        self.cache = new_cache()
 
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return int(self.cache.get_seq_length())
+    def advance(self, new: int) -> None:
+        """Count tokens that the cache has taken."""
+        self._length += new
 
     def reorder(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers)."""
-        rows = check_rows(self.batch, index)
-        self.batch = len(rows)
-        if self.cache.get_seq_length():
-            device = self.cache.layers[0].keys.device
-            self.cache.batch_select_indices(torch.tensor(rows, device=device))
+        rows = check_rows(self._batch, index)
+        self._batch = len(rows)
+        if self._length:
+            self.cache.reorder_cache(torch.tensor(rows))
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        for layer in self.cache.layers:
-            if layer.is_initialized and layer.keys.shape[-2] > length:
+        check_crop(length, self._length, self._component)
+        if length == 0:
+            self.cache = self._new_cache()
+        elif length < self._length:
+            for layer in self.cache.layers:
+                if not layer.is_initialized:
+                    continue
                 layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+                if getattr(layer, "indexer_keys", None) is not None:
+                    layer.indexer_keys = layer.indexer_keys[:, :length]
+        self._length = length
 
     def clone(self) -> CacheState:
         """An independent copy."""
         made = copy.copy(self)
         made.cache = copy.deepcopy(self.cache)
         return made
+
+    def states(self) -> list[dict[int, torch.Tensor]]:
+        """The states of one size, of each layer by number; those of its convolutions and its recurrences."""
+        return [
+            kept
+            for layer in self.cache.layers
+            for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        ]
 
 
 class DecoderSession(ModuleSession):
@@ -75,6 +93,12 @@ class DecoderSession(ModuleSession):
         super().__init__(model, component, device, dtype, {})
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
+        kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
+        # All layers hold all tokens where they hold nothing else: what a sliding window hides, the mask hides, and tokens can
+        # be taken back.
+        self._config = None if kinds <= {"key", "value"} else model.config.get_text_config(decoder=True)
+        self._alone = "key" not in kinds
+        self._argument = cache_argument(model)
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
@@ -86,13 +110,54 @@ class DecoderSession(ModuleSession):
         if outputs is not None:
             wanted_outputs(outputs, list(self._output_dtypes))
         tensors = self._placed(feeds, self._dtypes)
-        check_step(self._component, tensors, state.batch, state.length)
+        new = check_step(self._component, tensors, state.batch, state.length)
         with torch.inference_mode():
             if self._cross:
                 logits = self._decode(model, tensors, state)
-            else:
+            elif self._component.croppable:
                 logits = model(**tensors, past_key_values=state.cache, use_cache=True).logits
+            else:
+                logits = self._advance(model, tensors, state, new)
+            state.advance(new)
             return {"logits": self._declared("logits", logits)}
+
+    def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
+        """One call of a model with states of one size.
+
+        Behind others, tokens go one by one: transformers' functions that take several begin with an empty state (Mamba's).
+        """
+        mask, length = tensors["attention_mask"], state.length
+        if new == 1 or not length:
+            return self._call(model, tensors, state)
+        kept = tensors.get("logits_to_keep")
+        found = []
+        for i in range(new):
+            step = {
+                name: tensor[:, i : i + 1] if name in ("input_ids", "position_ids") else tensor
+                for name, tensor in tensors.items()
+                if name != "logits_to_keep"
+            }
+            step["attention_mask"] = mask[:, : length + i + 1]
+            before = [dict(states) for states in copy.deepcopy(state.states())]
+            found.append(self._call(model, step, state))
+            # A single token is never taken for padding: rows in which it is stay as they were.
+            rows = mask[:, length + i].bool()
+            for states, old in zip(state.states(), before, strict=True):
+                for number, tensor in old.items():
+                    if tensor is not None and not bool(rows.all()):
+                        states[number][~rows] = tensor[~rows]
+        logits = torch.cat(found, dim=1)
+        return logits if kept is None else logits.index_select(1, kept)
+
+    def _call(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
+        inputs = dict(tensors)
+        if self._alone:
+            # Nothing looks back at the tokens before: the model's code masks the new ones alone.
+            new = inputs["input_ids"].shape[1]
+            inputs["attention_mask"] = inputs["attention_mask"][:, -new:] if new > 1 else None
+        inputs[self._argument] = state.cache
+        found: torch.Tensor = model(**inputs, use_cache=True).logits
+        return found
 
     def _decode(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
         """One call of a decoder that attends to an encoder, whose keys and values are among the inputs."""
@@ -121,4 +186,4 @@ class DecoderSession(ModuleSession):
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
-        return CacheState(batch)
+        return CacheState(batch, lambda: DynamicCache(config=self._config), self._component)

@@ -50,6 +50,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
             unused_inputs=part.unused_inputs,
             own_defaults=part.own_defaults,
             stateful=part.stateful,
+            croppable=part.croppable,
         )
         for part in split(source)
     )

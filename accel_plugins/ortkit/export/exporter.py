@@ -13,6 +13,7 @@ from accel.errors import ConfigError, ExportError
 
 from ..graph.editing import operator_domains, save_graphs
 from .decoders import OrtAttention
+from .recurrence import expand_recurrences
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -55,6 +56,7 @@ class OnnxExporter:
     def _single(self, source: Source, config: ExportConfig, out: Path) -> tuple[tuple[Component, ...], int | None]:
         """One graph, as transformers' exporter writes it."""
         model, exported = capture_onnx(source, config)
+        expand_recurrences(model)
         unused = drop_unused_inputs(model)
         component = _component(source, model, GRAPH, unused)
         model.metadata_props[MARK] = MANIFEST
@@ -76,6 +78,7 @@ class OnnxExporter:
         models, components = {}, []
         for part in parts:
             model, _ = capture_onnx(part, config)
+            expand_recurrences(model)
             file = f"{part.name}.onnx"
             models[file] = model
             components.append(_component(part, model, file, drop_unused_inputs(model)))
@@ -113,5 +116,6 @@ def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[st
         unused_inputs=tuple(dict.fromkeys((*source.unused_inputs, *unused))),
         own_defaults=source.own_defaults,
         stateful=source.stateful,
+        croppable=source.croppable,
         domains=operator_domains(model),
     )

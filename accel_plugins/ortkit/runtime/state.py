@@ -1,4 +1,4 @@
-"""A KV cache in host memory that ONNX Runtime reads and writes where it is."""
+"""What a decoder keeps between calls, in host memory that ONNX Runtime reads and writes where it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_rows, check_step
+from accel.backends.checks import check_crop, check_rows, check_step, grows
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 
@@ -21,11 +21,12 @@ _GROWTH = 1.5
 
 
 class OrtState(StateDescription):
-    """Keys and values of one batch of sequences, and the binding that hands them to the graph.
+    """What is kept of one batch of sequences, and the binding that hands it to the graph.
 
-    Where the graph's past and present have the same shape, both are bound to one buffer with room for more tokens, and a
-    step copies nothing (`GroupQueryAttention`). Elsewhere the graph returns a longer tensor each step, which becomes the
-    next one's past. A batch of rows takes several tokens after a past one by one there: the operator's contract.
+    Where a past with room for more tokens has the shape of its present, both are bound to one buffer, and a step copies
+    nothing (`GroupQueryAttention`). A batch of rows takes several tokens after a past one by one there: the operator's
+    contract. Everything else, keys and values that a graph returns longer each step and states of one size, is a new tensor
+    after each step, which becomes the next one's past.
     """
 
     def __init__(self, session: ort.InferenceSession, component: Component, batch: int) -> None:
@@ -35,7 +36,10 @@ class OrtState(StateDescription):
         super().__init__(batch)
         outputs = {spec.name: spec for spec in component.outputs}
         self._pasts = [spec for spec in component.inputs if spec.pair is not None]
-        self._in_place = all(spec.shape == outputs[spec.pair or ""].shape for spec in self._pasts)
+        self._in_place = frozenset(
+            spec.name for spec in self._pasts if grows(spec) and spec.shape == outputs[spec.pair or ""].shape
+        )
+        self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
         self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
@@ -58,8 +62,10 @@ class OrtState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length)
+        check_crop(length, self._length, self._component)
         self._length = length
+        if not length:
+            self._replace({name: buffer for name, buffer in self._buffers.items() if name in self._in_place})
 
     def clone(self) -> OrtState:
         """An independent copy."""
@@ -88,8 +94,9 @@ class OrtState(StateDescription):
         self._session.run_with_iobinding(binding)
         values = dict(zip(self._order, binding.get_outputs(), strict=True))
         self._length = total
-        if not self._in_place:
-            self._replace({spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._pasts})
+        if self._replaced:
+            made = {spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
+            self._replace({**self._buffers, **made})
         return {name: ort_value_as_tensor(values[name]) for name in names}
 
     def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
@@ -124,12 +131,13 @@ class OrtState(StateDescription):
 
     def _grown(self, spec: TensorSpec) -> torch.Tensor:
         before = self._buffers.get(spec.name)
-        if not self._in_place and before is not None:
+        in_place = spec.name in self._in_place
+        if not in_place and before is not None:
             return before
-        _, heads, _, size = spec.shape
         # A graph that grows the cache reads the first `length` tokens of its past: none of this one.
-        shape = (self._batch, int(heads), self._capacity or 1, int(size))
-        buffer = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        capacity = self._capacity if in_place else 1
+        sizes = [self._batch, *(size if isinstance(size, int) else capacity for size in spec.shape[1:])]
+        buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype))
         if before is not None:
             buffer[:, :, : self._length] = before[:, :, : self._length]
         return buffer
@@ -146,7 +154,7 @@ class OrtState(StateDescription):
                 return
             value = as_ort_value(buffer)
             self._binding.bind_ortvalue_input(spec.name, value)
-            if self._in_place:
+            if spec.name in self._in_place:
                 self._binding.bind_ortvalue_output(spec.pair, value)
             else:
                 self._binding.bind_output(spec.pair)

@@ -1,0 +1,84 @@
+"""Recurrent layers as loops of ONNX: `accel::recurrence` becomes a `Scan` over the tokens.
+
+`Scan` carries the state from token to token and collects what each token reads from it, so one graph takes any number of
+tokens behind any state. Its body is six operators, nine with the delta rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from accel.capture import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
+
+_FLOAT = ir.DataType.FLOAT
+
+
+def expand_recurrences(model: ir.Model) -> int:
+    """Write every recurrence of the graph as a `Scan`; returns how many there were.
+
+    Args:
+        model: Changed in place.
+    """
+    nodes = [node for node in model.graph if node.domain == RECURRENCE_DOMAIN]
+    for i, node in enumerate(nodes):
+        scan = _scan(node, f"recurrence_{i}")
+        model.graph.insert_before(node, scan)
+        for old, new in zip(node.outputs, (scan.outputs[1], scan.outputs[0]), strict=True):
+            new.name, new.shape, new.dtype = f"{old.name}_scanned", old.shape, _FLOAT
+            was_output = old.is_graph_output()
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            if was_output:
+                new.name, old.name = old.name, f"{old.name}_before"
+        model.graph.remove(node, safe=True)
+    model.opset_imports.pop(RECURRENCE_DOMAIN, None)
+    return len(nodes)
+
+
+def _scan(node: ir.Node, name: str) -> ir.Node:
+    delta = node.op_type == DELTA_RECURRENCE
+    assert node.op_type in (RECURRENCE, DELTA_RECURRENCE), node.op_type
+    decay, rate, *tokens, state = node.inputs
+    assert state is not None
+    assert rate is not None
+    scanned = [decay, *tokens]
+    before = ir.Value(name=f"{name}_state", shape=state.shape, type=ir.TensorType(_FLOAT))
+    parts = []
+    for value, what in zip(scanned, ("decay", "key", "value", "query", "beta"), strict=False):
+        assert value is not None
+        shape = None
+        if value.shape is not None:
+            shape = ir.Shape([dim for at, dim in enumerate(value.shape) if at != 1])
+        parts.append(ir.Value(name=f"{name}_{what}", shape=shape, type=ir.TensorType(_FLOAT)))
+    body: list[ir.Node] = []
+
+    def add(kind: str, inputs: Sequence[ir.Value], what: str, **attributes: int) -> ir.Value:
+        body.append(made := ir.node(kind, inputs, attributes or None, name=f"{name}_{what}_node"))
+        made.outputs[0].name = f"{name}_{what}"
+        made.outputs[0].dtype = _FLOAT
+        return made.outputs[0]
+
+    step, key, value, query = parts[:4]
+    decayed = add("Mul", [before, add("Exp", [add("Mul", [step, rate], "exponent")], "factor")], "decayed")
+    if delta:
+        axes = ir.Value(
+            name=f"{name}_axes", const_value=ir.tensor([2], dtype=ir.DataType.INT64), type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape([1]),
+        )  # fmt: skip
+        known = add("ReduceSum", [add("Mul", [decayed, key], "read"), axes], "known", keepdims=1)
+        value = add("Mul", [add("Sub", [value, known], "unknown"), parts[4]], "correction")
+    after = add("Add", [decayed, add("Mul", [key, value], "written")], "after")
+    result = add("MatMul", [query, after], "result")
+    result.shape, after.shape = parts[2].shape, before.shape
+    graph = ir.Graph(
+        [before, *parts], [after, result], nodes=body, name=f"{name}_body",
+        initializers=[axes] if delta else [],
+    )  # fmt: skip
+    attributes = {
+        "body": graph,
+        "num_scan_inputs": len(parts),
+        "scan_input_axes": [1] * len(parts),
+        "scan_output_axes": [1],
+    }
+    return ir.node("Scan", [state, *scanned], attributes, num_outputs=2, name=name)

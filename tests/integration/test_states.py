@@ -1,0 +1,129 @@
+"""Models that keep states of one size between calls, and models that keep nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel import ORTModelForCausalLM, export, optimize, quantize
+from accel.artifact import Artifact
+from accel.errors import ExportError, InputError
+from accel.testing.generators import STATES, save_generator, tiny_generator
+from accel.testing.models import VOCABULARY
+
+Artifacts = Callable[..., Artifact]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, torch.Tensor]:
+    """Three rows of twelve tokens, padded on the left."""
+    ids = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :2], mask[2, :4] = 0, 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def logits_of(model: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(**rows).logits
+    return found
+
+
+def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The logits of the last five tokens, in one call behind the seven before them."""
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    cache = model(input_ids=ids[:, :7], attention_mask=mask[:, :7]).past_key_values
+    found: torch.Tensor = model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
+    return found
+
+
+def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
+    component = generator("falcon-h1").component()
+    assert component.stateful
+    assert not component.croppable
+    shapes = {spec.name: spec.shape for spec in component.inputs if spec.role == "cache"}
+    assert shapes["past_key_values.0.key"] == ("batch", 2, "capacity", 16)
+    # Channels of the convolution and its width; heads, keys and values of the state.
+    assert shapes["past_key_values.0.conv"] == ("batch", 80, 4)
+    assert shapes["past_key_values.1.recurrent"] == ("batch", 4, 8, 16)
+
+
+def test_several_tokens_behind_a_state(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    expected = logits_of(tiny_generator("falcon-h1"), rows)[:, 7:]
+    # Of a float32 graph with logits of order 10.
+    assert (continued(ORTModelForCausalLM(generator("falcon-h1")), rows) - expected).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon-h1", pytest.param("qwen3-next", marks=pytest.mark.thorough)])
+def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    model = ORTModelForCausalLM.from_pretrained(save_generator(tmp_path, family), backend="pytorch")
+    original = tiny_generator(family)
+    # A later turn may be padded, too.
+    mask = rows["attention_mask"].clone()
+    mask[1, 7:9] = 0
+    padded = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
+    real = mask[:, 7:].bool()
+    assert (continued(model, padded) - logits_of(original, padded)[:, 7:])[real].abs().max() <= 1e-3
+    expected = original.generate(**rows, max_new_tokens=8, num_beams=2)
+    assert torch.equal(model.generate(**rows, max_new_tokens=8, num_beams=2), expected)
+
+
+def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    model = ORTModelForCausalLM(generator("falcon-h1"))
+    ids = rows["input_ids"][:2]
+    cache = model(input_ids=ids[:, :6]).past_key_values
+    copy = cache.clone()
+    assert not cache.is_croppable
+    with pytest.raises(InputError, match="no token can be taken out of"):
+        cache.crop(-2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(input_ids=ids.flip(0)[:, 6:7], past_key_values=cache).logits
+    assert (swapped - model(input_ids=ids.flip(0)[:, :7], logits_to_keep=1).logits).abs().max() <= 1e-3
+    resumed = model(input_ids=ids[:, 6:], past_key_values=copy).logits
+    assert (resumed - model(input_ids=ids).logits[:, 6:]).abs().max() <= 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", STATES)
+def test_other_stages_keep_the_loops(
+    family: str, generator: Artifacts, rows: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    original = tiny_generator(family)
+    better = optimize(generator(family), tmp_path / "o2", level="O2")
+    found = ORTModelForCausalLM(better).generate(**rows, max_new_tokens=8)
+    assert torch.equal(found, original.generate(**rows, max_new_tokens=8))
+    small = ORTModelForCausalLM(quantize(better, tmp_path / "int8", scheme="weight-int8"))
+    expected = logits_of(original, rows)
+    # Eight bits of random weights.
+    assert (logits_of(small, rows) - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts) -> None:
+    artifact = generator("openai-gpt")
+    model = ORTModelForCausalLM(artifact)
+    assert not artifact.component().stateful
+    ids = torch.randint(4, VOCABULARY, (1, 5))
+    assert "past_key_values" not in model(input_ids=ids)
+    with pytest.raises(InputError, match="keeps nothing between calls"):
+        model.new_cache()
+
+
+def test_other_states_are_refused(tmp_path: Path) -> None:
+    config = transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, context_length=64)
+    with pytest.raises(ExportError, match="keeps 'state' between tokens"):
+        export(transformers.RwkvForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_sees_what_is_behind_a_token_is_refused(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with pytest.raises(ExportError, match=r"is_decoder=False.*\n?.*is_decoder=True"):
+        export(transformers.RobertaForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
