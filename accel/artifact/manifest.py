@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._version import __version__
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
@@ -59,6 +59,8 @@ class Component:
         own_defaults: Inputs of the model for which it computes something of its own where they are left out, and not what
             others assume: the zeros of `token_type_ids`. Never filled in, and never dropped when given.
         stateful: Whether its sessions keep a KV cache (`Session.new_state`).
+        continues: Of a decoder: how many new tokens it takes behind those of earlier calls. `any` number; `one`, where its
+            graph was made for single steps; `none`, where it keeps no cache and computes all tokens again at each call.
         domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
             or the format has no operators.
     """
@@ -72,6 +74,7 @@ class Component:
     unused_inputs: tuple[str, ...] = ()
     own_defaults: tuple[str, ...] = ()
     stateful: bool = False
+    continues: Literal["any", "one", "none"] = "any"
     domains: tuple[str, ...] | None = None
 
 
@@ -166,6 +169,8 @@ class Manifest:
                     del spec["bounds"]
             if not component["own_defaults"]:
                 del component["own_defaults"]
+            if component["continues"] == "any":
+                del component["continues"]
         return values
 
     @classmethod

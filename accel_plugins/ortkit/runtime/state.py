@@ -36,7 +36,9 @@ class OrtState(StateDescription):
         outputs = {spec.name: spec for spec in component.outputs}
         self._pasts = [spec for spec in component.inputs if spec.pair is not None]
         self._in_place = all(spec.shape == outputs[spec.pair or ""].shape for spec in self._pasts)
-        self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
+        # The axis along which the cache grows.
+        self._growing = {spec.name: _growing_axis(spec, outputs[spec.pair or ""]) for spec in self._pasts}
+        self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
         self._binding: Any = None
@@ -59,6 +61,10 @@ class OrtState(StateDescription):
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         check_crop(length, self._length)
+        if not self._in_place and length < self._length:
+            # What a graph finds in its past is its past: nothing may be left behind the end.
+            cut = {n: b.narrow(self._growing[n], 0, length).contiguous() for n, b in self._buffers.items()}
+            self._replace(cut)
         self._length = length
 
     def clone(self) -> OrtState:
@@ -126,9 +132,8 @@ class OrtState(StateDescription):
         before = self._buffers.get(spec.name)
         if not self._in_place and before is not None:
             return before
-        _, heads, _, size = spec.shape
-        # A graph that grows the cache reads the first `length` tokens of its past: none of this one.
-        shape = (self._batch, int(heads), self._capacity or 1, int(size))
+        shape = [self._batch, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])]
+        shape[self._growing[spec.name]] = self._capacity
         buffer = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
         if before is not None:
             buffer[:, :, : self._length] = before[:, :, : self._length]
@@ -152,3 +157,9 @@ class OrtState(StateDescription):
                 self._binding.bind_output(spec.pair)
             self._order.append(spec.pair)
         self._order += self._results
+
+
+def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
+    """The axis of the tokens: where past and present differ, and the third of buffers with room, which do not."""
+    pairs = zip(past.shape, present.shape, strict=True)
+    return next((i for i, (before, after) in enumerate(pairs) if before != after), 2)
