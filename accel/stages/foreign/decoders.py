@@ -19,7 +19,7 @@ from ...artifact.writing import copy_companions, discard, is_companion, staging
 from ...errors import AccelError, IntegrityError, OutputFolderError, TaskError
 from ...tasks.spec import TaskSpec
 from . import surgery
-from .attention import takes_right_padding_alone, with_mask
+from .attention import CAPACITY, grouped, with_mask
 from .files import Part, several_graphs
 from .reading import (
     dimensions,
@@ -131,7 +131,7 @@ def _decoder_alone(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, 
             return {"model": _joined(folder, *_branches(folder, one))}, "one"
         if not any(map(surgery.our_name, inputs)):
             return {"model": one}, "none"
-        if takes_right_padding_alone(one.model):
+        if grouped(one.model):
             return {"model": replace(one, model=with_mask(surgery.in_our_words(one.model), folder / one.file))}, "any"
         return {"model": one}, "any"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
@@ -291,7 +291,9 @@ def _spec(
     axes: tuple[str | None, ...] = known.get(value.name, ("batch", *(None for _ in sizes[1:])))
     our, pair = surgery.our_name(value.name) or value.name, (pairs or {}).get(value.name)
     if pair is not None:
-        axes = ("batch", None, "past" if our.startswith("past_") else "total", None)
+        # One name for both is one buffer with room for more tokens.
+        one = sizes[2] == CAPACITY
+        axes = ("batch", None, CAPACITY if one else "past" if our.startswith("past_") else "total", None)
     elif our.startswith("cross_"):
         axes = ("batch", None, "encoder_sequence", None)
     if len(axes) != len(sizes):

@@ -26,6 +26,11 @@ BRANCH = "use_cache_branch"
 _CACHE = re.compile(
     r"(?P<when>past_key_values|past|present_key_values|present)[._](?P<layer>\d+)[._](?:(?P<whose>decoder|encoder)[._])?(?P<kind>key|value)s?\Z"
 )
+# Operators that keep the first axis of what they read: of both operands, of the indices, of the first.
+_BOTH = frozenset(("Add", "Sub", "Mul", "Div", "Pow"))
+_ROW_BY_ROW = _BOTH | frozenset(
+    ("Gather", "MatMul", "Cast", "Identity", "Sqrt", "ReduceMean", "Relu", "LayerNormalization", "SimplifiedLayerNormalization")
+)
 
 
 def our_name(name: str) -> str | None:
@@ -118,19 +123,103 @@ def only(model: onnx.ModelProto, outputs: Callable[[str], bool]) -> onnx.ModelPr
 def cross_attention(prompt: onnx.ModelProto, where: Path) -> onnx.ModelProto:
     """Of the graph that reads a prompt, in our words, what makes keys and values of the encoder's output.
 
+    Of the decoder's own tokens these depend on no value. Where they take the number of rows from them, they take it from the
+    encoder's output instead; and where they take anything else of their shape, one token a row stands for them.
+
     Raises:
-        IntegrityError: It reads something else for them.
+        IntegrityError: They depend on more than the encoder's output.
     """
-    made = only(prompt, lambda name: name.startswith("new_cross_"))
-    inputs = [value.name for value in made.graph.input]
-    if inputs != [HIDDEN]:
+    made = _copy(prompt)
+    _rows_of_hidden(made.graph)
+    made = only(made, lambda name: name.startswith("new_cross_"))
+    values = _values_read(made.graph)
+    if values != {HIDDEN}:
         raise IntegrityError(
-            f"{where} makes the keys and values of the encoder's output from {inputs}, not from {HIDDEN} alone.",
+            f"{where} makes the keys and values of the encoder's output from {sorted(values)}, not from {HIDDEN} alone.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
+    _stand_in(made.graph)
     names = {value.name: value.name.removeprefix("new_") for value in made.graph.output}
     _rename(made.graph, names)
     return made
+
+
+def _rows_of_hidden(graph: onnx.GraphProto) -> None:
+    """Read the number of rows, wherever it is read from a tensor whose first axis is the rows, from the encoder's output."""
+    rows = _with_rows(graph)
+    makers = {name: node for node in graph.node for name in node.output}
+    zeros = {name for name in _constants(graph) if _constants(graph)[name] == 0}
+    for node in graph.node:
+        shape = makers.get(node.input[0]) if node.op_type == "Gather" else None
+        if shape is None or shape.op_type != "Shape" or node.input[1] not in zeros or shape.attribute:
+            continue
+        if shape.input[0] in rows:
+            node.input[0] = f"{HIDDEN}_shape"
+    graph.node.insert(0, make_node("Shape", [HIDDEN], [f"{HIDDEN}_shape"]))
+
+
+def _with_rows(graph: onnx.GraphProto) -> set[str]:
+    """Tensors whose first axis is the rows of a batch, as far as their operators say."""
+    rows = {value.name for value in graph.input if value.name in ("input_ids", "encoder_attention_mask", HIDDEN)}
+    for node in graph.node:
+        first = node.input[1:2] if node.op_type == "Gather" else node.input[:2] if node.op_type in _BOTH else node.input[:1]
+        if node.op_type in _ROW_BY_ROW and rows & set(first):
+            rows.update(node.output[:1])
+    return rows
+
+
+def _constants(graph: onnx.GraphProto) -> dict[str, int]:
+    """Constant whole numbers by name."""
+    from onnx import numpy_helper
+
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            tensors[node.output[0]] = node.attribute[0].t
+    return {
+        name: int(numpy_helper.to_array(tensor))
+        for name, tensor in tensors.items()
+        if not tensor.dims and tensor.data_type == tensor.INT64
+    }
+
+
+def _values_read(graph: onnx.GraphProto) -> set[str]:
+    """Inputs of which a graph reads more than the shape."""
+    needed = {value.name for value in graph.output}
+    for node in reversed(graph.node):
+        if node.op_type != "Shape" and any(name in needed for name in node.output):
+            needed.update(_reads(node))
+    return needed & {value.name for value in graph.input}
+
+
+def _stand_in(graph: onnx.GraphProto) -> None:
+    """Make every input but the encoder's output in the graph: of one token a row, and a mask that hides nothing."""
+    from onnx import TensorProto, helper
+
+    others = [value for value in graph.input if value.name != HIDDEN]
+    nodes = [
+        make_node("Shape", [HIDDEN], ["stand_in_shape"]),
+        make_node("Gather", ["stand_in_shape", "stand_in_first"], ["stand_in_rows"], axis=0),
+        make_node("Gather", ["stand_in_shape", "stand_in_two"], ["stand_in_both"], axis=0),
+        make_node("Concat", ["stand_in_rows", "stand_in_one"], ["stand_in_tokens"], axis=0),
+    ]
+    for name, values in (("first", [0]), ("two", [0, 1]), ("one", [1])):
+        graph.initializer.append(helper.make_tensor(f"stand_in_{name}", TensorProto.INT64, [len(values)], values))
+    for value in others:
+        size = "stand_in_both" if value.name == "encoder_attention_mask" else "stand_in_tokens"
+        one = int(value.name.endswith("mask"))
+        filled = helper.make_tensor("value", value.type.tensor_type.elem_type, [1], [one])
+        nodes.append(make_node("ConstantOfShape", [size], [value.name], value=filled))
+    _keep(graph.input, [value for value in graph.input if value.name == HIDDEN])
+    if others:
+        _keep(graph.node, [*nodes, *graph.node])
+
+
+def make_node(kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> onnx.NodeProto:
+    """A node of the standard's operators."""
+    from onnx import helper
+
+    return helper.make_node(kind, inputs, outputs, **attributes)
 
 
 def with_cross_inputs(prompt: onnx.ModelProto) -> onnx.ModelProto:
@@ -197,10 +286,10 @@ def joined(
     graph.initializer.append(helper.make_tensor("no_tokens", TensorProto.INT64, [], [0]))
     graph.node.extend(
         [
-            helper.make_node("Shape", [past], ["past_shape"]),
-            helper.make_node("Gather", ["past_shape", "token_axis"], ["past_tokens"], axis=0),
-            helper.make_node("Greater", ["past_tokens", "no_tokens"], ["has_past"]),
-            helper.make_node("If", ["has_past"], names[1], then_branch=inner[1], else_branch=inner[0]),
+            make_node("Shape", [past], ["past_shape"]),
+            make_node("Gather", ["past_shape", "token_axis"], ["past_tokens"], axis=0),
+            make_node("Greater", ["past_tokens", "no_tokens"], ["has_past"]),
+            make_node("If", ["has_past"], names[1], then_branch=inner[1], else_branch=inner[0]),
         ]
     )
     return made
