@@ -47,14 +47,17 @@ def adopt(
         IntegrityError: It cannot be read, or does not fit its config.
     """
     chosen = task_spec(task).name if task else infer_task(read_config(folder), folder)
-    spec = registry.backend_for_layout([p.name for p in folder.iterdir()])
-    if spec is None or file_name is not None or graph_files(folder):
+    if file_name is not None and registry.backend_for_layout([Path(file_name).name]) is not None:
+        spec, named = registry.backend_for_layout([Path(file_name).name]), folder / file_name
+    else:
+        spec, named = registry.backend_for_layout([p.name for p in folder.iterdir()]), folder
+    if spec is None or named.suffix == ".onnx" or (named == folder and (file_name is not None or graph_files(folder))):
         return adopt_onnx(folder, file_name=file_name, task=chosen, variant=variant)
     if variant is not None:
         raise ArtifactNotFoundError(
             f"{folder} holds no ONNX graphs, which variants are of.", fix="leave variant=... out."
         )
-    return _adopted_by(spec, folder, chosen, ExportConfig(), hub)
+    return _adopted_by(spec, named, chosen, ExportConfig(), hub)
 
 
 def adopt_weights(location: Location, *, task: str, config: ExportConfig, hub: HubOptions) -> Artifact:
