@@ -18,7 +18,8 @@ from ...backends import registry
 from ...backends.specs import WEIGHTS, BackendSpec
 from ...config import ExportConfig
 from ...errors import ArtifactNotFoundError, PluginError
-from ...tasks.infer import infer_task, read_config, task_spec
+from ...tasks.infer import task_spec
+from .descriptions import EXPORT, GENAI, describe
 from .files import beside_config, graph_files
 from .plain import adopt_onnx
 
@@ -27,7 +28,8 @@ __all__ = ["adopt", "adopt_onnx", "adopt_weights", "beside_config", "graph_files
 
 def holds_graphs(folder: Path) -> bool:
     """Whether a folder holds graphs that something here reads, as opposed to PyTorch weights alone."""
-    return bool(graph_files(folder)) or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
+    described = any((folder / name).is_file() for name in (EXPORT, GENAI))
+    return described or bool(graph_files(folder)) or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
 
 
 def adopt(
@@ -46,7 +48,9 @@ def adopt(
         ArtifactNotFoundError: No such graph.
         IntegrityError: It cannot be read, or does not fit its config.
     """
-    chosen = task_spec(task).name if task else infer_task(read_config(folder), folder)
+    # A folder of graphs in a subfolder has its config above.
+    place = folder if (folder / "config.json").is_file() or file_name is not None else _with_config(folder)
+    chosen = task_spec(task).name if task else describe(place).task(place)
     if file_name is not None and registry.backend_for_layout([Path(file_name).name]) is not None:
         spec, named = registry.backend_for_layout([Path(file_name).name]), folder / file_name
     else:
@@ -58,6 +62,11 @@ def adopt(
             f"{folder} holds no ONNX graphs, which variants are of.", fix="leave variant=... out."
         )
     return _adopted_by(spec, named, chosen, ExportConfig(), hub)
+
+
+def _with_config(folder: Path) -> Path:
+    above = folder.parent
+    return above if not (folder / GENAI).is_file() and (above / "config.json").is_file() else folder
 
 
 def adopt_weights(location: Location, *, task: str, config: ExportConfig, hub: HubOptions) -> Artifact:

@@ -16,10 +16,11 @@ from ...artifact.home import accel_home
 from ...artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin, with_files
 from ...artifact.tensors import TensorSpec
 from ...artifact.writing import copy_companions, discard, is_companion, staging
-from ...errors import AccelError, IntegrityError, OutputFolderError, TaskError
+from ...errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
 from ...tasks.spec import TaskSpec
 from . import surgery
 from .attention import CAPACITY, grouped, with_mask
+from .descriptions import Description
 from .files import Part, several_graphs
 from .reading import (
     dimensions,
@@ -73,7 +74,7 @@ class _Read:
 
 
 def adopt_decoders(
-    folder: Path, spec: TaskSpec, config: dict[str, Any], *, file_name: str | None, variant: str | None
+    folder: Path, spec: TaskSpec, description: Description, *, file_name: str | None, variant: str | None
 ) -> Artifact:
     """An artifact for a folder with the graphs of a model that generates; see `adopt_onnx`.
 
@@ -82,13 +83,20 @@ def adopt_decoders(
         IntegrityError: A graph cannot be read, or does not fit the config or the others.
         TaskError: The graphs are of another kind of model than the task's.
     """
+    config = description.config
     encoder = bool(config.get("is_encoder_decoder", spec.encoder_decoder)) or bool(spec.encoder_decoder)
     if encoder is not (spec.encoder_decoder is not False):
         raise TaskError(
             f"The config of {folder} is of a model with an encoder, which models for {spec.name} have not.",
             fix="pass another task=..., or use another class.",
         )
-    files = several_graphs(folder, file_name, variant, encoder=encoder)
+    named = description.files if file_name is None and variant is None else {}
+    files = named or several_graphs(folder, file_name, variant, encoder=encoder)
+    if encoder and "encoder" not in files:
+        raise ArtifactNotFoundError(
+            f"{folder} names no encoder's graph beside {', '.join(files.values())}.",
+            fix="export the model with accel: `accel export MODEL OUT`.",
+        )
     read: dict[Part, _Read] = {}
     for part, file in files.items():
         model = read_onnx(folder / file)
@@ -113,14 +121,14 @@ def adopt_decoders(
         source=Origin(id=str(folder)),
         quantization=quantization,
     )
-    if all(any(one is other for other in read.values()) for one in graphs.values()):
+    if not description.written and all(any(one is other for other in read.values()) for one in graphs.values()):
         # Nothing was changed: the files stay where they are.
         placed = tuple(
             replace(component, file=one.file, files=tuple(stamp(folder, file) for file in (one.file, *one.beside)))
             for component, one in zip(components, graphs.values(), strict=True)
         )
         return Artifact(folder.absolute(), replace(manifest, components=placed))
-    return _kept(folder, manifest, components, graphs, [*read.values()])
+    return _kept(folder, manifest, components, graphs, [*read.values()], description.written)
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, _Read], Continues]:
@@ -135,7 +143,14 @@ def _decoder_alone(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, 
             return {"model": replace(one, model=with_mask(surgery.in_our_words(one.model), folder / one.file))}, "any"
         return {"model": one}, "any"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
-    return {"model": _joined(folder, *pair)}, "one"
+    # transformers' exporter makes both kinds of graphs behind a past, and says which by the axis of the tokens.
+    free = "past_key_values.layers" in str([v.name for v in pair[1].model.graph.input]) and _takes_several(pair[1].model)
+    return {"model": _joined(folder, *pair)}, "any" if free else "one"
+
+
+def _takes_several(model: onnx.ModelProto) -> bool:
+    tokens = next((value for value in model.graph.input if value.name == "input_ids"), None)
+    return tokens is not None and isinstance(dimensions(tokens)[1], str)
 
 
 def _encoder_decoder(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, _Read], Continues]:
@@ -184,6 +199,7 @@ class _Settings:
 
     pad: int
     heads: int | None
+    head_size: int | None
     layers: int | None
     vocabulary: int | None
     positions: int | None
@@ -199,9 +215,11 @@ class _Settings:
 
         limit = number("max_position_embeddings", "max_target_positions", "n_positions")
         rotary = bool({"rope_theta", "rope_parameters", "rotary_dim"} & set(inner)) or inner.get("alibi")
+        width, every = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
         return cls(
             pad=max(number("pad_token_id", among=config) or 0, 0),
             heads=number(*_HEADS),
+            head_size=number("head_dim", "d_kv") or (width // every if width and every else None),
             layers=number(*(_DECODER_LAYERS if encoder else _LAYERS)),
             vocabulary=number("decoder_vocab_size", "vocab_size"),
             positions=None if rotary else limit,
@@ -239,7 +257,7 @@ def _component(name: str, read: _Read, settings: _Settings, folder: Path, *, con
         )
     made = [_spec(value, whole, settings, pairs) for value in inputs]
     outputs = [
-        _spec(value, whole, settings, {v: k for k, v in pairs.items()})
+        _spec(value, whole, settings, {v: k for k, v in pairs.items()}, output=True)
         for value in graph.output
         if value.name == "logits" or value.name in pairs.values()
     ]
@@ -266,7 +284,7 @@ def _returned(component: str, name: str) -> bool:
 
 def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]:
     """The output that each input of the cache comes from."""
-    ours = {our: name for name in outputs if (our := surgery.our_name(name)) is not None}
+    ours = {our: name for name in outputs if (our := surgery.our_name(name, output=True)) is not None}
     pairs = {}
     for name in inputs:
         our = surgery.our_name(name)
@@ -286,10 +304,13 @@ def _spec(
     known: Mapping[str, tuple[str | None, ...]],
     settings: _Settings,
     pairs: Mapping[str, str] | None = None,
+    *,
+    output: bool = False,
 ) -> TensorSpec:
     sizes = dimensions(value)
     axes: tuple[str | None, ...] = known.get(value.name, ("batch", *(None for _ in sizes[1:])))
-    our, pair = surgery.our_name(value.name) or value.name, (pairs or {}).get(value.name)
+    our = surgery.our_name(value.name, output=output) or value.name
+    pair = (pairs or {}).get(value.name)
     if pair is not None:
         # One name for both is one buffer with room for more tokens.
         one = sizes[2] == CAPACITY
@@ -304,8 +325,13 @@ def _spec(
     shape = tuple(
         axis if axis is not None and isinstance(size, str) else size for axis, size in zip(axes, sizes, strict=True)
     )
-    if (pair is not None or our.startswith("cross_")) and isinstance(shape[1], str) and settings.heads is not None:
-        shape = (shape[0], settings.heads, *shape[2:])
+    if pair is not None or our.startswith("cross_"):
+        # Files that name these axes, too, leave their sizes to the config.
+        heads, size = (
+            given if isinstance(found, str) and given is not None else found
+            for found, given in ((shape[1], settings.heads), (shape[3], settings.head_size))
+        )
+        shape = (shape[0], heads, shape[2], size)
     bounded = value.name == "input_ids" and settings.vocabulary is not None
     return TensorSpec(
         value.name,
@@ -360,7 +386,12 @@ def _free(size: int | str, axis: int) -> bool:
 
 
 def _kept(
-    folder: Path, manifest: Manifest, components: list[Component], graphs: Mapping[str, _Read], read: list[_Read]
+    folder: Path,
+    manifest: Manifest,
+    components: list[Component],
+    graphs: Mapping[str, _Read],
+    read: list[_Read],
+    written: Mapping[str, dict[str, Any]],
 ) -> Artifact:
     """The graphs in our form under `ACCEL_HOME`, or those kept there before for the same files."""
     names = [file for one in read for file in (one.file, *one.beside)]
@@ -384,11 +415,13 @@ def _kept(
     try:
         with staging(out) as temporary:
             copy_companions(folder, temporary)
+            for name, values in written.items():
+                (temporary / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             beside = write_graphs(
                 {c.file: (one.model, one.folder) for c, one in zip(placed, graphs.values(), strict=True)}, temporary
             )
-            written = with_files(temporary, placed, [[c.file, *beside[c.file]] for c in placed])
-            artifact = Artifact.create(temporary, replace(manifest, components=written))
+            recorded = with_files(temporary, placed, [[c.file, *beside[c.file]] for c in placed])
+            artifact = Artifact.create(temporary, replace(manifest, components=recorded))
     except OutputFolderError as error:
         if (out / MANIFEST).is_file():
             return Artifact.load(out)

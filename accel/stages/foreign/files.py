@@ -51,6 +51,9 @@ def beside_config(location: Location, file_name: str | None) -> tuple[Path, str 
     folder, root = location.folder, location.root
     if root is None or (folder / "config.json").is_file() or not (root / "config.json").is_file():
         return folder, file_name
+    if file_name is None and not any(folder.glob(f"*{_SUFFIX}")):
+        # A format that its backend reads, with the config above.
+        return folder, None
     if file_name is None and folder == root / _SUBFOLDER and not any(root.glob(f"*{_SUFFIX}")):
         return root, None
     return root, str((folder / (file_name or one_graph(folder))).relative_to(root))
@@ -160,6 +163,15 @@ def _complete(
 def _neighbours(folder: Path, file_name: str) -> list[str]:
     parent = PurePosixPath(file_name).parent
     return [(parent / path.name).as_posix() for path in (folder / parent).glob(f"*{_SUFFIX}")]
+
+
+def checked_file(folder: Path, file_name: str) -> str:
+    """A graph in a folder by its name.
+
+    Raises:
+        ArtifactNotFoundError: It is not there, or outside.
+    """
+    return _checked(folder, file_name, graph_files(folder))
 
 
 def _checked(folder: Path, file_name: str, candidates: list[str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...artifact.manifest import Artifact, Component, Manifest, Origin
-from ...tasks.infer import infer_task, read_config, task_spec
+from ...tasks.infer import task_spec
 from .decoders import adopt_decoders
+from .descriptions import describe
 from .files import one_graph
-from .reading import external_files, max_sizes, named_specs, operator_domains, opset, precision, read_onnx, stamp
+from .reading import axes_of, external_files, max_sizes, named_specs, operator_domains, opset, precision, read_onnx, stamp
 
 
 def adopt_onnx(
@@ -26,21 +27,22 @@ def adopt_onnx(
         ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
         IntegrityError: The file is not ONNX, or one of ours without its manifest.
     """
-    config = read_config(folder)
-    spec = task_spec(task or infer_task(config, folder))
+    description = describe(folder)
+    config = description.config
+    spec = task_spec(task or description.task(folder))
     if spec.generates:
-        return adopt_decoders(folder, spec, config, file_name=file_name, variant=variant)
-    name = one_graph(folder, file_name, variant)
+        return adopt_decoders(folder, spec, description, file_name=file_name, variant=variant)
+    name = one_graph(folder, file_name or description.files.get("model"), variant)
     model = read_onnx(folder / name)
     pad = config.get("pad_token_id")
+    stored = {tensor.name for tensor in model.graph.initializer}
+    axes = axes_of(model.graph.input)
     component = Component(
         name="model",
         file=name,
         files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
-        inputs=named_specs(
-            model.graph.input, pad if isinstance(pad, int) else 0, (tensor.name for tensor in model.graph.initializer)
-        ),
-        outputs=named_specs(model.graph.output),
+        inputs=named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored),
+        outputs=named_specs(model.graph.output, axes),
         max_sizes=max_sizes(config),
         domains=operator_domains(model),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,10 @@ _INTEGER_OPERATORS = {
 _BLOCK_OPERATORS = {"MatMulNBits", "MatMulBnb4"}
 _HALF = {10: "float16", 16: "bfloat16"}
 _WORDS = {"float": "float32", "double": "float64"}
+# What `torch.export` calls an axis: `s72`.
+_SYMBOL = re.compile(r"s\d+\Z")
+_TEXT = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence"))
+_TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
 _NUMBER = re.compile(r"\d+\Z")
 
 
@@ -134,16 +138,29 @@ def dimensions(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     )
 
 
+def axes_of(inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
+    """Our names for a file's names of axes: by the inputs of transformers' models that have them, and as other tools call them."""
+    found = dict(AXES)
+    for value in inputs:
+        for size, axis in zip(dimensions(value), _TEXT.get(value.name, ()), strict=False):
+            if isinstance(size, str) and _SYMBOL.match(size):
+                found.setdefault(size, axis)
+    return found
+
+
 def named_specs(
-    values: Iterable[onnx.ValueInfoProto], pad: int = 0, stored: Iterable[str] = ()
+    values: Iterable[onnx.ValueInfoProto],
+    axes: Mapping[str, str] | None = None,
+    pad: int = 0,
+    stored: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:
-    """Inputs or outputs with the names of their axes as ours; none of what is stored in the file."""
-    stored = set(stored)
+    """Inputs or outputs with our names for their axes; none of what is stored in the file."""
+    axes = AXES if axes is None else axes
     return tuple(
         TensorSpec(
             value.name,
             dtype_word(value.type.tensor_type.elem_type),
-            tuple(AXES.get(size, size) if isinstance(size, str) else size for size in dimensions(value)),
+            tuple(axes.get(size, size) if isinstance(size, str) else size for size in dimensions(value)),
             role="mask" if value.name == "attention_mask" else "data",
             pad_value=pad if value.name == "input_ids" else 0,
         )

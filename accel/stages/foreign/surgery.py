@@ -26,6 +26,10 @@ BRANCH = "use_cache_branch"
 _CACHE = re.compile(
     r"(?P<when>past_key_values|past|present_key_values|present)[._](?P<layer>\d+)[._](?:(?P<whose>decoder|encoder)[._])?(?P<kind>key|value)s?\Z"
 )
+# transformers' exporter calls the same before and after a call alike, unless both are there.
+_LAYERS = re.compile(
+    r"(?:(?:input|output)\.)?past_key_values\.(?:(?P<whose>self|cross)_attention_cache\.)?layers\.(?P<layer>\d+)\.(?P<kind>key|value)s\Z"
+)
 # Operators that keep the first axis of what they read: of both operands, of the indices, of the first.
 _BOTH = frozenset(("Add", "Sub", "Mul", "Div", "Pow"))
 _ROW_BY_ROW = _BOTH | frozenset(
@@ -33,24 +37,26 @@ _ROW_BY_ROW = _BOTH | frozenset(
 )
 
 
-def our_name(name: str) -> str | None:
+def our_name(name: str, *, output: bool = False) -> str | None:
     """Our name for a tensor of a cache, by its name in a file; `None` for others.
 
     `past_key_values.0.key` and `past_key_values.0.decoder.key` are `past_0_key`; of the encoder's, `past…` is `cross_0_key`
     and `present…` is `new_cross_0_key`.
     """
-    found = _CACHE.match(name)
+    found = _CACHE.match(name) or _LAYERS.match(name)
     if found is None:
         return None
-    past = found["when"].startswith("past")
-    prefix = ("cross" if past else "new_cross") if found["whose"] == "encoder" else "past" if past else "present"
+    past = found["when"].startswith("past") if found.re is _CACHE else not output
+    encoders = found["whose"] in ("encoder", "cross")
+    prefix = ("cross" if past else "new_cross") if encoders else "past" if past else "present"
     return f"{prefix}_{int(found['layer'])}_{found['kind']}"
 
 
 def in_our_words(model: onnx.ModelProto) -> onnx.ModelProto:
     """The same graph with our names for the tensors of its cache."""
     graph = model.graph
-    names = {v.name: ours for v in (*graph.input, *graph.output) if (ours := our_name(v.name)) is not None}
+    names = {v.name: ours for v in graph.input if (ours := our_name(v.name)) is not None}
+    names |= {v.name: ours for v in graph.output if (ours := our_name(v.name, output=True)) is not None}
     made = _copy(model)
     _rename(made.graph, names)
     return made
@@ -273,9 +279,11 @@ def joined(
     made.functions.extend(one for one in prompt.functions if (one.domain, one.name) not in own)
     graph = made.graph
     graph.name = "decoder"
-    inputs = {value.name: value for model in (prompt, following) for value in model.graph.input}
+    # What reads a prompt is the freer of the two.
+    inputs = {value.name: value for model in (following, prompt) for value in model.graph.input}
+    outputs = {value.name: value for value in prompt.graph.output}
     graph.input.extend(inputs.values())
-    graph.output.extend(following.graph.output)
+    graph.output.extend(outputs[name] for name in names[1])
     shared: dict[str, tuple[str, Any]] = {}
     inner = [
         _as_branch(model, word, names[1], set(inputs), shared, folder)
