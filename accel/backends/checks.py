@@ -345,9 +345,9 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
         InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
     """
     tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
-    mask = next(spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total")
+    mask = next((spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total"), None)
     declared = {spec.name: spec.shape for spec in component.inputs}
-    for name in (tokens, mask):
+    for name in filter(None, (tokens, mask)):
         if feeds[name].ndim != len(declared[name]):
             raise InputError(
                 f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared[name]}.",
@@ -358,7 +358,8 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
         raise InputError("No new tokens were given.", fix="pass at least one.")
     if rows != batch:
         raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
-    total = feeds[mask].shape[1]
+    # Decoders of other tools behind an encoder take no mask of their own.
+    total = feeds[mask].shape[1] if mask is not None else length + new
     if total != length + new:
         raise InputError(
             f"{mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
@@ -367,7 +368,7 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
     return int(new)
 
 
-def check_crop(length: int, held: int, component: Component) -> None:
+def check_crop(length: int, held: int, *, croppable: bool = True) -> None:
     """Check the length that a state of `held` tokens is cropped to.
 
     Raises:
@@ -375,7 +376,7 @@ def check_crop(length: int, held: int, component: Component) -> None:
     """
     if not 0 <= length <= held:
         raise InputError(f"A state of {held} tokens cannot be cropped to {length}.")
-    if 0 < length < held and not component.croppable:
+    if 0 < length < held and not croppable:
         raise InputError(
             f"A state of {held} tokens cannot be cropped to {length}: the model sums the text up in states of one size, which "
             "no token can be taken out of.",

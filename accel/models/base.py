@@ -119,6 +119,7 @@ class ORTModel(Familiar):
         config: Any = None,
         subfolder: str = "",
         file_name: str | None = None,
+        variant: str | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -146,7 +147,8 @@ class ORTModel(Familiar):
             task: For classes that serve several tasks.
             config: A transformers config that replaces the folder's.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
-            file_name: The graph to take from a plain ONNX folder.
+            file_name: The graph to take from a plain ONNX folder; of several that belong together, one of them.
+            variant: The ending of their names, as in transformers.js' folders: `quantized`, `q4`, `fp16`, ...
             use_cache: Of generating models: what `generate` does where it is not said; keys and values are kept by default.
             **export_settings: Fields of `ExportConfig`, for a folder that is exported. transformers' `device_map`, `dtype="auto"`
                 and `attn_implementation` are taken where they ask for nothing that a graph has not.
@@ -178,7 +180,9 @@ class ORTModel(Familiar):
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
         default = None if cls is ORTModel else cls.task
-        resolved = resolve(model_id, task=task, default_task=default, hub=hub, file_name=file_name, export=export)
+        resolved = resolve(
+            model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
+        )
         own: type[Self] = load(task_spec(resolved.task).model) if cls is ORTModel else cls
         made = own(
             artifact_for(resolved, settings, export_config),

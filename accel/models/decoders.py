@@ -150,7 +150,13 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(
                 f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
             )
-        feeds = {**tokens, "attention_mask": mask, **cache.constants}
+        feeds = {**tokens, **cache.constants}
+        if "attention_mask" in self._takes:
+            feeds["attention_mask"] = mask
+        elif not mask.all():
+            raise InputError(
+                "The mask hides tokens of the decoder, whose graph takes none.", fix="give prompts of one length."
+            )
         if "position_ids" in self._takes:
             if position_ids is None:
                 position_ids = torch.arange(past, total).expand(batch, new)

@@ -82,6 +82,7 @@ def resolve(
     default_task: str | None = None,
     hub: HubOptions | None = None,
     file_name: str | None = None,
+    variant: str | None = None,
     weights: bool = False,
     export: bool | None = None,
 ) -> Resolved:
@@ -93,6 +94,7 @@ def resolve(
         default_task: The task of a class that loads it, for folders that are of no other.
         hub: How to reach it.
         file_name: The graph to take from a folder without our manifest.
+        variant: Likewise, by the ending of its name: `quantized`, `q4`, `fp16`, ...
         weights: Take PyTorch weights where a folder holds graphs as well.
         export: As in `from_pretrained`: `True` takes weights, `False` refuses them.
 
@@ -122,12 +124,12 @@ def resolve(
     has_weights = (folder / "config.json").is_file() and found.has_weights
     adapter = (folder / "adapter_config.json").is_file()
     if not (weights and (has_weights or adapter or export)):
-        if (folder / MANIFEST).is_file() and file_name is None:
+        if (folder / MANIFEST).is_file() and file_name is None and variant is None:
             artifact = Artifact.load(folder)
             return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
-        if file_name is not None or holds_graphs(folder):
+        if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
-            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub)
+            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub, variant=variant)
             return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
     if export is False:
         raise ArtifactNotFoundError(

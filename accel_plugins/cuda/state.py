@@ -104,7 +104,7 @@ class CudaState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self.session.component)
+        check_crop(length, self._length, croppable=self.session.component.croppable)
         self._length = length
         self._rows_held.crop(length)
         if self._slot is not None:

@@ -96,17 +96,24 @@ class OpenVinoState(StateDescription):
     def reorder(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""
         chosen = check_rows(self._batch, index)
+        if self._length and chosen != list(range(self._batch)):
+            # Of other tools' decoders: an encoder's keys and values, which the graph does not put in order.
+            fixed = {name: value[chosen] for name, value in self._values().items() if not _is_cache(name)}
+            self._set(fixed)
         self._order = self._order[chosen]
         self._batch = len(chosen)
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self._component)
-        if length == 0:
+        check_crop(length, self._length, croppable=self._component.croppable)
+        if length == self._length:
+            return
+        if self._component.croppable:
+            cut = {n: _shortened(n, value, length) for n, value in self._values().items() if _is_cache(n)}
+            self._set(cut)
+        else:
             self._request.reset_state()
             self._order = np.arange(self._batch, dtype=np.int32)
-        elif length < self._length:
-            self._set({name: _shortened(name, value, length) for name, value in self._values().items()})
         self._length = length
 
     def clone(self) -> OpenVinoState:
@@ -140,7 +147,13 @@ class OpenVinoState(StateDescription):
 
     def _set(self, values: Mapping[str, np.ndarray]) -> None:
         for state in self._request.query_state():
-            state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+            if state.name in values:
+                state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+
+
+def _is_cache(variable: str) -> bool:
+    """Whether a variable holds the keys and values of the tokens so far, by its name: ours and optimum-intel's."""
+    return variable.startswith("past")
 
 
 def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:

@@ -40,7 +40,9 @@ class OrtState(StateDescription):
             spec.name for spec in self._pasts if grows(spec) and spec.shape == outputs[spec.pair or ""].shape
         )
         self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
-        self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
+        # The axis along which the cache grows.
+        self._growing = {s.name: _growing_axis(s, outputs[s.pair or ""]) for s in self._pasts if grows(s)}
+        self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
         self._binding: Any = None
@@ -62,10 +64,19 @@ class OrtState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self._component)
+        check_crop(length, self._length, croppable=self._component.croppable)
+        if length < self._length:
+            # What a graph finds in its past is its past: nothing may be left behind the end. States begin again with zeros.
+            self._replace(
+                {
+                    name: buffer
+                    if name in self._in_place
+                    else buffer.narrow(self._growing[name], 0, length).contiguous()
+                    for name, buffer in self._buffers.items()
+                    if name in self._growing
+                }
+            )
         self._length = length
-        if not length:
-            self._replace({name: buffer for name, buffer in self._buffers.items() if name in self._in_place})
 
     def clone(self) -> OrtState:
         """An independent copy."""
@@ -134,9 +145,9 @@ class OrtState(StateDescription):
         in_place = spec.name in self._in_place
         if not in_place and before is not None:
             return before
-        # A graph that grows the cache reads the first `length` tokens of its past: none of this one.
-        capacity = self._capacity if in_place else 1
-        sizes = [self._batch, *(size if isinstance(size, int) else capacity for size in spec.shape[1:])]
+        sizes = [self._batch, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])]
+        if in_place:
+            sizes[self._growing[spec.name]] = self._capacity
         buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype))
         if before is not None:
             buffer[:, :, : self._length] = before[:, :, : self._length]
@@ -160,3 +171,9 @@ class OrtState(StateDescription):
                 self._binding.bind_output(spec.pair)
             self._order.append(spec.pair)
         self._order += self._results
+
+
+def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
+    """The axis of the tokens: where past and present differ, and the third of buffers with room, which do not."""
+    pairs = zip(past.shape, present.shape, strict=True)
+    return next((i for i, (before, after) in enumerate(pairs) if before != after), 2)
