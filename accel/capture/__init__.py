@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import split
 from .loading import load_source
-from .pooling import SentenceEmbedder, Tensors
+from .pooling import SentenceEmbedder, Tensors, Wrapper
 from .prompts import cases_by_part
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
@@ -42,6 +42,7 @@ __all__ = [
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "Wrapper",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

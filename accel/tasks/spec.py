@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Holds = Literal["text", "words", "label", "tags", "answers", "number", "image"]
+Holds = Literal["text", "words", "label", "tags", "answers", "number", "image", "map", "objects"]
 Needed = Literal["always", "measuring", "named"]
 Modality = Literal["text", "image", "audio"]
 
@@ -43,9 +43,12 @@ class TaskSpec:
         name: The word of transformers' pipelines.
         model: Path of our class that runs it.
         auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
+        more_auto_models: Others that do, where the architectures for it are spread over several.
         output: The class of `transformers.modeling_outputs` that it returns; empty for a plain `ModelOutput`.
         outputs: Its tensors by name with their axes, where every model for it returns them alike; a word that the model's
             config knows (`num_labels`) is a size, any other an axis that varies.
+        keeps: What a graph returns of what a model returns, as far as it returns it; everything where this is empty. Models for
+            these tasks also return what their training reads.
         suffixes: Endings of the names of architectures that do it.
         synonyms: Other words for it.
         modalities: What a model for it reads.
@@ -66,8 +69,10 @@ class TaskSpec:
     name: str
     model: str
     auto_model: str = ""
+    more_auto_models: tuple[str, ...] = ()
     output: str = ""
     outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keeps: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
     modalities: tuple[Modality, ...] = ("text",)
@@ -88,6 +93,11 @@ class TaskSpec:
     def model_name(self) -> str:
         """Name of our class."""
         return self.model.rpartition(":")[2]
+
+    @property
+    def auto_models(self) -> tuple[str, ...]:
+        """Every transformers class that loads a PyTorch model for it."""
+        return (self.auto_model, *self.more_auto_models) if self.auto_model else ()
 
     @property
     def serves(self) -> tuple[str, ...]:

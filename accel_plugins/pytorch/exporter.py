@@ -11,7 +11,7 @@ import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.specs import WEIGHTS
-from accel.capture import IMAGE_AXES, SentenceEmbedder, Source, Tensors, graph_name, pad_id, quiet, reference, split
+from accel.capture import IMAGE_AXES, Source, Tensors, Wrapper, graph_name, pad_id, quiet, reference, split
 from accel.config import ExportConfig
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")
@@ -22,7 +22,7 @@ class WeightsExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.backends.interfaces.Exporter`."""
-        model: Any = source.model.model if isinstance(source.model, SentenceEmbedder) else source.model
+        model: Any = source.model.model if isinstance(source.model, Wrapper) else source.model
         with quiet():
             model.save_pretrained(out)
         described = describe(source, out, config)
