@@ -201,8 +201,8 @@ def _image_config(config: Any) -> Any:
 def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
     size = getattr(_image_config(config), "image_size", None)
-    if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
-        settings = read_json(folder / "preprocessor_config.json")
+    if size is None and folder is not None:
+        settings = _processor_settings(folder)
         size = settings.get("crop_size") or settings.get("size")
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
@@ -210,6 +210,15 @@ def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     if isinstance(size, Sequence):
         return int(size[0]), int(size[1])
     return (int(size), int(size)) if size else (224, 224)
+
+
+def _processor_settings(folder: Path) -> Mapping[str, Any]:
+    """What the folder's image processor is told; nothing where it has none."""
+    if (folder / "preprocessor_config.json").is_file():
+        return read_json(folder / "preprocessor_config.json")
+    whole = read_json(folder / "processor_config.json") if (folder / "processor_config.json").is_file() else {}
+    found: Mapping[str, Any] = whole.get("image_processor") or {}
+    return found
 
 
 def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
