@@ -150,7 +150,7 @@ def _guess(
     for name in column.known:
         if name in free and fits(free[name]):
             return name
-    if column.use == "text_pair":
+    if column.use == "text_pair" or column.needed == "known":
         return None
     # Of several columns that could be a label, none is taken on a guess; a column known to be the text is no label.
     others = {name for other in columns if other is not column for name in other.known}

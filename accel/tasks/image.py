@@ -6,7 +6,7 @@ from .spec import Column, TaskSpec
 from .text import LABEL
 
 IMAGE = Column(use="image", known=("image", "img", "pixel_values", "file", "path", "image_path"), holds="image")
-_CAPTION = Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="named")
+_CAPTION = Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="known")
 _OBJECTS = Column(
     use="objects",
     known=("objects", "annotations", "annotation", "labels", "label"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Holds = Literal["text", "words", "label", "tags", "answers", "number", "image", "map", "objects"]
-Needed = Literal["always", "measuring", "named"]
+Needed = Literal["always", "measuring", "known", "named"]
 Modality = Literal["text", "image", "audio"]
 
 
@@ -24,7 +24,8 @@ class Column:
         use: What it is for: `text`, `label`, ...
         known: Names that such columns often have, the likeliest first.
         holds: What its values must be.
-        needed: `always`; for `measuring` and not for calibration; or only where it is `named` by the caller or by a known pair.
+        needed: `always`; for `measuring` and not for calibration; where a column has a `known` name; or only where it is `named`
+            by the caller or by a known pair.
         answer: Whether it is what a model should answer, which calibration never reads.
     """
 

@@ -100,7 +100,8 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
         return (TensorSpec("logits", part.dtype, axes),)
     names = list(dict.fromkeys(axis for named in part.axes.values() for axis in named.values()))
     runs: list[tuple[dict[str, int], Tensors]] = []
-    for first in (2, 11):
+    # Large images take long: Swin2SR has a token for each pixel.
+    for first in (2, 5 if set(IMAGE_AXES) <= set(names) else 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
         # An image of a few pixels would not survive a model's halvings.
         sizes |= {axis: 32 * (first + names.index(axis)) for axis in names if axis in IMAGE_AXES}
