@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from .models.encoders import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
     from .models.encoders import ORTModelForSequenceClassification as ORTModelForSequenceClassification
     from .models.encoders import ORTModelForTokenClassification as ORTModelForTokenClassification
+    from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
+    from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
+    from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
+    from .models.images import ORTModelForObjectDetection as ORTModelForObjectDetection
+    from .models.images import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
+    from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
     from .models.pipelines.opening import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
@@ -68,6 +74,12 @@ _MODULE_OF = {
     "ORTModelForSpeechSeq2Seq": "models.speech",
     "ORTModelForTokenClassification": "models.encoders",
     "ORTModelForVision2Seq": "models.encoder_decoder",
+    "ORTModelForDepthEstimation": "models.images",
+    "ORTModelForImageSegmentation": "models.images",
+    "ORTModelForImageToImage": "models.images",
+    "ORTModelForObjectDetection": "models.images",
+    "ORTModelForSemanticSegmentation": "models.images",
+    "ORTModelForZeroShotImageClassification": "models.images",
     "pipeline": "models.pipelines.opening",
     "quantize": "tuning.budget",
     "QuantizeConfig": "config",

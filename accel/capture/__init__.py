@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import cache_argument, split
 from .loading import load_source
-from .pooling import SentenceEmbedder, Tensors
+from .pooling import SentenceEmbedder, Tensors, Wrapper
 from .prompts import cases_by_part
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
@@ -47,6 +47,7 @@ __all__ = [
     "Source",
     "Tensors",
     "cache_argument",
+    "Wrapper",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

@@ -1,6 +1,8 @@
-"""A model with pooling behind it, as one module that can be traced."""
+"""A model with something behind it, pooling or a choice of its outputs, as one module that can be traced."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +16,19 @@ class Wrapper(torch.nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
+
+
+class Answering(Wrapper):
+    """A model of which only some outputs are kept: what its task is about, as far as the model returns it."""
+
+    def __init__(self, model: torch.nn.Module, keeps: Sequence[str]) -> None:
+        super().__init__(model)
+        self.keeps = tuple(keeps)
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        """Run the model; everything that is a tensor where it returns none of what is kept."""
+        found = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
+        return {name: found[name] for name in self.keeps if name in found} or found
 
 
 class SentenceEmbedder(Wrapper):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, did_you_mean
+from ...tasks.spec import load
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[Any]
@@ -38,6 +39,8 @@ class Metric:
         sums: Predictions and references to one vector a row: `(rows, k)`, dense or sparse; `None` where the metric is no function of
             sums, or not known to be one.
         finish: Sums over rows `(..., k)` to values `(...)`.
+        resampled: For metrics that are no function of sums: predictions and references to a function from how often each row
+            counts `(samples, rows)` to values `(samples,)`.
         rowwise: Whether it is the mean of a 0 or 1 for each row, which `sums` returns first.
         points: What turns a difference into points: 100 for fractions, 1 for percentages.
         higher_is_better: `False` for errors.
@@ -48,6 +51,7 @@ class Metric:
     compute: Callable[[Values, Values], Mapping[str, float]]
     sums: Callable[[Values, Values], Any] | None = None
     finish: Callable[[Floats], Floats] | None = None
+    resampled: Callable[[Values, Values], Callable[[Floats], Floats]] | None = None
     rowwise: bool = False
     points: float = 100.0
     higher_is_better: bool = True
@@ -319,10 +323,17 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     "numbers": ("spearmanr", "pearsonr", "mse"),
     "similarities": ("spearmanr", "pearsonr"),
     "tokens": ("perplexity",),
+    "boxes": ("map", "map_50", "map_75"),
+    "areas": ("mean_iou", "pixel_accuracy", "mean_accuracy"),
+    "depths": ("abs_rel", "delta1", "rmse"),
+    "pixels": ("psnr",),
 }
 """The metrics that work offline, by what predictions are, the default first."""
 
+_OF_IMAGES = ("boxes", "areas", "depths", "pixels")
 _SYNONYMS = {
+    "miou": "mean_iou",
+    "map@50": "map_50",
     "spearman": "spearmanr",
     "pearson": "pearsonr",
     "mcc": "matthews_correlation",
@@ -355,6 +366,9 @@ def metric_for(name: str | None, kind: str, *, classes: int = 2, trust_remote_co
 
 
 def _shipped(name: str, kind: str, classes: int) -> Metric:
+    if kind in _OF_IMAGES:
+        of_images: Mapping[str, Metric] = load("accel.measuring.accuracy.image_metrics:METRICS")
+        return of_images[name]
     which, _, average = name.partition("_")
     if which in ("f1", "precision", "recall"):
         return _class_metric(name, which, average or ("binary" if classes == 2 else "macro"))

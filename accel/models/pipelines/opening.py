@@ -93,8 +93,9 @@ def pipeline(
     if batch_size is not None:
         given["batch_size"] = batch_size
     if ours is not None:
-        if "tokenizer" not in given:
-            raise ConfigError(f"The pipeline {task!r} needs a tokenizer.", fix="pass tokenizer=...")
+        needed = "image_processor" if "image" in task_spec(task).modalities else "tokenizer"
+        if needed not in given:
+            raise ConfigError(f"The pipeline {task!r} needs a {needed.replace('_', ' ')}.", fix=f"pass {needed}=...")
         return ours(model=model, task=task, **given, **kwargs)
     made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
     return made
@@ -121,10 +122,10 @@ def _usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
 def _processors(model: ORTModel) -> dict[str, Any]:
     """The tokenizer and so on beside a model, as far as its inputs need them."""
     folder, found = model.artifact.path, {}
-    main = model.main_input_name
-    if main == "input_ids" or model.can_generate():
+    main, reads = model.main_input_name, model.input_names
+    if "input_ids" in reads or model.can_generate():
         found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if main == "pixel_values":
+    if "pixel_values" in reads:
         found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
     if main == "input_features":
         found["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
