@@ -13,11 +13,12 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import split
 from .loading import load_source
-from .pooling import SentenceEmbedder, Tensors
+from .pooling import SentenceEmbedder, Tensors, Wrapper
 from .prompts import cases_by_part
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
+from .sounds import AXIS_STEPS
 from .source import Source
 from .tracing import (
     capture_onnx,
@@ -35,6 +36,7 @@ from .tracing import (
 )
 
 __all__ = [
+    "AXIS_STEPS",
     "IMAGE_AXES",
     "Axes",
     "Case",
@@ -42,6 +44,7 @@ __all__ = [
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "Wrapper",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

@@ -67,6 +67,8 @@ def load_source(
     pooling, normalize = _pooling(spec, folder, config)
     if pooling:
         module = SentenceEmbedder(module, pooling, normalize).eval()
+    if spec.stands_in:
+        module = load(spec.stands_in)(module).eval()
     if sample is None:
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
         example, axes, unused = make(module, folder)

@@ -13,6 +13,7 @@ from ..chatter import quiet
 from ..errors import ExportError
 from .pooling import Tensors
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
+from .sounds import sound_sizes
 from .source import Source
 from .tracing import first_lines
 
@@ -54,7 +55,7 @@ def reference_cases(source: Source) -> list[Case]:
             sizes["batch"] = batch
         if "sequence" in axes:
             sizes["sequence"] = sequence
-        sizes |= image_sizes(sizes, seed - 1)
+        sizes |= image_sizes(sizes, seed - 1) | sound_sizes(sizes, seed - 1)
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))

@@ -18,7 +18,7 @@ from ..backends import registry
 from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, did_you_mean
-from ..tasks.infer import infer_task, read_config, task_spec
+from ..tasks.infer import fitting_task, infer_task, read_config, task_spec
 
 if TYPE_CHECKING:
     import onnx
@@ -78,7 +78,8 @@ def adopt(folder: Path, *, file_name: str | None, task: str | None, hub: HubOpti
         ArtifactNotFoundError: No such graph.
         IntegrityError: It cannot be read.
     """
-    chosen = task_spec(task).name if task else infer_task(read_config(folder), folder)
+    config = read_config(folder)
+    chosen = fitting_task(task, config) if task else infer_task(config, folder)
     spec = registry.backend_for_layout([p.name for p in folder.iterdir()])
     if spec is None or file_name is not None or graph_files(folder):
         return adopt_onnx(folder, file_name=file_name, task=chosen)

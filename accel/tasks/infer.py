@@ -10,12 +10,12 @@ from typing import Any
 
 from ..artifact.reading import read_json
 from ..errors import PluginError, TaskError, did_you_mean
-from . import generation, image, text
+from . import audio, generation, image, text
 from .spec import TaskSpec, load
 
 ENTRY_POINT_GROUP = "accel.tasks"
 
-TASKS: Mapping[str, TaskSpec] = {spec.name: spec for spec in (*text.SPECS, *image.SPECS, *generation.SPECS)}
+TASKS: Mapping[str, TaskSpec] = {spec.name: spec for spec in (*text.SPECS, *image.SPECS, *audio.SPECS, *generation.SPECS)}
 """The tasks that come with `accel`, by name."""
 
 
@@ -36,6 +36,29 @@ def task_spec(name: str) -> TaskSpec:
             fix=f"use one of {', '.join(names)}.",
         )
     return found
+
+
+def specs_for(word: str) -> tuple[TaskSpec, ...]:
+    """Every task that a name, synonym or pipeline stands for, the one of that name first: speech recognition is one pipeline of two
+    kinds of models.
+
+    Raises:
+        TaskError: There is none.
+    """
+    first = task_spec(word)
+    return (first, *(spec for spec in all_tasks() if spec is not first and word in (*spec.serves, *spec.synonyms)))
+
+
+def fitting_task(word: str, config: Mapping[str, Any]) -> str:
+    """The task that a word stands for with a model of this config: the first one whose architectures it is among, else the one of
+    that name.
+
+    Raises:
+        TaskError: There is none.
+    """
+    specs = specs_for(word)
+    name = str((config.get("architectures") or [""])[0])
+    return next((spec.name for spec in specs if name.endswith(spec.suffixes)), specs[0].name)
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
