@@ -15,6 +15,11 @@ class Wrapper(torch.nn.Module):
         self.model = model
         self.config = model.config
 
+    @property
+    def unwrapped(self) -> torch.nn.Module:
+        """The transformers model itself."""
+        return self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
+
 
 class SentenceEmbedder(Wrapper):
     """A model with pooling and normalisation behind it, so that the graph returns sentence embeddings.
@@ -29,7 +34,8 @@ class SentenceEmbedder(Wrapper):
 
     def forward(self, attention_mask: torch.Tensor, **inputs: torch.Tensor) -> Tensors:
         """Run the model, pool its last hidden state over the tokens that `attention_mask: (batch, sequence)` keeps."""
-        hidden = self.model(attention_mask=attention_mask, **inputs).last_hidden_state
+        found = self.model(attention_mask=attention_mask, **inputs)
+        hidden = found["last_hidden_state"]
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         if self.pooling == "cls":
             pooled = hidden[:, 0]
@@ -44,4 +50,5 @@ class SentenceEmbedder(Wrapper):
             pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         if self.normalize:
             pooled = torch.nn.functional.normalize(pooled, dim=1)
-        return {"last_hidden_state": hidden, "sentence_embedding": pooled}
+        inner = {name: value for name, value in found.items() if name.startswith(("hidden_states_", "attentions_"))}
+        return {"last_hidden_state": hidden, "sentence_embedding": pooled, **inner}

@@ -15,7 +15,7 @@ from .pooling import Tensors
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
-from .tracing import first_lines
+from .tracing import first_lines, graph_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
     with quiet():
         result = model(**inputs)
-    return named_tensors(result)
+    return {graph_name(name): value for name, value in named_tensors(result).items()}
 
 
 def named_tensors(result: Any) -> Tensors:

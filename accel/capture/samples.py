@@ -33,14 +33,14 @@ _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a transformers model's `forward` takes, by name."""
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     return inspect.signature(inner.forward).parameters
 
 
 def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
     """Inputs for a transformers model, from what its forward takes and its config says."""
     config = getattr(module, "config", None)
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
         # Perceiver's one word for all modalities; its heads take the usual names, too.
@@ -164,7 +164,8 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
     """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, a
-    sound's length in samples or frames."""
+    sound's length in samples or frames.
+    """
     from .sounds import usual_sounds
 
     if not set(IMAGE_AXES) <= set(axes):

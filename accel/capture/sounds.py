@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,15 +39,16 @@ def sound_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors,
         ExportError: The model reads something else.
     """
     config: Any = getattr(module, "config", None)
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     main = getattr(inner, "main_input_name", None)
     window = _window(config, main)
     if window is not None:
         return {str(main): torch.randn(SAMPLE_BATCH, *window)}, {str(main): {0: "batch"}}, ("attention_mask",)
+    shape: tuple[int, ...]
     if main == "input_values":
         shape, axes = (_samples(config),), {0: "batch", 1: "samples"}
     elif main == "input_features" and (bins := _bins(config, folder)) is not None:
-        shape, axes = (_ENCODED * _stride_of_frames(config), bins), {0: "batch", 1: "frames"}  # type: ignore[assignment]
+        shape, axes = (_ENCODED * _stride_of_frames(config), bins), {0: "batch", 1: "frames"}
     else:
         reads = f"reads {main!r}" if main else "says not what it reads"
         raise ExportError(
@@ -69,8 +71,12 @@ def sound_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 def usual_sounds(axes: Collection[str], config: Any) -> dict[str, int]:
     """Lengths for a caller who names none: those that the model is traced with, about a second."""
-    lengths = {"samples": _samples, "frames": lambda one: _ENCODED * _stride_of_frames(one)}
-    return {axis: lengths[axis](config) for axis in SOUND_AXES if axis in axes}
+    found = {}
+    if "samples" in axes:
+        found["samples"] = _samples(config)
+    if "frames" in axes:
+        found["frames"] = _ENCODED * _stride_of_frames(config)
+    return found
 
 
 def _window(config: Any, main: str | None) -> tuple[int, int] | None:
@@ -101,7 +107,8 @@ def _samples(config: Any) -> int:
 def _stride_of_adapter(config: Any) -> int:
     if not getattr(config, "add_adapter", False):
         return 1
-    return int(config.adapter_stride) ** int(getattr(config, "num_adapter_layers", 1))
+    stride, layers = int(config.adapter_stride), int(getattr(config, "num_adapter_layers", 1))
+    return int(stride**layers)
 
 
 def _stride_of_frames(config: Any) -> int:
@@ -126,4 +133,5 @@ def _bins(config: Any, folder: Path | None) -> int | None:
 
 
 def _with_parts(config: Any) -> list[Any]:
-    return [config, *(part for name in _PARTS if (part := getattr(config, name, None)) is not None)]
+    parts = [part for name in _PARTS if (part := getattr(config, name, None)) is not None]
+    return [config, *(SimpleNamespace(**part) if isinstance(part, Mapping) else part for part in parts)]

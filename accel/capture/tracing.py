@@ -69,10 +69,15 @@ _MOST_OPERATIONS = 20
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value)\Z")
 
+# One of a tuple that a model returns for all its layers.
+_INNER = re.compile(r"(?P<field>(?:\w+_)?(?:hidden_states|attentions))_(?P<layer>\d+)\Z")
+
 
 @functools.cache
 def graph_name(name: str) -> str:
-    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`."""
+    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`, `attentions_0` `attentions.0`."""
+    if inner := _INNER.match(name):
+        return f"{inner['field']}.{inner['layer']}"
     match = _LAYERS.match(name)
     if match is None:
         return name

@@ -38,14 +38,22 @@ def inner(feature: Any) -> Any:
     return getattr(feature, "feature", None) if type(feature).__name__ in ("List", "LargeList", "Sequence") else None
 
 
+def _is_sound(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return {"array", "sampling_rate"} <= set(feature)
+    return type(feature).__name__ == "Audio" or _is_text(feature) or _is_number(inner(feature))
+
+
 _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
     "text": (_is_text, "text"),
+    "texts": (lambda feature: _is_text(feature) or _is_text(inner(feature)), "texts"),
     "words": (lambda feature: _is_text(inner(feature)), "lists of words"),
     "label": (_is_label, "labels"),
     "tags": (lambda feature: inner(feature) is not None and _is_label(inner(feature)), "lists of labels"),
     "answers": (lambda _: True, "answers"),
     "number": (_is_number, "numbers"),
     "image": (lambda feature: type(feature).__name__ == "Image" or _is_text(feature), "images"),
+    "audio": (_is_sound, "sounds"),
 }
 """What a column must be to hold something, and how messages call it."""
 
@@ -142,7 +150,7 @@ def _guess(
     for name in column.known:
         if name in free and fits(free[name]):
             return name
-    if column.use == "text_pair":
+    if column.use in ("text_pair", "audio_pair"):
         return None
     # Of several columns that could be a label, none is taken on a guess; a column known to be the text is no label.
     others = {name for other in columns if other is not column for name in other.known}

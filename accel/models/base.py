@@ -240,8 +240,9 @@ class ORTModel(Familiar):
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
         self._loss = task_spec(self.artifact.task).loss
         self._inputs = Inputs(
-            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config
-        )
+            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config,
+            frozenset(self._output_groups),
+        )  # fmt: skip
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)

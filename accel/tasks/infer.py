@@ -15,7 +15,9 @@ from .spec import TaskSpec, load
 
 ENTRY_POINT_GROUP = "accel.tasks"
 
-TASKS: Mapping[str, TaskSpec] = {spec.name: spec for spec in (*text.SPECS, *image.SPECS, *audio.SPECS, *generation.SPECS)}
+TASKS: Mapping[str, TaskSpec] = {
+    spec.name: spec for spec in (*text.SPECS, *image.SPECS, *audio.SPECS, *generation.SPECS)
+}
 """The tasks that come with `accel`, by name."""
 
 
@@ -111,6 +113,12 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     # Text and images in one prompt; by their names alone such models are encoder-decoders.
     if name.endswith("ForConditionalGeneration") and {"vision_config", "text_config"} <= set(config):
         return "image-text-to-text"
+    # What Sentence Transformers writes beside a cross-encoder's classes.
+    if name.endswith("ForSequenceClassification") and {
+        "sentence_transformers",
+        "sbert_ce_default_activation_function",
+    } & set(config):
+        return "text-ranking"
     fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
     if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):

@@ -67,7 +67,8 @@ def save_sound_model(folder: Path, family: str = "wav2vec2", task: str = "ctc", 
     name = task_spec(task).name
     torch.manual_seed(seed)
     model = getattr(transformers, prefix + _HEADS[name])(getattr(transformers, f"{prefix}Config")(**settings))
-    rescale(model, seed).eval().save_pretrained(folder)
+    scaled: Any = rescale(model, seed).eval()
+    scaled.save_pretrained(folder)
     masks = settings.get("feat_extract_norm") == "layer"
     transformers.Wav2Vec2FeatureExtractor(sampling_rate=RATE, return_attention_mask=masks).save_pretrained(folder)
     if name == "ctc":

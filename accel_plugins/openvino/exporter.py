@@ -137,8 +137,7 @@ def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[Tenso
     """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes."""
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
     probes = [
-        {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)}
-        for sizes in _PROBES
+        {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)} for sizes in _PROBES
     ]
     shapes = [_probe(model, inputs, sizes) for sizes in probes]
     specs = []

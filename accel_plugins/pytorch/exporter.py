@@ -22,7 +22,7 @@ class WeightsExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.backends.interfaces.Exporter`."""
-        model: Any = source.model.model if isinstance(source.model, Wrapper) else source.model
+        model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
         with quiet():
             model.save_pretrained(out)
         described = describe(source, out, config)

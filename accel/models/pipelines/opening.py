@@ -123,7 +123,7 @@ def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
     folder, found = model.artifact.path, {}
     main = model.main_input_name
     sounds = main in ("input_values", "input_features")
-    if main == "input_ids" or model.can_generate() or (sounds and impl._load_tokenizer):
+    if main == "input_ids" or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
         found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if main == "pixel_values":
         found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
