@@ -105,7 +105,7 @@ def test_speech_recognition(backend: str, source: Callable[..., Path], artifact:
     ours = [transformers.pipeline(word, model=model, **given), accel.pipeline(word, model=model)]
     calls: list[Callable[[Any], Any]] = [
         lambda pipe: pipe(SOUNDS[0]),
-        lambda pipe: pipe([dict(array=sound, sampling_rate=RATE) for sound in SOUNDS]),
+        lambda pipe: pipe([{"array": sound, "sampling_rate": RATE} for sound in SOUNDS]),
         lambda pipe: pipe(SOUNDS[2], chunk_length_s=0.4, stride_length_s=0.1, return_timestamps="char"),
     ]
     for call in calls:
@@ -181,10 +181,8 @@ def test_word_error_rate(backend: str, spoken: list[dict[str, Any]], artifact: C
 def test_quantized(
     scheme: str, spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    from accel.stages.quantize_once import quantize
-
     calibration = spoken if scheme.startswith("static") else None
-    made = quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme=scheme, calibration=calibration)
+    made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme=scheme, calibration=calibration)
     if calibration:
         assert made.manifest.quantization is not None
         assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
