@@ -22,7 +22,7 @@ _LETTERS = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmno"]
 _WAVES: dict[str, Any] = {
     "vocab_size": len(_LETTERS),
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "conv_dim": (16, 16),
