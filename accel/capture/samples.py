@@ -163,13 +163,9 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
-    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, a
-    sound's length in samples or frames.
-    """
-    from .sounds import usual_sounds
-
+    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
     if not set(IMAGE_AXES) <= set(axes):
-        return usual_sounds(axes, config)
+        return {}
     return dict(zip(IMAGE_AXES, _image_size(config, folder), strict=True))
 
 

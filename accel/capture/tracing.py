@@ -23,6 +23,7 @@ from ..tasks.infer import read_config, task_spec
 from .pooling import Tensors
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
+from .sounds import usual_sounds
 from .source import Source
 
 if TYPE_CHECKING:
@@ -371,9 +372,12 @@ def dtype_name(dtype: onnx_ir.DataType | None) -> str:
 
 
 def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels."""
+    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels, and about
+    a second of a sound.
+    """
     axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
-    return usual_sizes(axes, SimpleNamespace(**read_config(folder)), folder)
+    config = SimpleNamespace(**read_config(folder))
+    return usual_sizes(axes, config, folder) | usual_sounds(axes, config)
 
 
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:

@@ -171,14 +171,7 @@ def tiny_tokenizer(roberta_like: bool = False) -> Any:
 
 
 def save_tiny(folder: Path, family: str, task: str = "text-classification", seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny model with its tokenizer, image processor or feature extractor as a transformers folder.
-
-    The families of `sounds.SOUND_FAMILIES` read sounds.
-    """
-    if family not in FAMILIES:
-        from .sounds import save_sound_model
-
-        return save_sound_model(folder, family, task, seed)
+    """Write a tiny model with its tokenizer or image processor as a transformers folder."""
     model = tiny_model(family, task, seed, **overrides)
     model.save_pretrained(folder)
     if family == "vit":
