@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .errors import AccelError as AccelError
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmarking import benchmark as benchmark
+    from .models.audio import ORTModelForAudioClassification as ORTModelForAudioClassification
+    from .models.audio import ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification
+    from .models.audio import ORTModelForAudioXVector as ORTModelForAudioXVector
+    from .models.audio import ORTModelForCTC as ORTModelForCTC
     from .models.base import ORTModel as ORTModel
     from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
@@ -61,7 +65,11 @@ _MODULE_OF = {
     "OptimizeConfig": "config",
     "Optimizer": "backends.interfaces",
     "ORTModel": "models.base",
+    "ORTModelForAudioClassification": "models.audio",
+    "ORTModelForAudioFrameClassification": "models.audio",
+    "ORTModelForAudioXVector": "models.audio",
     "ORTModelForCausalLM": "models.decoders",
+    "ORTModelForCTC": "models.audio",
     "ORTModelForCustomTasks": "models.encoders",
     "ORTModelForFeatureExtraction": "models.encoders",
     "ORTModelForImageClassification": "models.encoders",

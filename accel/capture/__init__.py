@@ -19,6 +19,7 @@ from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
+from .sounds import AXIS_STEPS
 from .source import Source
 from .tracing import (
     capture_onnx,
@@ -36,6 +37,7 @@ from .tracing import (
 )
 
 __all__ = [
+    "AXIS_STEPS",
     "DELTA_RECURRENCE",
     "IMAGE_AXES",
     "RECURRENCE",
@@ -46,8 +48,8 @@ __all__ = [
     "SentenceEmbedder",
     "Source",
     "Tensors",
-    "cache_argument",
     "Wrapper",
+    "cache_argument",
     "capture_onnx",
     "capture_openvino",
     "capture_program",

@@ -21,6 +21,7 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
+from .inner import WithInnerStates
 from .pooling import Answering, SentenceEmbedder, Tensors
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
@@ -64,11 +65,22 @@ def load_source(
         module = _load_module(folder, spec, config, hub, weights)
         origin = Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     module = module.eval()
+    if config.output_hidden_states or config.output_attentions:
+        if spec.generates or spec.stands_in:
+            raise TaskError(
+                f"A graph for {spec.name} returns no hidden states or attentions.",
+                fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
+            )
+        module = WithInnerStates(
+            module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
+        ).eval()
     pooling, normalize = _pooling(spec, folder, config)
     if pooling:
         module = SentenceEmbedder(module, pooling, normalize).eval()
     elif spec.keeps:
         module = Answering(module, spec.keeps).eval()
+    if spec.stands_in:
+        module = load(spec.stands_in)(module).eval()
     if sample is None:
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
         example, axes, unused = make(module, folder)

@@ -35,14 +35,14 @@ _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a transformers model's `forward` takes, by name."""
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     return inspect.signature(inner.forward).parameters
 
 
 def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
     """Inputs for a transformers model, from what its forward takes and its config says."""
     config = getattr(module, "config", None)
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
         # Perceiver's one word for all modalities; its heads take the usual names, too.
@@ -143,7 +143,7 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
     channels = getattr(_image_config(config), "num_channels", 3)
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
-    inner = module.model if isinstance(module, Wrapper) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     shape = (SAMPLE_BATCH, channels, height, width)
     if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
         named |= dict(enumerate(IMAGE_AXES, start=2))

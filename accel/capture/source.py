@@ -58,7 +58,7 @@ class Source:
     @property
     def architecture(self) -> str:
         """Class name of the model."""
-        inner = self.model.model if isinstance(self.model, Wrapper) else self.model
+        inner = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
         return type(inner).__name__
 
     @property
@@ -78,7 +78,7 @@ class Source:
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
         """
-        model: Any = self.model.model if isinstance(self.model, Wrapper) else self.model
+        model: Any = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
         config = getattr(model, "config", None)
         if config is None or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
             return {}

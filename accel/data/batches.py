@@ -49,7 +49,9 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
     """
     import transformers
 
-    loader, kind = _PROCESSORS.get(task_spec(task).modalities, ("AutoProcessor", "processor"))
+    spec = task_spec(task)
+    loader, kind = _PROCESSORS.get(spec.modalities, ("AutoProcessor", "processor"))
+    loader = spec.processor or loader
     try:
         with quiet():
             return getattr(transformers, loader).from_pretrained(
@@ -244,7 +246,7 @@ class Batches:
 
 def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
     """Parts of a batch of at most 256 tokens, padding included: memory then does not depend on the longest row met."""
-    if encoded.images is not None:
+    if not encoded.tokens:
         return [rows]
     width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
     size = max(1, _CALIBRATION_TOKENS // max(width, 1))

@@ -44,8 +44,15 @@ def inner(feature: Any) -> Any:
     return getattr(feature, "feature", None) if type(feature).__name__ in ("List", "LargeList", "Sequence") else None
 
 
+def _is_sound(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return {"array", "sampling_rate"} <= set(feature)
+    return type(feature).__name__ == "Audio" or is_text(feature) or _is_number(inner(feature))
+
+
 _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
     "text": (is_text, "text"),
+    "texts": (lambda feature: is_text(feature) or is_text(inner(feature)), "texts"),
     "words": (lambda feature: is_text(inner(feature)), "lists of words"),
     "label": (_is_label, "labels"),
     "tags": (lambda feature: inner(feature) is not None and _is_label(inner(feature)), "lists of labels"),
@@ -54,6 +61,7 @@ _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
     "map": (lambda feature: _is_map(feature) or is_text(feature), "pictures with a value for each pixel"),
     "objects": (lambda feature: isinstance(feature, dict) or isinstance(inner(feature), dict), "boxes with classes"),
     "image": (lambda feature: type(feature).__name__ == "Image" or is_text(feature), "images"),
+    "audio": (_is_sound, "sounds"),
 }
 """What a column must be to hold something, and how messages call it."""
 
@@ -150,7 +158,7 @@ def _guess(
     for name in column.known:
         if name in free and fits(free[name]):
             return name
-    if column.use == "text_pair" or column.needed == "known":
+    if column.use in ("text_pair", "audio_pair") or column.needed == "known":
         return None
     # Of several columns that could be a label, none is taken on a guess; a column known to be the text is no label.
     others = {name for other in columns if other is not column for name in other.known}

@@ -29,7 +29,7 @@ from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
 from ..stages.export import artifact_for
 from ..stages.resolving import resolve
-from ..tasks.infer import task_spec
+from ..tasks.infer import specs_for, task_spec
 from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
@@ -175,7 +175,7 @@ class ORTModel(Familiar):
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if task is not None and cls is not ORTModel and not issubclass(cls, load(task_spec(task).model)):
+        if task is not None and cls is not ORTModel and not any(cls._is_for(spec) for spec in specs_for(task)):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
@@ -197,9 +197,14 @@ class ORTModel(Familiar):
             made.generation_config.use_cache = use_cache
         return made
 
+    @classmethod
+    def _is_for(cls, spec: TaskSpec) -> bool:
+        found: type[ORTModel] = load(spec.model)
+        return issubclass(cls, found)
+
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
-        if self.task != "custom" and not isinstance(self, load(wanted.model)):
+        if self.task != "custom" and not self._is_for(wanted):
             raise TaskError(
                 f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
                 fix=f"use {wanted.model_name}, or export the model again with another task.",
@@ -239,8 +244,9 @@ class ORTModel(Familiar):
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
         self._loss = task_spec(self.artifact.task).loss
         self._inputs = Inputs(
-            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config
-        )
+            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config,
+            frozenset(self._output_groups),
+        )  # fmt: skip
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
@@ -313,8 +319,9 @@ class ORTModel(Familiar):
 
     @property
     def input_modalities(self) -> tuple[str, ...]:
-        """What it reads: `text` or `image`."""
-        return ("image",) if self.main_input_name == "pixel_values" else ("text",)
+        """What it reads: `text`, `image` or `audio`."""
+        others = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+        return (others.get(self.main_input_name, "text"),)
 
     @property
     def output_modalities(self) -> tuple[str, ...]:

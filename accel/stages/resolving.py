@@ -16,7 +16,7 @@ from ..artifact.manifest import MANIFEST, Artifact
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError
-from ..tasks.infer import infer_adapter_task, infer_task, read_config, task_spec
+from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, read_config, task_spec
 from .foreign import adopt, beside_config, holds_graphs
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ def resolve(
 
 def _task_of_module(module: Any, task: str | None) -> str:
     """The task of a module in memory: as given, from its class, or `custom` for one that has no config."""
-    if task is not None:
-        return task_spec(task).name
     config = getattr(module, "config", None)
+    if task is not None:
+        return fitting_task(task, {"architectures": [type(module).__name__]})
     if config is None:
         return "custom"
     return infer_task({**config.to_dict(), "architectures": [type(module).__name__]})
@@ -161,7 +161,7 @@ def _task_of_module(module: Any, task: str | None) -> str:
 
 def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:
     if task is not None:
-        return task_spec(task).name
+        return fitting_task(task, read_config(folder))
     if default is not None:
         # A class that embeds takes the pooling of a sentence-transformers folder.
         spec = task_spec(default)

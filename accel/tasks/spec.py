@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Holds = Literal["text", "words", "label", "tags", "answers", "number", "image", "map", "objects"]
+Holds = Literal["text", "texts", "words", "label", "tags", "answers", "number", "image", "map", "objects", "audio"]
 Needed = Literal["always", "measuring", "known", "named"]
 Modality = Literal["text", "image", "audio"]
 
@@ -41,7 +41,7 @@ class TaskSpec:
     """One task. Paths are `package.module:name`, resolved when they are needed (`load`).
 
     Attributes:
-        name: The word of transformers' pipelines.
+        name: The word of transformers' pipelines, or one of its own where two kinds of models serve one pipeline.
         model: Path of our class that runs it.
         auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
         more_auto_models: Others that do, where the architectures for it are spread over several.
@@ -63,6 +63,9 @@ class TaskSpec:
         encode: Path of what turns rows into inputs.
         predictor: Path of what predicts and compares when accuracy is measured; empty where it cannot be.
         sample: Path of what makes the inputs for a trace.
+        stands_in: Path of a module around the model that a trace can follow where the model's own code goes through rows one by one;
+            empty for none.
+        processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
         loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
     """
@@ -87,6 +90,8 @@ class TaskSpec:
     encode: str = "accel.data.batches:encode_texts"
     predictor: str = ""
     sample: str = "accel.capture.samples:default_sample"
+    stands_in: str = ""
+    processor: str = ""
     adapter: str = ""
     loss: str = ""
 

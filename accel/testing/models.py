@@ -96,6 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _HEADS = {
     "text-classification": "ForSequenceClassification",
+    "text-ranking": "ForSequenceClassification",
     "token-classification": "ForTokenClassification",
     "question-answering": "ForQuestionAnswering",
     "multiple-choice": "ForMultipleChoice",

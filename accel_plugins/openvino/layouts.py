@@ -21,8 +21,8 @@ from accel.artifact import (
     TensorSpec,
     lost_manifest,
 )
-from accel.tasks.infer import task_spec
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
+from accel.tasks.infer import task_spec
 
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs

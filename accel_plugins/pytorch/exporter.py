@@ -11,7 +11,7 @@ import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.specs import WEIGHTS
-from accel.capture import IMAGE_AXES, Source, Tensors, Wrapper, graph_name, pad_id, quiet, reference, split
+from accel.capture import AXIS_STEPS, IMAGE_AXES, Source, Tensors, Wrapper, graph_name, pad_id, quiet, reference, split
 from accel.config import ExportConfig
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")
@@ -22,7 +22,7 @@ class WeightsExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.backends.interfaces.Exporter`."""
-        model: Any = source.model.model if isinstance(source.model, Wrapper) else source.model
+        model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
         with quiet():
             model.save_pretrained(out)
         described = describe(source, out, config)
@@ -104,8 +104,7 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
     # Large images take long: Swin2SR has a token for each pixel.
     for first in (2, 5 if set(IMAGE_AXES) <= set(names) else 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
-        # An image of a few pixels would not survive a model's halvings.
-        sizes |= {axis: 32 * (first + names.index(axis)) for axis in names if axis in IMAGE_AXES}
+        sizes |= {axis: AXIS_STEPS[axis] * (first + names.index(axis)) for axis in names if axis in AXIS_STEPS}
         runs.append((sizes, reference(part.model, part.sample(sizes))))
     (sizes, one), (_, other) = runs
     return tuple(

@@ -37,6 +37,8 @@ CAPTURES: Mapping[str, tuple[Any, ...]] = {
     "opset": (20,),
     "pooling": get_args(Pooling),
     "normalize": (True,),
+    "output_hidden_states": (True,),
+    "output_attentions": (True,),
     "atol": (0.5,),
     "external_data": (False,),
 }
@@ -368,7 +370,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.runner == "pytorch" and _has(c, "profile", "graph_optimization"), "PyTorch has no setting"),
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
     Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
-    Refusal(lambda c: "image" in c.task and not c.generates and _has(c, "buckets"), "buckets"),
+    Refusal(lambda c: "text" not in task_spec(c.task).modalities and not c.generates and _has(c, "buckets"), "buckets"),
+    Refusal(
+        lambda c: (c.generates or c.task == "audio-xvector") and c.capture.startswith("output_"),
+        "returns no hidden states",
+    ),
 )
 """Also left out: decoders in ONNX have operators of ONNX Runtime's own, which `Capability.domains` excludes."""
 

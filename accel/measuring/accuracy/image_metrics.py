@@ -209,3 +209,8 @@ METRICS: Mapping[str, Metric] = {
     ),
 }  # fmt: skip
 """By the names of `metrics.OFFERED`."""
+
+
+def of_images(name: str) -> Metric:
+    """The metric of that name."""
+    return METRICS[name]

@@ -18,7 +18,7 @@ from ...backends import registry
 from ...backends.specs import WEIGHTS, BackendSpec
 from ...config import ExportConfig
 from ...errors import ArtifactNotFoundError, PluginError
-from ...tasks.infer import task_spec
+from ...tasks.infer import fitting_task
 from .descriptions import EXPORT, GENAI, describe
 from .files import beside_config, graph_files
 from .plain import adopt_onnx
@@ -54,7 +54,8 @@ def adopt(
     """
     # A folder of graphs in a subfolder has its config above.
     place = folder if (folder / "config.json").is_file() or file_name is not None else _with_config(folder)
-    chosen = task_spec(task).name if task else describe(place).task(place)
+    description = describe(place)
+    chosen = fitting_task(task, description.config) if task else description.task(place)
     if file_name is not None and registry.backend_for_layout([Path(file_name).name]) is not None:
         spec, named = registry.backend_for_layout([Path(file_name).name]), folder / file_name
     else:

@@ -26,7 +26,6 @@ from .reading import (
     dimensions,
     dtype_word,
     external_files,
-    named_specs,
     operator_domains,
     opset,
     precision,
