@@ -255,7 +255,9 @@ def pipeline(
         model, settings["revision"] = usual_model(task, settings.get("revision"))
     if isinstance(model, str | os.PathLike):
         hub = {
-            name: settings.pop(name) for name in ("revision", "token", "trust_remote_code", "device") if name in settings
+            name: settings.pop(name)
+            for name in ("revision", "token", "trust_remote_code", "device")
+            if name in settings
         }
         cls: Any = kind
         if task is not None:

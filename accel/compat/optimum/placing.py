@@ -87,9 +87,7 @@ def _graphs_in(folder: Path) -> set[str]:
     return {component.file for component in Artifact.load(folder).components}
 
 
-def _write_graphs(
-    made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool
-) -> list[list[str]]:
+def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool) -> list[list[str]]:
     """The graphs under their new names; returns the files of each."""
     import shutil
 

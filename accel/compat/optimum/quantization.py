@@ -368,9 +368,7 @@ class ORTQuantizer:
         self._config: CalibrationConfig | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, model_or_path: str | os.PathLike[str] | Any, file_name: str | None = None
-    ) -> Self:
+    def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any, file_name: str | None = None) -> Self:
         """For a model that is open, or a folder with a graph.
 
         Raises:
@@ -543,7 +541,8 @@ def calibration_rows(
     loaded = datasets.load_dataset(dataset_name, name=name, split=split, token=token)
     if not isinstance(loaded, datasets.Dataset):
         raise ConfigError(
-            f"{dataset_name} has the splits {', '.join(map(str, loaded))}.", fix="pass dataset_split=... with one of them."
+            f"{dataset_name} has the splits {', '.join(map(str, loaded))}.",
+            fix="pass dataset_split=... with one of them.",
         )
     if num_samples is not None:
         loaded = loaded.shuffle(seed=seed).select(range(min(num_samples, len(loaded))))

@@ -9,8 +9,8 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_rows, check_step
-from accel.backends.description import StateDescription
+from accel.backends.checks import check_crop, check_held, check_rows, check_step
+from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds
 
 from .values import as_ort_value, ort_value_as_tensor
@@ -67,6 +67,30 @@ class OrtState(StateDescription):
         copy._length, copy._capacity = self._length, self._capacity
         copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
         return copy
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""
+        held = {kept_name(name): buffer for name, buffer in self._buffers.items()}
+        return {name: (t[:, :, : self._length] if self._in_place else t).clone() for name, t in held.items()}
+
+    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
+        """Hold these instead; as `read` returns them, for `length` tokens.
+
+        Raises:
+            InputError: Other names or sizes than the graph has.
+        """
+        pasts = {kept_name(spec.name): spec for spec in self._pasts}
+        check_held(values, {name: (spec.shape[1], spec.shape[3]) for name, spec in pasts.items()}, self._batch, length)
+        tensors = {spec.name: values[name].to("cpu", getattr(torch, spec.dtype)) for name, spec in pasts.items()}
+        self._buffers, self._binding, self._capacity, self._length = {}, None, 0, length
+        if not self._in_place:
+            self._replace(
+                {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+            )
+            return
+        self._reserve(length)
+        for name, tensor in tensors.items():
+            self._buffers[name][:, :, :length] = tensor
 
     def run(self, feeds: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
