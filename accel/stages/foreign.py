@@ -62,7 +62,9 @@ def beside_config(location: Location, file_name: str | None) -> tuple[Path, str 
     folder, root = location.folder, location.root
     if root is None or (folder / "config.json").is_file() or not (root / "config.json").is_file():
         return folder, file_name
-    return root, str((folder / _pick(folder, file_name)).relative_to(root))
+    if file_name is None or registry.backend_for_layout([Path(file_name).name]) is None:
+        file_name = _pick(folder, file_name)
+    return root, str((folder / file_name).relative_to(root))
 
 
 def adopt(folder: Path, *, file_name: str | None, task: str | None, hub: HubOptions) -> Artifact:
@@ -79,6 +81,12 @@ def adopt(folder: Path, *, file_name: str | None, task: str | None, hub: HubOpti
         IntegrityError: It cannot be read.
     """
     chosen = task_spec(task).name if task else infer_task(read_config(folder), folder)
+    spec = registry.backend_for_layout([Path(file_name).name]) if file_name is not None else None
+    if spec is not None and file_name is not None:
+        # A graph that a backend reads itself, named; the backend takes it for the folder.
+        if not (folder / file_name).is_file():
+            raise ArtifactNotFoundError(f"{folder} has no graph {file_name!r}.", fix="check file_name=...")
+        return _adopted_by(spec, folder / file_name, chosen, ExportConfig(), hub)
     spec = registry.backend_for_layout([p.name for p in folder.iterdir()])
     if spec is None or file_name is not None or graph_files(folder):
         return adopt_onnx(folder, file_name=file_name, task=chosen)

@@ -22,14 +22,17 @@ _SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
 
 
 def adopt(folder: Path, *, task: str) -> Artifact:
-    """An artifact for a folder with `openvino_model.xml` and `.bin`; nothing is written.
+    """An artifact for a folder with `openvino_model.xml` and `.bin`, or for the graph of that path; nothing is written.
+
+    Where the folder above holds the config, both are meant.
 
     Raises:
         ArtifactNotFoundError: There is no such graph; lists the graphs found.
         IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read.
         SessionError: A graph with internal state, which a single-graph task cannot use.
     """
-    path = folder / GRAPH
+    folder, named = (folder.parent, folder.name) if folder.suffix == ".xml" else (folder, GRAPH)
+    path = folder / named
     if not path.is_file():
         have = ", ".join(sorted(p.name for p in folder.glob("*.xml"))) or "none"
         raise ArtifactNotFoundError(
@@ -48,15 +51,16 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         raise lost_manifest(path)
     if model.get_sinks():
         raise SessionError(f"{path} keeps a state between calls, which {task} has no use for.")
-    config = _config(folder)
+    root = folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
+    config = _config(root)
     pad = config.get("pad_token_id")
     inputs = tuple(
         input_spec(port.any_name, port, _named_shape(port), pad if isinstance(pad, int) else 0) for port in model.inputs
     )
     component = Component(
         name="model",
-        file=path.name,
-        files=tuple(_stamp(file) for file in (path, path.with_suffix(".bin"))),
+        file=path.relative_to(root).as_posix(),
+        files=tuple(_stamp(file, root) for file in (path, path.with_suffix(".bin"))),
         inputs=inputs,
         outputs=output_specs(model, inputs),
         max_sizes=_max_sizes(config),
@@ -67,11 +71,11 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         task=task,
         architecture=str((config.get("architectures") or [""])[0]),
         dtype=_dtype(model),
-        source=Origin(id=str(folder)),
+        source=Origin(id=str(root)),
         components=(component,),
         quantization=Quantization(scheme=scheme) if scheme else None,
     )
-    return Artifact(folder.absolute(), manifest)
+    return Artifact(root.absolute(), manifest)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -93,10 +97,10 @@ def _named_shape(port: ov.Output) -> tuple[int | str, ...]:
     )
 
 
-def _stamp(path: Path) -> FileRecord:
+def _stamp(path: Path, root: Path) -> FileRecord:
     """Identifies a file without reading it; adopted folders have no checksums to compare with."""
     stat = path.stat()
-    return FileRecord(name=path.name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
+    return FileRecord(name=path.relative_to(root).as_posix(), bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
 
 
 def _scheme(model: ov.Model) -> str | None:

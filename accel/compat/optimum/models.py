@@ -42,10 +42,14 @@ class Words(base.ORTModel):
             # Of a folder there is nothing to download.
             del arguments["force_download"]
         made = super().from_pretrained(model_id, **cls._translated(arguments))
-        made._use_cache, made._use_io_binding = use_cache, use_io_binding
-        if use_cache is not None and made.can_generate() and hasattr(made.config, "use_cache"):
-            made.config.use_cache = use_cache
+        made.remember(use_cache, use_io_binding)
         return made
+
+    def remember(self, use_cache: bool | None, use_io_binding: bool | None) -> None:
+        """Keep what was asked for at loading."""
+        self._use_cache, self._use_io_binding = use_cache, use_io_binding
+        if use_cache is not None and self.can_generate() and hasattr(self.config, "use_cache"):
+            self.config.use_cache = use_cache
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:

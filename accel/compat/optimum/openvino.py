@@ -17,6 +17,7 @@ from ...errors import ArtifactNotFoundError, ConfigError, QuantizeError, did_you
 from ...models.arguments import session_options_of
 from ...stages.quantize_once import quantize
 from ...tuning.budget import quantize as quantize_with_data
+from .placing import without_mark
 from .quantization import batches_of, calibration_rows, only_inputs
 
 logger = logging.getLogger(__name__)
@@ -407,7 +408,7 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
             )
         needed = rows if ours.scheme == "static-int8" or ours.scale_estimation or ours.algorithm != "rtn" else None
         made = quantize(model.artifact, target, calibration=needed, config=ours, backend=BACKEND)
-    model.replace_artifact(made, temporary)
+    model.replace_artifact(without_mark(made), temporary)
 
 
 def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> Any:

@@ -122,3 +122,22 @@ def _write_graph(
             if entry.key == "location":
                 entry.value = Path(data[str(Path(component.file).parent / entry.value)]).name
     onnx.save(model, str(path))
+
+
+def without_mark(made: Artifact) -> Artifact:
+    """An OpenVINO artifact whose one graph loads without its manifest too, as optimum-intel's do: files of it are renamed."""
+    from xml.etree import ElementTree
+
+    component = made.components[0]
+    if len(made.components) != 1 or component.stateful:
+        return made
+    path = made.path / component.file
+    tree = ElementTree.parse(path)
+    facts = tree.getroot().find("rt_info")
+    mark = facts.find(MARK.partition(".")[0]) if facts is not None else None
+    if facts is None or mark is None:
+        return made
+    facts.remove(mark)
+    tree.write(path, xml_declaration=True, encoding="utf-8")
+    names = [[record.name for record in component.files]]
+    return Artifact.create(made.path, replace(made.manifest, components=with_files(made.path, made.components, names)))

@@ -130,7 +130,8 @@ class QuantizationConfig:
         self.mode = _member(QuantizationMode, self.mode)
         self.activations_dtype = _member(QuantType, self.activations_dtype)
         self.weights_dtype = _member(QuantType, self.weights_dtype)
-        self._preset: str | None = None
+        # Not a field: Optimum's record has no such key.
+        self.target: str | None = None
         signed = self.activations_dtype.name == "QInt8"
         if not self.is_static and self.mode.name == "QLinearOps":
             raise ConfigError("Dynamic quantization has no mode QLinearOps.", fix="use QuantizationMode.IntegerOps.")
@@ -147,15 +148,15 @@ class QuantizationConfig:
     @property
     def preset(self) -> str:
         """The target in our words: the one that was named, or one with the same types."""
-        if self._preset is not None:
-            return self._preset
+        if self.target is not None:
+            return self.target
         if self.is_static and self.activations_dtype.name == "QInt8":
             return "tensorrt" if self.qdq_dedicated_pair else "arm64"
         return "avx2" if self.reduce_range else "avx512_vnni"
 
     def to_accel(self, calibration: CalibrationConfig | None = None) -> QuantizeConfig:
         """The same in our settings, without `nodes_to_quantize`, which needs the graph."""
-        if self.weights_dtype.name == "QUInt8" and self._preset is None:
+        if self.weights_dtype.name == "QUInt8" and self.target is None:
             logger.warning("Weights are signed here, not QUInt8: all kernels take them so at full speed.")
         if self.activations_symmetric and self.activations_dtype.name == "QUInt8":
             logger.warning("Unsigned activations keep a zero point here: activations_symmetric=True changes nothing.")
@@ -239,7 +240,7 @@ def _for(
         operators_to_quantize=list(operators_to_quantize or ()),
         **settings,
     )
-    made._preset = preset  # not a field: Optimum's record has no such key
+    made.target = preset
     return made
 
 
