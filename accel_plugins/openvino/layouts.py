@@ -51,7 +51,9 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         raise lost_manifest(path)
     if model.get_sinks():
         raise SessionError(f"{path} keeps a state between calls, which {task} has no use for.")
-    root = folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
+    root = (
+        folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
+    )
     config = _config(root)
     pad = config.get("pad_token_id")
     inputs = tuple(

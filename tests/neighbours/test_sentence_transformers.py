@@ -11,6 +11,7 @@ import pytest
 from accel.testing.models import save_tiny
 
 st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+modules = pytest.importorskip("sentence_transformers.models")
 pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
 
 TEXTS = ["where is my card", "the account is not open, can you help me please", "lost"]
@@ -26,9 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bi-encoder as sentence-transformers saves it: mean of the tokens, of length 1."""
     base = tmp_path_factory.mktemp("bi-encoder")
     source = save_tiny(base / "bert", "bert", "feature-extraction")
-    transformer = st.models.Transformer(str(source))
-    pooling = st.models.Pooling(transformer.get_embedding_dimension(), "mean")
-    st.SentenceTransformer(modules=[transformer, pooling, st.models.Normalize()], device="cpu").save(str(base / "saved"))
+    transformer = modules.Transformer(str(source))
+    pooling = modules.Pooling(transformer.get_embedding_dimension(), "mean")
+    st.SentenceTransformer(modules=[transformer, pooling, modules.Normalize()], device="cpu").save(str(base / "saved"))
     return base / "saved"
 
 

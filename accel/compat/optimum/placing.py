@@ -126,13 +126,13 @@ def _write_graph(
 
 def without_mark(made: Artifact) -> Artifact:
     """An OpenVINO artifact whose one graph loads without its manifest too, as optimum-intel's do: files of it are renamed."""
-    from xml.etree import ElementTree
+    from xml.etree import ElementTree as ET
 
     component = made.components[0]
     if len(made.components) != 1 or component.stateful:
         return made
     path = made.path / component.file
-    tree = ElementTree.parse(path)
+    tree = ET.parse(path)
     facts = tree.getroot().find("rt_info")
     mark = facts.find(MARK.partition(".")[0]) if facts is not None else None
     if facts is None or mark is None:
