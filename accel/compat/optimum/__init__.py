@@ -17,6 +17,8 @@ _MODULE_OF = {
     "AutoQuantizationConfig": "quantization",
     "CalibrationConfig": "quantization",
     "CalibrationMethod": "quantization",
+    "get_device_for_provider": "providers",
+    "get_provider_for_device": "providers",
     "OptimizationConfig": "optimization",
     "ORTConfig": "records",
     "ORTModel": "models",

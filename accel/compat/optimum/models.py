@@ -142,7 +142,6 @@ class OVModel(Words):
     """The same for OpenVINO: its graphs, made when a folder holds PyTorch weights alone."""
 
     _any_task = True
-    _temporary: Any = None
     ov_config: dict[str, Any]
 
     @classmethod
@@ -204,10 +203,10 @@ class OVModel(Words):
         """Move to a device, in OpenVINO's words too (`"CPU"`, `"GPU.0"`)."""
         return super().to(device.lower().replace(".", ":") if isinstance(device, str) else device)
 
-    def replace_artifact(self, artifact: Artifact, folder: Any) -> None:
-        """Run another artifact from now on, in a temporary folder that the model keeps."""
+    def replace_artifact(self, artifact: Artifact) -> None:
+        """Run another artifact from now on."""
         self.close()
-        self.artifact, self._temporary = artifact, folder
+        self.artifact = artifact
         self._open()
 
 

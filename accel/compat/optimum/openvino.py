@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -393,8 +395,10 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
     Raises:
         QuantizeError: Activations in 8 bits, and no rows.
     """
-    temporary = tempfile.TemporaryDirectory(prefix="accel-quantized-")
-    target, ours = Path(temporary.name) / "model", config.to_accel()
+    temporary = Path(tempfile.mkdtemp(prefix="accel-quantized-"))
+    # As long as the model lives, or the process.
+    weakref.finalize(model, shutil.rmtree, temporary, ignore_errors=True)
+    target, ours = temporary / "model", config.to_accel()
     if rows is None and config.dataset is not None:
         texts = config.dataset
         if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
@@ -408,7 +412,7 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
             )
         needed = rows if ours.scheme == "static-int8" or ours.scale_estimation or ours.algorithm != "rtn" else None
         made = quantize(model.artifact, target, calibration=needed, config=ours, backend=BACKEND)
-    model.replace_artifact(without_mark(made), temporary)
+    model.replace_artifact(without_mark(made))
 
 
 def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> Any:
