@@ -364,13 +364,22 @@ class Artifact:
             _tell_unrecorded(self.path)
 
     @classmethod
-    def create(cls, folder: Path, manifest: Manifest) -> Artifact:
-        """Write the manifest into a folder that holds everything else, whose files it records."""
+    def create(cls, folder: Path, manifest: Manifest, *, companions: bool = True) -> Artifact:
+        """Write the manifest into a folder that holds everything else, whose files it records.
+
+        Args:
+            folder: The folder.
+            manifest: What is in it.
+            companions: Whether configs and tokenizer files are recorded, too. Without, somebody else may write them again.
+        """
         graphs = {record.name for component in manifest.components for record in component.files}
         names = [
             name
             for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-            if name not in graphs and name != MANIFEST and not any(part.startswith(".") for part in Path(name).parts)
+            if companions
+            and name not in graphs
+            and name != MANIFEST
+            and not any(part.startswith(".") for part in Path(name).parts)
         ]
         manifest = replace(manifest, files=record_files(folder, names), schema=SCHEMA_VERSION)
         # In one step: a folder that is complete already keeps its manifest, whatever happens meanwhile.

@@ -389,6 +389,37 @@ def grows(spec: TensorSpec) -> bool:
     return any(isinstance(axis, str) and axis != "batch" for axis in spec.shape)
 
 
+def check_held(
+    values: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, tuple[int | str | None, int | str | None]],
+    batch: int,
+    length: int,
+) -> None:
+    """Check keys and values that a state is to hold: `(batch, heads, length, size)` each.
+
+    Args:
+        values: By the names that the state has for them.
+        sizes: Heads, and size of each; no number where the graph does not say.
+        batch: Rows of the state.
+        length: Tokens.
+
+    Raises:
+        InputError: Other names or sizes.
+    """
+    if values.keys() != sizes.keys():
+        raise InputError(
+            f"The cache has {sorted(values)}; this model keeps {sorted(sizes)}.", fix="pass a cache of the same model."
+        )
+    for name, tensor in values.items():
+        heads, size = sizes[name]
+        wanted = (batch, heads, length, size)
+        if tensor.ndim != 4 or any(isinstance(w, int) and w != n for w, n in zip(wanted, tensor.shape, strict=True)):
+            raise InputError(
+                f"{name} of the cache has shape {tuple(tensor.shape)}; this model keeps {wanted}.",
+                fix="pass a cache of the same model, and as many rows and tokens in each layer.",
+            )
+
+
 def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:
     """The rows that `index: (rows,)` of integers chooses from a state of `batch` rows; all of them when `None`.
 

@@ -72,6 +72,7 @@ class ORTModel(Familiar):
     """
 
     task: ClassVar[str] = "custom"
+    _any_task: ClassVar[bool] = True
     base_model_prefix = "model"
     generation_config: Any = None
 
@@ -175,15 +176,15 @@ class ORTModel(Familiar):
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if task is not None and cls is not ORTModel and not any(cls._is_for(spec) for spec in specs_for(task)):
+        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in specs_for(task)):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
-        default = None if cls is ORTModel else cls.task
+        default = None if cls._any_task else cls.task
         resolved = resolve(
             model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
         )
-        own: type[Self] = load(task_spec(resolved.task).model) if cls is ORTModel else cls
+        own: type[Self] = cls._for_task(resolved.task) if cls._any_task else cls
         made = own(
             artifact_for(resolved, settings, export_config),
             backend=settings.backend,
@@ -201,6 +202,11 @@ class ORTModel(Familiar):
     def _is_for(cls, spec: TaskSpec) -> bool:
         found: type[ORTModel] = load(spec.model)
         return issubclass(cls, found)
+
+    @classmethod
+    def _for_task(cls, task: str) -> type[Any]:
+        """The class of a task, for a class that opens any."""
+        return load(task_spec(task).model)
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
@@ -367,6 +373,7 @@ class ORTModel(Familiar):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._any_task = cls.__dict__.get("_any_task", False)
         # Calling a model is calling its `forward`, without a frame in between.
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 

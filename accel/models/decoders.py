@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.manifest import Artifact
 from ..errors import ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache
-from .outputs import fast_output
+from .outputs import fast_output, numpy_too
 
 # What `generate` may pass that changes nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
@@ -90,12 +91,16 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             # Read again as a whole for each token, as in transformers.
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif model_kwargs.get("past_key_values") is not None:
-            self._own(model_kwargs["past_key_values"])
+            model_kwargs["past_key_values"] = self._own(model_kwargs["past_key_values"])
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = self.new_cache()
 
+    @numpy_too
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """transformers' `generate`, with every argument it has.
+
+        A `DynamicCache` as `past_key_values` is read first and written to at the end; a cache of this model is continued where
+        it is. NumPy in gives NumPy out.
 
         Raises:
             InputError: Nothing to generate, a prompt longer than the positions, a cache that does not fit.
@@ -105,15 +110,26 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
         # Before anything reads the encoder or the cache.
         self._check_fork()
-        return super().generate(inputs, generation_config, **kwargs)
+        theirs = kwargs.get("past_key_values")
+        if not isinstance(theirs, DynamicCache):
+            return super().generate(inputs, generation_config, **kwargs)
+        kwargs["past_key_values"] = cache = self._own(theirs)
+        made = super().generate(inputs, generation_config, **kwargs)
+        cache.write_to(theirs)
+        return made
 
     # Running
 
     def _own(self, cache: Any) -> StateCache:
+        """A cache of this model, or one with what a `DynamicCache` holds."""
+        if isinstance(cache, DynamicCache):
+            filled = self.new_cache()
+            filled.fill(cache)
+            return filled
         if not isinstance(cache, StateCache):
             raise InputError(
                 f"past_key_values is a {type(cache).__name__}; this model's runtime keeps the cache itself.",
-                fix="pass what this model returned as past_key_values, or model.new_cache().",
+                fix="pass what this model returned as past_key_values, model.new_cache(), or a DynamicCache.",
             )
         if cache.session is not self._decoder_session:
             raise InputError(
@@ -224,6 +240,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             return fast_output(CausalLMOutputWithPast, {"logits": found})
         cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
         values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
+        if isinstance(past_key_values, DynamicCache):
+            # Whoever filled it continues with it.
+            cache.write_to(past_key_values)
+            cache = past_key_values
         if use_cache is not False:
             values["past_key_values"] = cache
         return fast_output(CausalLMOutputWithPast, values)
@@ -262,6 +282,7 @@ class ORTModelForCausalLM(Generator):
         """The tokens."""
         return "input_ids"
 
+    @numpy_too
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -278,7 +299,8 @@ class ORTModelForCausalLM(Generator):
             input_ids: `(batch, new)` tokens behind those in the cache.
             attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned; continued in place.
+            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose tensors are copied in
+                and out at each call.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
             **rest: Refused where it would change the result.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..backends.interfaces import Session
 from ..errors import InputError
 from .cache import StateCache
 from .decoders import Generator
-from .outputs import fast_output
+from .outputs import fast_output, numpy_too
 
 _ENCODER_MASK = "encoder_attention_mask"
 _HIDDEN = "encoder_hidden_states"
@@ -84,6 +85,15 @@ class EncoderDecoder(Generator):
         self._check_fork()
         return self._encoder
 
+    def _own(self, cache: Any) -> StateCache:
+        if isinstance(cache, DynamicCache):
+            raise InputError(
+                "A DynamicCache holds nothing of the encoder's answer, which the decoder reads.",
+                fix="pass what this model returned as past_key_values, or leave it out.",
+            )
+        return super()._own(cache)
+
+    @numpy_too
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -17,7 +17,13 @@ from ..errors import ArtifactError, OutputFolderError
 
 
 def write_model(
-    artifact: Artifact, config: Any, folder: Path, *, generation_config: Any = None, public: bool = False
+    artifact: Artifact,
+    config: Any,
+    folder: Path,
+    *,
+    generation_config: Any = None,
+    public: bool = False,
+    companions: bool = True,
 ) -> None:
     """Write everything that a model needs into a folder.
 
@@ -27,6 +33,7 @@ def write_model(
         folder: A folder; companions that are in it are kept.
         generation_config: Likewise, for a model that generates.
         public: Leave this machine's paths out.
+        companions: Whether configs and tokenizer files are recorded: whoever writes them again then has to say so.
     """
     manifest = artifact.manifest
     if public and manifest.source is not None:
@@ -45,11 +52,17 @@ def write_model(
     if generation_config is not None:
         # Not `save_pretrained`: it refuses what many published models have.
         generation_config.to_json_file(folder / "generation_config.json")
-    Artifact.create(folder, replace(manifest, components=components))
+    Artifact.create(folder, replace(manifest, components=components), companions=companions)
 
 
 def save_model(
-    artifact: Artifact, config: Any, folder: str | os.PathLike[str], *, generation_config: Any, overwrite: bool
+    artifact: Artifact,
+    config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    generation_config: Any,
+    overwrite: bool,
+    companions: bool = True,
 ) -> Path:
     """Write what `write_model` writes into a folder that may hold other files, and return it.
 
@@ -68,7 +81,7 @@ def save_model(
         kept = () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
         for path in kept:
             shutil.copyfile(path, temporary / path.name)
-        write_model(artifact, config, temporary, generation_config=generation_config)
+        write_model(artifact, config, temporary, generation_config=generation_config, companions=companions)
         names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
         taken = sorted(str(name) for name in names if _differs(temporary / name, target / name))
         if taken and not overwrite:

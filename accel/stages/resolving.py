@@ -124,9 +124,10 @@ def resolve(
     has_weights = (folder / "config.json").is_file() and found.has_weights
     adapter = (folder / "adapter_config.json").is_file()
     if not (weights and (has_weights or adapter or export)):
-        if (folder / MANIFEST).is_file() and file_name is None and variant is None:
+        if (folder / MANIFEST).is_file() and variant is None:
             artifact = Artifact.load(folder)
-            return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
+            if file_name is None or file_name in [component.file for component in artifact.components]:
+                return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
             artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub, variant=variant)

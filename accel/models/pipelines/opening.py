@@ -64,7 +64,7 @@ def pipeline(
         TaskError: The task is unknown, or the model does another one.
     """
     if model is None:
-        model, revision = _usual_model(task, revision)
+        model, revision = usual_model(task, revision)
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
@@ -101,7 +101,7 @@ def pipeline(
     return made
 
 
-def _usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
+def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
     """transformers' default model of a task and the revision that is meant, or the one asked for.
 
     Raises:

@@ -9,9 +9,10 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_rows, check_step, grows
-from accel.backends.description import StateDescription
+from accel.backends.checks import check_crop, check_held, check_rows, check_step, grows
+from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds
+from accel.errors import InputError
 
 from .values import as_ort_value, ort_value_as_tensor
 
@@ -84,6 +85,35 @@ class OrtState(StateDescription):
         copy._length, copy._capacity = self._length, self._capacity
         copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
         return copy
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""
+        held = {}
+        for name, buffer in self._buffers.items():
+            filled = buffer.narrow(self._growing[name], 0, self._length) if name in self._in_place else buffer
+            held[kept_name(name)] = filled.clone()
+        return held
+
+    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
+        """Hold these instead; as `read` returns them, for `length` tokens.
+
+        Raises:
+            InputError: Other names or sizes than the graph has, or a graph that keeps more than keys and values.
+        """
+        if len(self._growing) != len(self._pasts):
+            raise InputError(
+                "The model keeps states of one size, which cannot be filled from elsewhere.",
+                fix="give it the whole text.",
+            )
+        pasts = {kept_name(spec.name): spec for spec in self._pasts}
+        check_held(values, {name: (spec.shape[1], spec.shape[3]) for name, spec in pasts.items()}, self._batch, length)
+        tensors = {spec.name: values[name].to("cpu", getattr(torch, spec.dtype)) for name, spec in pasts.items()}
+        replaced = {spec.name: tensors[spec.name] for spec in self._replaced}
+        self._buffers = {n: t.clone(memory_format=torch.contiguous_format) for n, t in replaced.items()}
+        self._binding, self._capacity, self._length = None, 0, length
+        self._reserve(length)
+        for name in self._in_place:
+            self._buffers[name].narrow(self._growing[name], 0, length).copy_(tensors[name])
 
     def run(self, feeds: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
