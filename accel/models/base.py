@@ -44,7 +44,7 @@ from .inputs import Inputs
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .outputs import fast_output, grouped, indexed
-from .saving import model_card, save_model, upload_model
+from .saving import Saveable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_count_fork)
 _TENSOR = {torch.Tensor}
 
 
-class ORTModel(Familiar):
+class ORTModel(Familiar, Saveable):
     """Base of the task classes; made by `from_pretrained`.
 
     The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it
@@ -206,7 +206,8 @@ class ORTModel(Familiar):
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
         """The class of a task, for a class that opens any."""
-        return load(task_spec(task).model)
+        found: type[Any] = load(task_spec(task).model)
+        return found
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
@@ -463,49 +464,3 @@ class ORTModel(Familiar):
         self.generation_config = state["generation_config"]
         self._trust_remote_code = state["trust_remote_code"]
         self._open()
-
-    # Saving
-
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
-
-        Args:
-            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
-            overwrite: Replace an artifact that the folder holds, and files of the same names.
-            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
-
-        Raises:
-            OutputFolderError: The folder is the model's own, or something in it would be replaced.
-        """
-        generation = self.generation_config
-        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        token: str | bool | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload an accelerated model",
-    ) -> str:
-        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
-        return upload_model(
-            self.artifact,
-            self.config,
-            repo_id,
-            generation_config=self.generation_config,
-            class_name=type(self).__name__,
-            token=token,
-            private=private,
-            revision=revision,
-            commit_message=commit_message,
-        )
-
-    def model_card(self, repo_id: str) -> str:
-        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
-        return model_card(self.artifact, repo_id, type(self).__name__)

@@ -16,6 +16,58 @@ from ..artifact.writing import check_output, copy_companions, is_companion, merg
 from ..errors import ArtifactError, OutputFolderError
 
 
+class Saveable:
+    """What a model offers to write it down."""
+
+    artifact: Artifact
+    config: Any
+    generation_config: Any
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
+
+        Args:
+            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
+            overwrite: Replace an artifact that the folder holds, and files of the same names.
+            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
+
+        Raises:
+            OutputFolderError: The folder is the model's own, or something in it would be replaced.
+        """
+        generation = self.generation_config
+        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload an accelerated model",
+    ) -> str:
+        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
+        return upload_model(
+            self.artifact,
+            self.config,
+            repo_id,
+            generation_config=self.generation_config,
+            class_name=type(self).__name__,
+            token=token,
+            private=private,
+            revision=revision,
+            commit_message=commit_message,
+        )
+
+    def model_card(self, repo_id: str) -> str:
+        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
+        return model_card(self.artifact, repo_id, type(self).__name__)
+
+
 def write_model(
     artifact: Artifact,
     config: Any,
