@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,8 @@ class Source:
         dtype: Element type of its weights.
         name: Of the graph it becomes; the parts of a generating model are sources of their own.
         stateful: Whether its graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
+        croppable: See `Component`.
+        continues: See `Component`.
     """
 
     model: torch.nn.Module
@@ -49,6 +51,7 @@ class Source:
     name: str = "model"
     stateful: bool = False
     croppable: bool = True
+    continues: Literal["any", "one", "none"] = "any"
 
     @property
     def config(self) -> Any:

@@ -41,13 +41,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def _open(self) -> None:
         super()._open()
         component = self.artifact.component(self._decoder)
-        self._keeps = component.stateful
         self._decoder_session = self._opened.sessions[self._decoder]
         # transformers' word for a model whose cache no token can be taken out of.
         self._is_stateful = not component.croppable
         self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         self._unused = frozenset(component.unused_inputs)
-        self._limit = component.max_sizes.get("total" if self._keeps else "sequence", 0)
+        self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
         self._limited = None
         self._last = torch.zeros(1, dtype=torch.int64)
 
@@ -68,8 +67,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def new_cache(self) -> StateCache:
         """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
         self._check_fork()
-        if not self._keeps:
-            raise InputError("This model keeps nothing between calls.", fix="pass all tokens at each call.")
         return StateCache(self._decoder_session, croppable=self.artifact.component(self._decoder).croppable)
 
     def _prepare_cache_for_generation(
@@ -87,10 +84,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 " the cache.",
                 fix="leave it out.",
             )
-        if not self._keeps:
-            # Read again as a whole for each token, as in transformers.
-            generation_config.use_cache = model_kwargs["use_cache"] = False
-        elif model_kwargs.get("past_key_values") is not None:
+        if model_kwargs.get("past_key_values") is not None:
             model_kwargs["past_key_values"] = self._own(model_kwargs["past_key_values"])
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = self.new_cache()
@@ -185,30 +179,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept)
 
-    def _whole(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor,
-    ) -> torch.Tensor:
-        """One call of a model that keeps nothing: the logits of all tokens, or of those wanted."""
-        batch, length = ids.shape
-        if self._limit and length > self._limit:
-            raise InputError(
-                f"{length} tokens were given; the model has {self._limit} positions.",
-                fix="shorten the prompt, or ask for fewer new tokens.",
-            )
-        optional = {
-            "attention_mask": torch.ones((batch, length), dtype=torch.int64) if mask is None else mask,
-            "position_ids": torch.arange(length).expand(batch, length) if position_ids is None else position_ids,
-        }
-        feeds = {"input_ids": ids} | {name: value for name, value in optional.items() if name in self._takes}
-        logits = self._decoder_session.run(feeds, outputs=("logits",))["logits"]
-        if isinstance(logits_to_keep, int) and not logits_to_keep:
-            return logits
-        return logits.index_select(1, self._kept(length, logits_to_keep))
-
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""
         self._check_fork()
@@ -233,11 +203,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         logits_to_keep: int | torch.Tensor,
     ) -> Any:
         """What a decoder-only model returns: the logits, and the cache behind these tokens."""
-        if not self._keeps:
-            if past_key_values is not None:
-                raise InputError("This model keeps nothing between calls.", fix="leave past_key_values out.")
-            found = self._whole(tokens["input_ids"], attention_mask, position_ids, logits_to_keep)
-            return fast_output(CausalLMOutputWithPast, {"logits": found})
         cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
         values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
         if isinstance(past_key_values, DynamicCache):

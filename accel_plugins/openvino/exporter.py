@@ -79,6 +79,7 @@ class OpenVinoExporter:
             own_defaults=source.own_defaults,
             stateful=source.stateful,
             croppable=source.croppable,
+            continues=source.continues,
         )
 
 

@@ -51,6 +51,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
             own_defaults=part.own_defaults,
             stateful=part.stateful,
             croppable=part.croppable,
+            continues=part.continues,
         )
         for part in split(source)
     )

@@ -107,11 +107,12 @@ def test_other_stages_keep_the_loops(
 def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts) -> None:
     artifact = generator("openai-gpt")
     model = ORTModelForCausalLM(artifact)
-    assert not artifact.component().stateful
-    ids = torch.randint(4, VOCABULARY, (1, 5))
-    assert "past_key_values" not in model(input_ids=ids)
-    with pytest.raises(InputError, match="keeps nothing between calls"):
-        model.new_cache()
+    assert artifact.component().continues == "none"
+    ids = torch.randint(4, VOCABULARY, (2, 7))
+    cache = model(input_ids=ids[:, :4]).past_key_values
+    assert cache.get_seq_length() == 4
+    found = model(input_ids=ids[:, 4:], past_key_values=cache).logits
+    assert torch.allclose(found, model(input_ids=ids).logits[:, 4:], atol=1e-5)
 
 
 def test_other_states_are_refused(tmp_path: Path) -> None:
