@@ -1,4 +1,4 @@
-"""What a decoder keeps between calls, in host memory that ONNX Runtime reads and writes where it is."""
+"""What a decoder keeps between calls, in memory that ONNX Runtime reads and writes where it is: the host's, or a GPU's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .values import as_ort_value, ort_value_as_tensor
 # Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
 _MIN_CAPACITY = 256
 _GROWTH = 1.5
+HOST = torch.device("cpu")
 
 
 class OrtState(StateDescription):
@@ -30,8 +31,11 @@ class OrtState(StateDescription):
     after each step, which becomes the next one's past.
     """
 
-    def __init__(self, session: ort.InferenceSession, component: Component, batch: int) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, component: Component, batch: int, where: torch.device = HOST
+    ) -> None:
         check_rows(batch)
+        self._where = where
         self._session = session
         self._component = component
         super().__init__(batch)
@@ -46,6 +50,8 @@ class OrtState(StateDescription):
         self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
+        # ONNX Runtime's values behind them.
+        self._held: list[Any] = []
         self._binding: Any = None
         self._capacity = 0
 
@@ -60,7 +66,7 @@ class OrtState(StateDescription):
         if chosen == list(range(self._batch)):
             return
         self._batch = len(chosen)
-        rows = torch.tensor(chosen)
+        rows = torch.tensor(chosen, device=self._where)
         self._replace({name: buffer.index_select(0, rows) for name, buffer in self._buffers.items()})
 
     def crop(self, length: int) -> None:
@@ -81,7 +87,7 @@ class OrtState(StateDescription):
 
     def clone(self) -> OrtState:
         """An independent copy."""
-        copy = OrtState(self._session, self._component, self._batch)
+        copy = OrtState(self._session, self._component, self._batch, self._where)
         copy._length, copy._capacity = self._length, self._capacity
         copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
         return copy
@@ -107,7 +113,7 @@ class OrtState(StateDescription):
             )
         pasts = {kept_name(spec.name): spec for spec in self._pasts}
         check_held(values, {name: (spec.shape[1], spec.shape[3]) for name, spec in pasts.items()}, self._batch, length)
-        tensors = {spec.name: values[name].to("cpu", getattr(torch, spec.dtype)) for name, spec in pasts.items()}
+        tensors = {spec.name: values[name].to(self._where, getattr(torch, spec.dtype)) for name, spec in pasts.items()}
         replaced = {spec.name: tensors[spec.name] for spec in self._replaced}
         self._buffers = {n: t.clone(memory_format=torch.contiguous_format) for n, t in replaced.items()}
         self._binding, self._capacity, self._length = None, 0, length
@@ -119,7 +125,7 @@ class OrtState(StateDescription):
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
 
         Args:
-            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, on the host, of the declared types.
+            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, where the state is, of the declared types.
             names: Outputs wanted, none of the cache.
         """
         new = check_step(self._component, feeds, self._batch, self._length)
@@ -131,14 +137,25 @@ class OrtState(StateDescription):
         for name, tensor in feeds.items():
             binding.bind_ortvalue_input(name, as_ort_value(tensor))
         for name in self._results:
-            binding.bind_output(name)
+            self._bind_output(binding, name)
+        if self._where != HOST:
+            # ONNX Runtime computes on a stream of its own, and is done when it returns.
+            torch.cuda.current_stream(self._where).synchronize()
         self._session.run_with_iobinding(binding)
         values = dict(zip(self._order, binding.get_outputs(), strict=True))
         self._length = total
+        found = {name: ort_value_as_tensor(values[name]) for name in names}
+        if self._where != HOST:
+            # There ONNX Runtime uses the memory of a value again as soon as that is gone.
+            found = {name: tensor.clone() for name, tensor in found.items()}
         if self._replaced:
             made = {spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
             self._replace({**self._buffers, **made})
-        return {name: ort_value_as_tensor(values[name]) for name in names}
+            self._held = [values[spec.pair or ""] for spec in self._replaced]
+        return found
+
+    def _bind_output(self, binding: Any, name: str | None) -> None:
+        binding.bind_output(name, self._where.type, self._where.index or 0)
 
     def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
         specs = {spec.name: spec for spec in self._component.inputs}
@@ -178,7 +195,7 @@ class OrtState(StateDescription):
         sizes = [self._batch, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])]
         if in_place:
             sizes[self._growing[spec.name]] = self._capacity
-        buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype))
+        buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype), device=self._where)
         if before is not None:
             buffer[:, :, : self._length] = before[:, :, : self._length]
         return buffer
@@ -198,7 +215,7 @@ class OrtState(StateDescription):
             if spec.name in self._in_place:
                 self._binding.bind_ortvalue_output(spec.pair, value)
             else:
-                self._binding.bind_output(spec.pair)
+                self._bind_output(self._binding, spec.pair)
             self._order.append(spec.pair)
         self._order += self._results
 
