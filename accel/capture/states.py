@@ -128,15 +128,14 @@ def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy
     for i, layer in enumerate(layers):
         own = {name: feeds[f"past_{i}_{name}"] for name in layer}
         conv, recurrent = _by_number(own, "conv"), _by_number(own, "recurrent")
-        attention = (own.get("key"), own.get("value"), total, new)
         if not layer:
             found.append(DummyLayer())
-        elif "key" in own and (conv or recurrent):
-            found.append(HybridLayer(attention, roomy, conv, recurrent))
-        elif "key" in own:
-            found.append(CacheLayer(*attention, roomy=roomy, indexer=own.get("indexer")))
-        else:
+        elif "key" not in own:
             found.append(StateLayer(conv, recurrent))
+        elif conv or recurrent:
+            found.append(HybridLayer((own["key"], own["value"], total, new), roomy, conv, recurrent))
+        else:
+            found.append(CacheLayer(own["key"], own["value"], total, new, roomy=roomy, indexer=own.get("indexer")))
     return found
 
 

@@ -16,6 +16,7 @@ from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import Source, cache_argument
+from accel.errors import InputError
 
 from .session import ModuleSession
 
@@ -69,14 +70,6 @@ class CacheState(StateDescription):
         made.cache = copy.deepcopy(self.cache)
         return made
 
-    def states(self) -> list[dict[int, torch.Tensor]]:
-        """The states of one size, of each layer by number; those of its convolutions and its recurrences."""
-        return [
-            kept
-            for layer in self.cache.layers
-            for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
-        ]
-
 
 class DecoderSession(ModuleSession):
     """The decoder of a generating model, with its cache in a `CacheState`.
@@ -129,7 +122,11 @@ class DecoderSession(ModuleSession):
         mask, length = tensors["attention_mask"], state.length
         if new == 1 or not length:
             return self._call(model, tensors, state)
-        kept = tensors.get("logits_to_keep")
+        if not bool(mask[:, length:].all()):
+            raise InputError(
+                "Tokens behind others are padded; PyTorch's functions for one token take it for a real one.",
+                fix="pass turns of one length, or use a backend that runs graphs (backend='cpu').",
+            )
         found = []
         for i in range(new):
             step = {
@@ -138,19 +135,12 @@ class DecoderSession(ModuleSession):
                 if name != "logits_to_keep"
             }
             step["attention_mask"] = mask[:, : length + i + 1]
-            before = [dict(states) for states in copy.deepcopy(state.states())]
             found.append(self._call(model, step, state))
-            # A single token is never taken for padding: rows in which it is stay as they were.
-            rows = mask[:, length + i].bool()
-            for states, old in zip(state.states(), before, strict=True):
-                for number, tensor in old.items():
-                    if tensor is not None and not bool(rows.all()):
-                        states[number][~rows] = tensor[~rows]
         logits = torch.cat(found, dim=1)
-        return logits if kept is None else logits.index_select(1, kept)
+        return logits.index_select(1, tensors["logits_to_keep"]) if "logits_to_keep" in tensors else logits
 
     def _call(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
-        inputs = dict(tensors)
+        inputs: dict[str, Any] = dict(tensors)
         if self._alone:
             # Nothing looks back at the tokens before: the model's code masks the new ones alone.
             new = inputs["input_ids"].shape[1]

@@ -44,38 +44,42 @@ def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torc
 
 
 def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
-    component = generator("falcon-h1").component()
-    assert component.stateful
-    assert not component.croppable
-    shapes = {spec.name: spec.shape for spec in component.inputs if spec.role == "cache"}
-    assert shapes["past_key_values.0.key"] == ("batch", 2, "capacity", 16)
-    # Channels of the convolution and its width; heads, keys and values of the state.
-    assert shapes["past_key_values.0.conv"] == ("batch", 80, 4)
-    assert shapes["past_key_values.1.recurrent"] == ("batch", 4, 8, 16)
+    components = [generator(family).component() for family in ("lfm2", "mamba")]
+    assert all(component.stateful and not component.croppable for component in components)
+    shapes = [{s.name: s.shape for s in one.inputs if s.role == "cache"} for one in components]
+    # Channels of the convolution and its width; heads, tokens and the head size.
+    assert shapes[0]["past_key_values.0.conv"] == ("batch", 64, 3)
+    assert shapes[0]["past_key_values.1.key"] == ("batch", 2, "capacity", 16)
+    # Heads, keys and values of the state.
+    assert shapes[1]["past_key_values.1.recurrent"] == ("batch", 1, 8, 64)
 
 
-def test_several_tokens_behind_a_state(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    expected = logits_of(tiny_generator("falcon-h1"), rows)[:, 7:]
+@pytest.mark.parametrize("family", ["lfm2", "mamba", pytest.param("falcon-h1", marks=pytest.mark.thorough)])
+def test_several_tokens_behind_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    # A later turn may be padded, too.
+    mask = rows["attention_mask"].clone()
+    mask[1, 7:9] = 0
+    given = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
+    expected = logits_of(tiny_generator(family), given)[:, 7:]
+    found = continued(ORTModelForCausalLM(generator(family)), given)
     # Of a float32 graph with logits of order 10.
-    assert (continued(ORTModelForCausalLM(generator("falcon-h1")), rows) - expected).abs().max() <= 1e-3
+    assert (found - expected)[mask[:, 7:].bool()].abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon-h1", pytest.param("qwen3-next", marks=pytest.mark.thorough)])
 def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model = ORTModelForCausalLM.from_pretrained(save_generator(tmp_path, family), backend="pytorch")
     original = tiny_generator(family)
-    # A later turn may be padded, too.
-    mask = rows["attention_mask"].clone()
-    mask[1, 7:9] = 0
-    padded = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
-    real = mask[:, 7:].bool()
-    assert (continued(model, padded) - logits_of(original, padded)[:, 7:])[real].abs().max() <= 1e-3
+    assert (continued(model, rows) - logits_of(original, rows)[:, 7:]).abs().max() <= 1e-3
+    padded = {**rows, "attention_mask": rows["attention_mask"].index_fill(1, torch.tensor([9]), 0)}
+    with pytest.raises(InputError, match="Tokens behind others are padded"):
+        continued(model, padded)
     expected = original.generate(**rows, max_new_tokens=8, num_beams=2)
     assert torch.equal(model.generate(**rows, max_new_tokens=8, num_beams=2), expected)
 
 
 def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    model = ORTModelForCausalLM(generator("falcon-h1"))
+    model = ORTModelForCausalLM(generator("mamba"))
     ids = rows["input_ids"][:2]
     cache = model(input_ids=ids[:, :6]).past_key_values
     copy = cache.clone()
@@ -116,7 +120,7 @@ def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts)
 
 
 def test_other_states_are_refused(tmp_path: Path) -> None:
-    config = transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, context_length=64)
+    config = transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64)
     with pytest.raises(ExportError, match="keeps 'state' between tokens"):
         export(transformers.RwkvForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
     assert not (tmp_path / "out").exists()
