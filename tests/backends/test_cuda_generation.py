@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from accel.testing.models import VOCABULARY
 pytestmark = pytest.mark.gpu
 
 Halved = Callable[[str], Artifact]
-# Mixtures of experts were not tried on a GPU; states are refused there, and latent attention is no operator of a GPU.
+# Mixtures of experts were not tried on a GPU; the others have no form that takes lengths.
 _OTHERS = ("mixtral", "deepseek-v3", *STATES, *RECOMPUTED)
 FAMILIES = [name for name, (task, _, _) in GENERATORS.items() if task == "text-generation" and name not in _OTHERS]
 # Logits of these models go up to 70; float16 moves them by a few hundredths.
@@ -76,7 +77,8 @@ def margin(original: Any, prompt: dict[str, torch.Tensor], tokens: torch.Tensor)
     new = tokens.shape[1] - prompt["input_ids"].shape[1]
     mask = torch.cat([prompt["attention_mask"], torch.ones(len(tokens), new).long()], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    optional = {"position_ids": positions} if original.config.model_type != "opt" else {}
+    takes = inspect.signature(original.forward).parameters
+    optional = {"position_ids": positions} if "position_ids" in takes and original.config.model_type != "opt" else {}
     with torch.inference_mode():
         logits = original(input_ids=tokens, attention_mask=mask, **optional).logits[:, -new - 1 : -1]
     chosen = logits.gather(2, tokens[:, -new:].unsqueeze(2)).squeeze(2)
@@ -321,3 +323,18 @@ def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None
     assert torch.equal(
         model.generate(**prompt, max_new_tokens=4), opened(halved("llama")).generate(**prompt, max_new_tokens=4)
     )
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "lfm2", "mamba"])
+def test_decoders_without_a_form_that_takes_lengths(family: str, halved: Halved) -> None:
+    """Attention with other sizes, and states of one size: the graph as it is, what it keeps on the GPU."""
+    original, model = tiny_generator(family), opened(halved(family))
+    rows = rows_of()
+    for given in (rows, on_gpu(rows)):
+        assert margin(original, rows, model.generate(**given, max_new_tokens=8)) >= -CLOSE
+    ids = on_gpu(rows)["input_ids"][1:2]
+    cache = model(input_ids=ids[:, :4]).past_key_values
+    assert cache.state._where.type == "cuda"
+    found = model(input_ids=ids[:, 4:], past_key_values=cache).logits
+    assert (found - model(input_ids=ids).logits[:, 4:]).abs().max() <= CLOSE
+    assert model.generate(**given, max_new_tokens=4, num_beams=3).shape == (3, 11)
