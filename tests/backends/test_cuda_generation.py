@@ -331,7 +331,7 @@ def test_decoders_without_a_form_that_takes_lengths(family: str, halved: Halved)
     original, model = tiny_generator(family), opened(halved(family))
     rows = rows_of()
     for given in (rows, on_gpu(rows)):
-        assert margin(original, rows, model.generate(**given, max_new_tokens=8)) >= -CLOSE
+        assert margin(original, rows, model.generate(**given, max_new_tokens=8)) <= CLOSE
     ids = on_gpu(rows)["input_ids"][1:2]
     cache = model(input_ids=ids[:, :4]).past_key_values
     assert cache.state._where.type == "cuda"
