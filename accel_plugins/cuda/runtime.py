@@ -13,6 +13,7 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Component
+from accel.backends.checks import grows
 from accel.backends.forms import Form as Described
 from accel.backends.forms import FormChecks, FormVerdict
 from accel.backends.interfaces import Feeds
@@ -390,7 +391,13 @@ class DecoderRuntime(Runtime):
         session: SessionOptions,
         checks: FormChecks,
     ) -> None:
-        dtype = next(spec.dtype for spec in component.inputs if spec.pair is not None)
+        kept = [spec for spec in component.inputs if spec.pair is not None]
+        if not all(map(grows, kept)):
+            raise NoCausalForm(
+                f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
+                fix="open it on the CPU: backend='cpu'.",
+            )
+        dtype = kept[0].dtype
         if dtype not in _CACHE_TYPES:
             raise NoCausalForm(
                 f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "

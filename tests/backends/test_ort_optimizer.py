@@ -285,6 +285,22 @@ def test_float16_keeps_scores_that_large_distances_are_added_to(
     assert np.abs(found - expected).max() < 1e-3
 
 
+def test_float16_of_zeros_of_a_shape(tmp_path: Path) -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n] x, int64[1] size) => (float[m] y) {
+            zeros = ConstantOfShape(size)
+            y = Concat<axis = 0>(x, zeros)
+        }""")
+    for node in model.graph:
+        node.name = node.op_type
+    infer_shapes(model)
+    to_half(model, "float16", frozenset())
+    save_graph(model, tmp_path / "half.onnx")
+    feeds = {"x": np.ones(2, np.float32), "size": np.array([3])}
+    assert ort.InferenceSession(str(tmp_path / "half.onnx")).run(None, feeds)[0].tolist() == [1, 1, 0, 0, 0]
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "tensorrt"])
 def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path: Path, backend: str) -> None:
     """Pixels far outside what random inputs show: their products leave float16's range."""

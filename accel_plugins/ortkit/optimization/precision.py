@@ -367,6 +367,9 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
     """The attributes that name or hold the element type."""
     if node.op_type == "Cast" and node.attributes.get_int("to", 0) == int(_FLOAT):
         node.attributes["to"] = ir.AttrInt64("to", int(target))
+    if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
+        # Zeros of float32, where nothing is said.
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(np.zeros(1, np.float32), dtype)))
     for name, attribute in list(node.attributes.items()):
         if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _FLOAT:
             node.attributes[name] = ir.AttrTensor(name, ir.tensor(_narrow(attribute.as_tensor().numpy(), dtype)))
