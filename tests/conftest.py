@@ -23,6 +23,7 @@ from accel.artifact import Artifact
 from accel.stages.export import export
 from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
+from accel.testing.pictures import PICTURES, save_tiny_pictures
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
@@ -79,6 +80,8 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
     """Transformers folders of tiny models, made when first asked for."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Path:
+        if family in PICTURES:
+            return shared(f"{family}-{task}", lambda folder: save_tiny_pictures(folder, family))
         return shared(f"{family}-{task}", lambda folder: save_tiny(folder, family, task))
 
     return get

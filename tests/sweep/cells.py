@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.exporters import OnnxConfig, OnnxExporter
 from transformers.exporters.utils import decompose_for_generation
 

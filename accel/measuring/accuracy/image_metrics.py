@@ -170,7 +170,9 @@ def _depths(predictions: Values, _: Values) -> Floats:
 
 def _depth(sums: Floats, place: int) -> Floats:
     mean: Floats = sums[..., place] / sums[..., -1]
-    return np.sqrt(mean) if _DEPTH[place] == "rmse" else mean
+    if _DEPTH[place] == "rmse":
+        mean = np.sqrt(mean)
+    return mean
 
 
 def _depth_metric(name: str) -> Metric:
