@@ -365,7 +365,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.runner == "pytorch" and _has(c, "profile", "graph_optimization"), "PyTorch has no setting"),
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
     Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
-    Refusal(lambda c: "image" in c.task and not c.generates and _has(c, "buckets"), "buckets"),
+    Refusal(lambda c: "image" in task_spec(c.task).modalities and not c.generates and _has(c, "buckets"), "buckets"),
 )
 """Also left out: decoders in ONNX have operators of ONNX Runtime's own, which `Capability.domains` excludes."""
 

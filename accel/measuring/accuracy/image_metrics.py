@@ -147,7 +147,8 @@ def _share(sums: Floats, which: str) -> Floats:
     below = predicted + true - right if which == "mean_iou" else true
     shares = np.divide(right, below, out=np.zeros_like(right), where=below > 0)
     count = (below > 0).sum(-1).astype(np.float64)
-    return np.divide(shares.sum(-1), count, out=np.full_like(count, np.nan), where=count > 0)
+    means: Floats = np.divide(shares.sum(-1), count, out=np.full_like(count, np.nan), where=count > 0)
+    return means
 
 
 def _area_metric(name: str) -> Metric:
