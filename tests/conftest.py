@@ -24,6 +24,7 @@ from accel.stages.export import export
 from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
 from accel.testing.sounds import SOUND_FAMILIES, save_sound_model
+from accel.testing.pictures import PICTURES, save_tiny_pictures
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
@@ -80,6 +81,8 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
     """Transformers folders of tiny models, made when first asked for."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Path:
+        if family in PICTURES:
+            return shared(f"{family}-{task}", lambda folder: save_tiny_pictures(folder, family))
         save = save_sound_model if family in SOUND_FAMILIES else save_tiny
         return shared(f"{family}-{task}", lambda folder: save(folder, family, task))
 

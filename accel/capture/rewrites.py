@@ -94,7 +94,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         size: Any = self.shape[0] if self.ndim else 0
         # A size that depends on data has no hint, and then the original says what is wrong.
         hint = size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
-        return original_len(self) if hint is None else int(hint)
+        return original_len(self) if hint is None else int(hint)  # type: ignore[no-untyped-call]
 
     def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)

@@ -53,7 +53,10 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     if config is None or not (main in ("input_ids", "pixel_values") or whisper):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
-        return *image_sample(module, folder), ()
+        # Processors make a mask for models that take any other argument, too, and read nothing of it (YOLOS).
+        parameters = parameters_of(module)
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))

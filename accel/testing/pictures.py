@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-LABELS = 3
+from .models import LABELS, rescale, tiny_tokenizer
+
 _WIDTHS = [16, 16, 32, 32]
 _HEADS = {"num_attention_heads": 4, "intermediate_size": 48, "hidden_size": 32}
 _TEXT = {
@@ -167,8 +168,6 @@ _PROCESSORS = {"clip": ("CLIPProcessor", ["input_ids", "attention_mask"]), "sigl
 
 def tiny_picture_model(family: str, seed: int = 0) -> Any:
     """A tiny PyTorch model of a family of `PICTURES`, in evaluation mode."""
-    from .models import rescale
-
     torch.manual_seed(seed)
     model = PICTURES[family][1]()
     # Deformable attention samples at offsets that its own initialisation keeps inside the image.
@@ -177,8 +176,6 @@ def tiny_picture_model(family: str, seed: int = 0) -> Any:
 
 def tiny_processor(family: str) -> Any:
     """Its processor."""
-    from .models import tiny_tokenizer
-
     _, _, name, settings = PICTURES[family]
     images = getattr(transformers, name)(**settings)
     if family not in _PROCESSORS:

@@ -152,6 +152,7 @@ class TestDepth:
         assert result.value == pytest.approx(0.1, abs=1e-3)
         assert result.scores["delta1"] == 1.0
 
+    @pytest.mark.thorough
     def test_relative_depths_are_fitted(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("dpt", self.TASK)
         image = picture(64, 64)
@@ -167,6 +168,7 @@ class TestDepth:
             measured("glpn", tiny_folder("glpn", self.TASK), rows)
 
 
+@pytest.mark.thorough
 class TestImageToImage:
     TASK = "image-to-image"
 

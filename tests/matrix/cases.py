@@ -370,7 +370,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.runner == "pytorch" and _has(c, "profile", "graph_optimization"), "PyTorch has no setting"),
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
     Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
-    Refusal(lambda c: "text" not in task_spec(c.task).modalities and not c.generates and _has(c, "buckets"), "buckets"),
+    Refusal(
+        lambda c: (
+            not (c.generates or set(task_spec(c.task).modalities) == {"text"}) and _has(c, "buckets")
+        ),
+        "buckets",
+    ),
     Refusal(
         lambda c: (c.generates or c.task == "audio-xvector") and c.capture.startswith("output_"),
         "returns no hidden states",

@@ -32,6 +32,11 @@ FAMILY: Mapping[str, str] = {
     **dict.fromkeys((name for name, spec in TASKS.items() if spec.modalities == ("audio",)), "wav2vec2"),
     "sentence-similarity": "distilbert",
     "image-classification": "vit",
+    "zero-shot-image-classification": "clip",
+    "object-detection": "yolos",
+    "image-segmentation": "segformer",
+    "depth-estimation": "glpn",
+    "image-to-image": "swin2sr",
     "text-generation": "llama",
     # Not T5, whose tiny weights are so large that 8 bits change 40 % of its answers; here it is 4 %.
     "text2text-generation": "bart",
@@ -42,11 +47,20 @@ FAMILY: Mapping[str, str] = {
 """The family that stands for a task."""
 
 
+_PIXELS: Mapping[str, tuple[int, int]] = {
+    "image-classification": (32, 32),
+    "object-detection": (64, 96),
+    "image-segmentation": (64, 96),
+    "depth-estimation": (64, 96),
+    "image-to-image": (16, 16),
+}
+
+
 def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
     """A batch for a tiny model of a task: texts of unequal lengths, padded as its pipeline pads them, images or speech."""
     draw = torch.Generator().manual_seed(seed)
-    if task == "image-classification":
-        return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
+    if task in _PIXELS:
+        return {"pixel_values": torch.randn((rows, 3, *_PIXELS[task]), generator=draw)}
     start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
     if FAMILY[task] == "wav2vec2":
         mask = torch.ones((rows, 900), dtype=torch.int64)
@@ -57,6 +71,10 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
         return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
     if task == "image-to-text":
         return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), **start}
+    if task == "zero-shot-image-classification":
+        images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
+        texts = torch.randint(6, 100, (rows + 1, 10), generator=draw)
+        return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **images}
     ids = torch.randint(6, 100, (rows, 10), generator=draw)
     mask = torch.ones_like(ids)
     # Decoders read on from the last token, so that they are padded in front of the first.

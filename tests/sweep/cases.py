@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -57,7 +58,7 @@ def _all_pairs() -> Iterable[Pair]:
     for spec in all_tasks():
         if spec.name in _NOT_SWEPT or not spec.auto_model:
             continue
-        for architecture, model in sorted(_table(spec.auto_model).items()):
+        for architecture, model in sorted(_models(spec.auto_models).items()):
             if spec.embeds and architecture not in _encoders_of_text():
                 continue
             if spec.name == "text2text-generation" and not _has_encoder(architecture):
@@ -69,6 +70,21 @@ def _all_pairs() -> Iterable[Pair]:
                 if captions != (spec.name == "image-to-text"):
                     continue
             yield Pair(architecture, spec.name, model)
+
+
+def _models(auto_models: Sequence[str]) -> dict[str, str]:
+    """Class by model type, of the first auto class that has one."""
+    found: dict[str, str] = {}
+    for auto_model in auto_models:
+        found = {**_table(auto_model), **found}
+    return found
+
+
+def loader_of(pair: Pair) -> Any:
+    """The auto class that loads a pair's model."""
+    names = task_spec(pair.task).auto_models
+    name = next((one for one in names if _table(one).get(pair.architecture) == pair.model), names[0])
+    return getattr(transformers, name)
 
 
 def _table(auto_model: str) -> dict[str, str]:

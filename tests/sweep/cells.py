@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.exporters import OnnxConfig, OnnxExporter
 from transformers.exporters.utils import decompose_for_generation
 
@@ -27,7 +26,7 @@ from accel.tasks.infer import task_spec
 from accel.tasks.spec import load
 
 from .building import NotBuilt, build
-from .cases import Pair
+from .cases import Pair, loader_of
 from .questions import Question, Tensors, answers, difference, prompts, questions
 from .rounding import largest_error
 
@@ -133,7 +132,7 @@ def saved(pair: Pair, model: Any, folder: Path) -> tuple[Any, Path | None]:
     transformers does not read all that it writes (Youtu's embedding of padding), and finds no model for this task in some
     folders (the part of a model that writes, alone): those are exported from memory, and `None` is returned for the folder.
     """
-    auto = getattr(transformers, task_spec(pair.task).auto_model)
+    auto = loader_of(pair)
     try:
         with quiet():
             model.save_pretrained(folder)

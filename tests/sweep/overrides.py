@@ -35,6 +35,63 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
     return config
 
 
+def _resnet(*stages: int) -> Any:
+    """Backbones of detectors: transformers' own, as timm's come from the Hub."""
+    return transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=[f"stage{i}" for i in stages],
+    )  # fmt: skip
+
+
+def _rt_detr_backbone() -> Any:
+    return transformers.RTDetrResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+
+
+def _detr(*stages: int) -> Special:
+    return {
+        "use_timm_backbone": False, "backbone": None, "backbone_config": _resnet(*(stages or (4,))), "num_queries": 8,
+        "d_model": 64,
+    }  # fmt: skip
+
+
+_RT_DETR = {
+    "backbone_config": _rt_detr_backbone(), "encoder_in_channels": [16, 32, 32], "encoder_hidden_dim": 64, "d_model": 64,
+    "decoder_in_channels": [64, 64, 64], "num_queries": 8, "anchor_image_size": None,
+}  # fmt: skip
+_DINOV2 = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "mlp_ratio": 2, "image_size": 28, "patch_size": 14,
+    "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False, "apply_layernorm": True,
+}  # fmt: skip
+_PYRAMID = {
+    "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2],
+    "decoder_hidden_size": 32,
+}  # fmt: skip
+
+
+def _maskformer(small: Callable[..., Any]) -> Any:
+    decoder = transformers.DetrConfig(
+        use_timm_backbone=False, backbone=None, backbone_config=_resnet(4), d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_queries=8,
+    )  # fmt: skip
+    return transformers.MaskFormerConfig(
+        backbone_config=_resnet(1, 2, 3, 4), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32
+    )
+
+
+def _mask2former(small: Callable[..., Any]) -> Any:
+    backbone = transformers.SwinConfig(
+        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    return transformers.Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=48,
+        dim_feedforward=48, encoder_layers=1, decoder_layers=2, num_attention_heads=4, num_queries=8,
+    )  # fmt: skip
+
+
 # A state-space layer's heads together are as wide as its inner size, twice the hidden one.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
@@ -49,6 +106,42 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, Special] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "beit": {"out_indices": [1, 1, 2, 2]},
+    "conditional_detr": _detr(),
+    "deformable_detr": _detr(2, 3, 4),
+    "depth_anything": {
+        "backbone_config": transformers.Dinov2Config(**_DINOV2),
+        "patch_size": 14,
+        "reassemble_hidden_size": 64,
+        "neck_hidden_sizes": [16] * 4,
+        "fusion_hidden_size": 16,
+        "head_hidden_size": 16,
+    },
+    "detr": _detr(),
+    "dpt": {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [16] * 4,
+        "is_hybrid": False,
+        "fusion_hidden_size": 16,
+    },
+    "glpn": _PYRAMID,
+    "mask2former": _mask2former,
+    "maskformer": _maskformer,
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": _RT_DETR,
+    "segformer": _PYRAMID,
+    "swin2sr": {"image_size": 16, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    "table-transformer": _detr(),
+    "upernet": {
+        "backbone_config": transformers.ConvNextConfig(
+            hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=[f"stage{i}" for i in (1, 2, 3, 4)]
+        ),
+        "hidden_size": 32,
+        "auxiliary_in_channels": 32,
+        "pool_scales": [1, 2],
+    },
+    "yolos": {"image_size": [64, 64], "num_detection_tokens": 8},
     "bit": {"num_groups": 4, "embedding_size": 16},
     "data2vec-audio": {name: value for name, value in _WAVES.items() if not name.startswith("num_")},
     "hubert": {name: value for name, value in _WAVES.items() if not name.startswith(("tdnn", "xvector"))},

@@ -213,7 +213,8 @@ def evaluate(
         data: A `datasets.Dataset`, a list of dictionaries, a CSV, JSON or Parquet file, or the name of a data set on the
             Hub.
         metric: `accuracy`, `f1`, `precision`, `recall`, `matthews_correlation`, `seqeval`, `squad`, `exact_match`,
-            `spearmanr`, `pearsonr`, `mse` and `perplexity` work offline; other names go to the `evaluate` library. The task's default
+            `spearmanr`, `pearsonr`, `mse`, `perplexity` and those of images (`map`, `mean_iou`, `abs_rel`, `psnr`, ...) work
+            offline; other names go to the `evaluate` library. The task's default
             when `None`.
         against: `True` compares with the PyTorch model that the artifact was made from; or another model.
         task: Of a PyTorch model whose class does not tell.

@@ -147,7 +147,8 @@ def _share(sums: Floats, which: str) -> Floats:
     below = predicted + true - right if which == "mean_iou" else true
     shares = np.divide(right, below, out=np.zeros_like(right), where=below > 0)
     count = (below > 0).sum(-1).astype(np.float64)
-    return np.divide(shares.sum(-1), count, out=np.full_like(count, np.nan), where=count > 0)
+    means: Floats = np.divide(shares.sum(-1), count, out=np.full_like(count, np.nan), where=count > 0)
+    return means
 
 
 def _area_metric(name: str) -> Metric:
@@ -170,7 +171,9 @@ def _depths(predictions: Values, _: Values) -> Floats:
 
 def _depth(sums: Floats, place: int) -> Floats:
     mean: Floats = sums[..., place] / sums[..., -1]
-    return np.sqrt(mean) if _DEPTH[place] == "rmse" else mean
+    if _DEPTH[place] == "rmse":
+        mean = np.sqrt(mean)
+    return mean
 
 
 def _depth_metric(name: str) -> Metric:
