@@ -15,6 +15,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError, TaskError
+from accel.models.inputs import Inputs
 from accel.tasks.infer import fitting_task, infer_task, specs_for
 from accel.testing.sounds import RATE, tiny_sound
 
@@ -217,6 +218,16 @@ def test_voices(artifact: Callable[..., Artifact]) -> None:
     rows = [{"audio1": list(map(float, a)), "audio2": list(map(float, b)), "same": label} for a, b, label in pairs]
     found = accel.evaluate(artifact("wavlm", "audio-xvector").path, rows)
     assert (found.metric, found.value) == ("eer", 0.0)
+
+
+def test_a_mask_for_a_graph_without_one() -> None:
+    """Other tools' graphs of models with group normalisation take none: ones say nothing, zeros would be lost."""
+    inputs = Inputs(frozenset({"input_values"}), frozenset(), frozenset(), None)
+    given = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
+    assert set(inputs.read(given)[0]) == {"input_values"}
+    given["attention_mask"][1, 50:] = 0
+    with pytest.raises(InputError, match="not 'attention_mask'"):
+        inputs.read(given)
 
 
 def test_inputs_that_are_no_sound(artifact: Callable[..., Artifact]) -> None:
