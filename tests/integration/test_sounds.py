@@ -21,7 +21,7 @@ from accel.testing.sounds import RATE, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
 # An export costs seconds.
-SOME = ["cpu", pytest.param("openvino", marks=pytest.mark.thorough), "pytorch"]
+SOME = [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
 AUTO = {
     "ctc": "AutoModelForCTC",
     "audio-classification": "AutoModelForAudioClassification",
@@ -70,8 +70,8 @@ def largest(found: Any, expected: Any, names: tuple[str, ...]) -> float:
 THOROUGH = {"marks": pytest.mark.thorough}
 CASES = [
     *(("wav2vec2", "ctc", ("logits",), backend) for backend in BACKENDS),
-    ("wav2vec2-layer", "audio-classification", ("logits",), "cpu"),
     ("wav2vec2-layer", "audio-classification", ("logits",), "pytorch"),
+    pytest.param("wav2vec2-layer", "audio-classification", ("logits",), "cpu", **THOROUGH),
     pytest.param("wav2vec2-layer", "audio-classification", ("logits",), "openvino", **THOROUGH),
     *(pytest.param("wavlm", "audio-xvector", ("logits", "embeddings"), backend, **THOROUGH) for backend in BACKENDS),
     *(pytest.param("hubert", "ctc", ("logits",), backend, **THOROUGH) for backend in BACKENDS),
