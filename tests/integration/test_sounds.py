@@ -143,6 +143,9 @@ def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callab
     assert [spec.name for spec in specs_for(word)] == [word, "ctc"]
     assert fitting_task(word, {"architectures": ["Wav2Vec2ForCTC"]}) == "ctc"
     assert fitting_task(word, {"architectures": ["WhisperForConditionalGeneration"]}) == word
+    # A task whose architectures are another one's, with something behind them, is meant as it was named.
+    for task in ("sentence-similarity", "text-ranking", "feature-extraction"):
+        assert fitting_task(task, {"architectures": ["BertModel"]}) == task
     made = artifact("wav2vec2", "ctc")
     assert type(accel.ORTModel.from_pretrained(made.path, task=word)) is accel.ORTModelForCTC
     with pytest.raises(TaskError, match="ORTModelForCTC"):
