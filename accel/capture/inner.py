@@ -26,7 +26,7 @@ class WithInnerStates(Wrapper):
         """Run the model; attentions are written down by its plain implementation alone."""
         model: Any = self.model
         wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
-        with _plain_attention(model, self.attentions):
+        with plain_attention(model, self.attentions):
             result = model(**inputs, **wanted)
         found: Tensors = {}
         for name, value in result.items():
@@ -37,8 +37,21 @@ class WithInnerStates(Wrapper):
         return found
 
 
+class TracedPlainly(Wrapper):
+    """A model whose trace holds its plain attention; outside of a trace it is the model itself.
+
+    transformers' exporter answers a row that is masked everywhere with zeros, as PyTorch's fused kernels on GPUs do; on the CPU PyTorch
+    answers with the mean. Conformers of frames (Parakeet) mask padded rows so, and what is behind the end of a sound would differ.
+    """
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        """Run the model."""
+        with plain_attention(self.model, torch.compiler.is_exporting()):
+            return self.model(**inputs)
+
+
 @contextmanager
-def _plain_attention(model: Any, wanted: bool) -> Iterator[None]:
+def plain_attention(model: Any, wanted: bool) -> Iterator[None]:
     """The attention that returns its weights; the model's own afterwards."""
     before = getattr(model.config, "_attn_implementation", None)
     if not wanted or before in (None, "eager"):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..artifact.manifest import Origin
+from .inner import TracedPlainly
 from .pooling import Tensors, Wrapper
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 
@@ -92,6 +93,14 @@ class Source:
             if stateful:
                 tables["input_ids"] = tables["decoder_input_ids"]
         return {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
+
+    def with_plain_attention(self) -> Source | None:
+        """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""
+        if not {"samples", "frames"} & set(self.axes.get("attention_mask", {}).values()) or isinstance(
+            self.model, Wrapper
+        ):
+            return None
+        return replace(self, model=TracedPlainly(self.model).eval())
 
     def with_fixed_images(self) -> Source | None:
         """The same with images of the size that the model is made for alone; `None` where their size is fixed already."""

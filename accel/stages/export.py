@@ -151,12 +151,15 @@ def export_resolved(
     try:
         artifact = _export_source(source, out, spec, exporter, config, processor, started, resolved.hub)
     except (ExportError, ValidationError) as error:
-        # The model computes at any image size, and its trace does not.
+        # The model computes at any image size, and its trace does not; or what padded sounds attend to differs.
         fixed = source.with_fixed_images() if sample is None else None
-        if fixed is None:
+        plain = source.with_plain_attention() if isinstance(error, ValidationError) else None
+        other = fixed or plain
+        if other is None:
             raise
-        logger.info("exporting %s again for images of one size: %s", source.origin.id, error.message)
-        artifact = _export_source(fixed, out, spec, exporter, config, processor, started, resolved.hub)
+        how = "for images of one size" if fixed is not None else "with its plain attention"
+        logger.info("exporting %s again %s: %s", source.origin.id, how, error.message)
+        artifact = _export_source(other, out, spec, exporter, config, processor, started, resolved.hub)
     progress.report("exported", 4, 4)
     seconds = artifact.manifest.steps[-1].seconds
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)

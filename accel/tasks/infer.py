@@ -52,15 +52,17 @@ def specs_for(word: str) -> tuple[TaskSpec, ...]:
 
 
 def fitting_task(word: str, config: Mapping[str, Any]) -> str:
-    """The task that a word stands for with a model of this config: the first one whose architectures it is among, else the one of
-    that name.
+    """The task that a word stands for with a model of this config: the one of that name, or where that one's architectures are others,
+    one that this is among.
 
     Raises:
         TaskError: There is none.
     """
-    specs = specs_for(word)
+    first, *others = specs_for(word)
     name = str((config.get("architectures") or [""])[0])
-    return next((spec.name for spec in specs if name.endswith(spec.suffixes)), specs[0].name)
+    if not first.suffixes or name.endswith(first.suffixes):
+        return first.name
+    return next((spec.name for spec in others if name.endswith(spec.suffixes)), first.name)
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
