@@ -36,7 +36,9 @@ class _Wrapped:
         self._session = session
         self._component = component
         # Inputs that have a row a token, and the one that covers all tokens so far.
-        self._each = [spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",) and spec.role != "mask"]
+        self._each = [
+            spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",) and spec.role != "mask"
+        ]
         self._masks = [spec.name for spec in component.inputs if spec.role == "mask" and spec.pair is None]
 
     def __getattr__(self, name: str) -> Any:

@@ -29,7 +29,11 @@ __all__ = ["adopt", "adopt_onnx", "adopt_weights", "beside_config", "graph_files
 def holds_graphs(folder: Path) -> bool:
     """Whether a folder holds graphs that something here reads, as opposed to PyTorch weights alone."""
     described = any((folder / name).is_file() for name in (EXPORT, GENAI))
-    return described or bool(graph_files(folder)) or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
+    return (
+        described
+        or bool(graph_files(folder))
+        or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
+    )
 
 
 def adopt(

@@ -205,9 +205,7 @@ def _no_variant(folder: Path, variant: str, known: list[Named]) -> ArtifactNotFo
 def _unclear(folder: Path, candidates: list[str]) -> ArtifactNotFoundError:
     return ArtifactNotFoundError(
         f"{folder} has no model.onnx, and which of its graphs to take is not clear: {_listing(candidates)}.",
-        fix="pass one of these as file_name=..."
-        if candidates
-        else "export the model first: `accel export MODEL OUT`.",
+        fix="pass one of these as file_name=..." if candidates else "export the model first: `accel export MODEL OUT`.",
     )
 
 

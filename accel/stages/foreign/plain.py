@@ -9,7 +9,17 @@ from ...tasks.infer import task_spec
 from .decoders import adopt_decoders
 from .descriptions import describe
 from .files import one_graph
-from .reading import axes_of, external_files, max_sizes, named_specs, operator_domains, opset, precision, read_onnx, stamp
+from .reading import (
+    axes_of,
+    external_files,
+    max_sizes,
+    named_specs,
+    operator_domains,
+    opset,
+    precision,
+    read_onnx,
+    stamp,
+)
 
 
 def adopt_onnx(
