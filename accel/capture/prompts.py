@@ -141,6 +141,8 @@ def _whole(
         hidden = Encoder(model, None)(**inputs)["last_hidden_state"]
         cross = CrossAttention(model, None)(encoder_hidden_states=hidden)
         fixed.update({graph_name(name): value for name, value in cross.items()})
+        # Decoders of other tools read the encoder's output itself.
+        fixed["encoder_hidden_states"] = hidden
         if ENCODER_MASK in part.example:
             fixed[ENCODER_MASK] = inputs["attention_mask"]
         optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}

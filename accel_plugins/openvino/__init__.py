@@ -5,7 +5,7 @@ from accel.backends.specs import BackendSpec, Capability, SchemeSettings
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
 # An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
-_DECODERS = (
+DECODERS = (
     "text-generation",
     "text2text-generation",
     "automatic-speech-recognition",
@@ -37,9 +37,7 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
-        Capability(
-            stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=_DECODERS, thread_safe=True
-        ),
+        Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=DECODERS, thread_safe=True),
         # ONNX that exists already is converted; both levels do the same, exactly.
         Capability(
             stage="optimize",
@@ -47,7 +45,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             dtypes=_FLOATS,
             schemes=("O1", "O2"),
-            excludes=_DECODERS,
+            excludes=DECODERS,
         ),
         Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
         Capability(
@@ -56,7 +54,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             schemes=_SCHEMES,
             settings=_SETTINGS,
-            excludes=_DECODERS,
+            excludes=DECODERS,
         ),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from accel.artifact import (
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
 from accel.tasks.infer import task_spec
 
-from . import FORMAT
+from . import DECODERS, FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
 from .runtime import READ_ERRORS, core, missing_weights, one_line
 from .stateful import BEAM_INDEX
@@ -32,6 +33,7 @@ from .stateful import BEAM_INDEX
 logger = logging.getLogger(__name__)
 
 ENCODER, DECODER, FOLLOWING = (f"openvino_{part}_model.xml" for part in ("encoder", "decoder", "decoder_with_past"))
+DECODE = "openvino_decode.xml"
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
 _DECODER_AXES = {
@@ -61,11 +63,15 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
     )
     config = _config(root)
-    spec = task_spec(task)
-    several = spec.generates and (bool(config.get("is_encoder_decoder")) or bool(spec.encoder_decoder))
+    generates = task in DECODERS
+    several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
+    if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
+        # transformers' exporter: what takes several tokens behind a past takes a prompt behind none.
+        named = DECODE
+        _check_decode(folder)
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
     read = {name: _read(folder, file) for name, file in models.items()}
-    made = {"encoder": _single, "model": _decoder if spec.generates else _single, "decoder": _decoder}
+    made = {"encoder": _encoder, "model": _decoder if generates else _single, "decoder": _decoder}
     components = []
     for name, model in read.items():
         component = made[name](name, model, config, folder / models[name])
@@ -91,6 +97,22 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         quantization=Quantization(scheme=scheme) if scheme else None,
     )
     return Artifact(root.absolute(), manifest)
+
+
+def _check_decode(folder: Path) -> None:
+    """Refuse a graph of single steps, which says so in its manifest alone.
+
+    Raises:
+        IntegrityError: It was traced with one token.
+    """
+    found: Any = _json(folder / "export.json")
+    for key in ("components", "decode", "metadata", "kwargs", "input_ids", "shape"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, list) or len(found) != 2 or found[1] == 1:
+        raise IntegrityError(
+            f"{folder / DECODE} makes one token a call, and nothing hands it a prompt's keys and values.",
+            fix="export the model with multi_token_decode=True, or by `accel export MODEL OUT --backend openvino`.",
+        )
 
 
 def _read(folder: Path, file: str) -> ov.Model:
@@ -131,13 +153,38 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
     )
 
 
+def _encoder(name: str, model: ov.Model, _: dict[str, Any], path: Path) -> Component:
+    """A graph that reads text, sounds or an image. Sizes that it has for one image alone it tells when it runs."""
+    made = model.output("last_hidden_state") if "last_hidden_state" in _names(model.outputs) else None
+    if made is None or len(made.partial_shape) != 3:
+        raise IntegrityError(
+            f"{path} returns {sorted(_names(model.outputs))}; an encoder returns last_hidden_state with 3 axes.",
+            fix="export the model again: `accel export MODEL OUT --backend openvino`.",
+        )
+    inputs = tuple(input_spec(port.any_name, port, _named_shape(port), 0) for port in model.inputs)
+    axes = ("batch", "sequence" if "input_ids" in _names(model.inputs) else "encoder_sequence", "hidden")
+    sizes = zip(axes, made.partial_shape, strict=True)
+    shape = tuple(dim.get_length() if dim.is_static and axis != "batch" else axis for axis, dim in sizes)
+    return Component(
+        name=name,
+        file="",
+        files=(),
+        inputs=inputs,
+        outputs=(TensorSpec("last_hidden_state", dtype_word(made.element_type), shape),),
+    )
+
+
+def _names(ports: Iterable[ov.Output]) -> set[str]:
+    return {name for port in ports for name in port.get_names()}
+
+
 def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
     """A graph that makes the next token: with its cache inside, outside, or none.
 
     Raises:
         IntegrityError: It takes what a decoder here is not given, or is another model's.
     """
-    inside = {str(sink.get_variable_id()) for sink in model.get_sinks()}  # type: ignore[attr-defined]
+    inside = {str(sink.get_variable_id()) for sink in model.get_sinks()}
     pairs = cache_pairs(model)
     cached = bool(inside or pairs)
     specs = []
@@ -158,6 +205,12 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
             for i, dim in enumerate(port.partial_shape)
         )
         specs.append(replace(input_spec(port.any_name, port, shape, 0), pair=pairs.get(port.any_name)))
+    tokens = next((spec for spec in specs if spec.name == "input_ids"), None)
+    if tokens is None or tokens.shape != ("batch", "sequence"):
+        raise IntegrityError(
+            f"{path} does not take prompts of any length: input_ids is {tokens and tokens.shape}.",
+            fix="export the model again: with multi_token_decode=True, or by `accel export MODEL OUT --backend openvino`.",
+        )
     logits = next((port for port in model.outputs if "logits" in port.get_names()), None)
     if logits is None or (inside and BEAM_INDEX not in {port.any_name for port in model.inputs}):
         what = "returns no logits" if logits is None else f"has a state and no {BEAM_INDEX} to put it in order"
@@ -199,7 +252,10 @@ def cache_pairs(model: ov.Model) -> dict[str, str]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    return _json(folder / "config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

@@ -170,8 +170,8 @@ class OpenVinoState(StateDescription):
 
 
 def _is_cache(variable: str) -> bool:
-    """Whether a variable holds the keys and values of the tokens so far, by its name: ours and optimum-intel's."""
-    return variable.startswith("past")
+    """Whether a variable holds the keys and values of the tokens so far, by its name: ours, optimum-intel's, transformers'."""
+    return "past" in variable
 
 
 def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:

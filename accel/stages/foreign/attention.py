@@ -47,14 +47,14 @@ def with_mask(model: onnx.ModelProto, where: Path) -> onnx.ModelProto:
     nodes = grouped(model)
     inputs = {value.name: value for value in graph.input}
     written = {name for node in nodes for name in node.output[1:3]}
-    caches = [value for value in graph.output if value.name.startswith("present_")]
+    caches = [value for value in graph.output if value.name.startswith("present.")]
     tokens = next((name for name in ("input_ids", "inputs_embeds") if name in inputs), None)
     if _MASK not in inputs or tokens is None or {value.name for value in caches} != written:
         raise IntegrityError(
             f"{where} has attention that counts tokens, and not the inputs and the cache that go with it.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
-    dtype = inputs["past_0_key"].type.tensor_type.elem_type
+    dtype = inputs["past_key_values.0.key"].type.tensor_type.elem_type
     for name, value in (("bias_zero", 0), ("bias_one", 1), ("bias_two", 2)):
         graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [value]))
     graph.initializer.append(helper.make_tensor("bias_least", dtype, [], [_LEAST[dtype]]))
@@ -84,6 +84,6 @@ def with_mask(model: onnx.ModelProto, where: Path) -> onnx.ModelProto:
     del graph.node[:]
     graph.node.extend(copies)
     for value in (*graph.input, *caches):
-        if value.name.startswith(("past_", "present_")):
+        if value.name.startswith(("past_key_values.", "present.")):
             value.type.tensor_type.shape.dim[2].dim_param = CAPACITY
     return model

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORM = 1
+_FORM = 2
 """Counts changes of what is kept under `ACCEL_HOME` for a folder."""
 _SEQUENCES = ("input_ids", "decoder_input_ids", "position_ids", "inputs_embeds")
 _KNOWN = {
@@ -180,7 +180,7 @@ def _branches(folder: Path, one: _Read) -> tuple[_Read, _Read]:
 def _joined(folder: Path, prompt: _Read, following: _Read) -> _Read:
     """Both under an `If`, in our words."""
     models = [surgery.in_our_words(one.model) for one in (prompt, following)]
-    pasts = [value.name for value in models[1].graph.input if value.name.startswith("past_")]
+    pasts = [value.name for value in models[1].graph.input if value.name.startswith("past_key_values.")]
     if not pasts:
         raise IntegrityError(
             f"{folder / following.file} reads no past keys and values.", fix="export the model again, with its cache."
@@ -250,7 +250,7 @@ def _component(name: str, read: _Read, settings: _Settings, folder: Path, *, con
     pairs = _pairs([v.name for v in inputs], [v.name for v in graph.output], where) if cached else {}
     whole = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
     takes = {*whole, *pairs, "logits_to_keep", "num_logits_to_keep"}
-    odd = [v.name for v in inputs if v.name not in takes and not v.name.startswith("cross_")]
+    odd = [v.name for v in inputs if v.name not in takes and not v.name.startswith("cross.")]
     if odd:
         raise IntegrityError(
             f"{where} takes {odd}, which a decoder here is not given.",
@@ -280,7 +280,7 @@ _CROSS: Mapping[str, tuple[str | None, ...]] = {surgery.HIDDEN: ("batch", "encod
 
 
 def _returned(component: str, name: str) -> bool:
-    return name == "last_hidden_state" if component == "encoder" else name.startswith("cross_")
+    return name == "last_hidden_state" if component == "encoder" else name.startswith("cross.")
 
 
 def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]:
@@ -289,9 +289,9 @@ def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]
     pairs = {}
     for name in inputs:
         our = surgery.our_name(name)
-        if our is None or not our.startswith("past_"):
+        if our is None or not our.startswith("past_key_values."):
             continue
-        present = ours.get(our.replace("past", "present", 1))
+        present = ours.get(our.replace("past_key_values", "present", 1))
         if present is None:
             raise IntegrityError(
                 f"{where} takes {name!r} and returns nothing for it.", fix="export the model again, with its cache."
@@ -315,8 +315,8 @@ def _spec(
     if pair is not None:
         # One name for both is one buffer with room for more tokens.
         one = sizes[2] == CAPACITY
-        axes = ("batch", None, CAPACITY if one else "past" if our.startswith("past_") else "total", None)
-    elif our.startswith("cross_"):
+        axes = ("batch", None, CAPACITY if one else "past" if our.startswith("past_key_values.") else "total", None)
+    elif our.startswith("cross."):
         axes = ("batch", None, "encoder_sequence", None)
     if len(axes) != len(sizes):
         raise IntegrityError(
@@ -326,7 +326,7 @@ def _spec(
     shape = tuple(
         axis if axis is not None and isinstance(size, str) else size for axis, size in zip(axes, sizes, strict=True)
     )
-    if pair is not None or our.startswith("cross_"):
+    if pair is not None or our.startswith("cross."):
         # Files that name these axes, too, leave their sizes to the config.
         heads, size = (
             given if isinstance(found, str) and given is not None else found

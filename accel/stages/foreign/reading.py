@@ -35,7 +35,9 @@ _HALF = {10: "float16", 16: "bfloat16"}
 _WORDS = {"float": "float32", "double": "float64"}
 # What `torch.export` calls an axis: `s72`.
 _SYMBOL = re.compile(r"s\d+\Z")
-_TEXT = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence"))
+_TEXT: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")
+)
 _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
 _NUMBER = re.compile(r"\d+\Z")
 
@@ -124,7 +126,7 @@ def dtype_word(elem_type: int) -> str:
     """torch's word for one of ONNX' element types."""
     import onnx
 
-    word = onnx.TensorProto.DataType.Name(elem_type).lower()
+    word = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
     return _WORDS.get(word, word)
 
 

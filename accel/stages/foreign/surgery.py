@@ -50,16 +50,16 @@ _ROW_BY_ROW = _BOTH | frozenset(
 def our_name(name: str, *, output: bool = False) -> str | None:
     """Our name for a tensor of a cache, by its name in a file; `None` for others.
 
-    `past_key_values.0.key` and `past_key_values.0.decoder.key` are `past_0_key`; of the encoder's, `past…` is `cross_0_key`
-    and `present…` is `new_cross_0_key`.
+    `past_key_values.0.decoder.key` is `past_key_values.0.key`; of the encoder's, `past…` is `cross.0.key` and `present…` is
+    `new_cross.0.key`.
     """
     found = _CACHE.match(name) or _LAYERS.match(name)
     if found is None:
         return None
     past = found["when"].startswith("past") if found.re is _CACHE else not output
     encoders = found["whose"] in ("encoder", "cross")
-    prefix = ("cross" if past else "new_cross") if encoders else "past" if past else "present"
-    return f"{prefix}_{int(found['layer'])}_{found['kind']}"
+    prefix = ("cross" if past else "new_cross") if encoders else "past_key_values" if past else "present"
+    return f"{prefix}.{int(found['layer'])}.{found['kind']}"
 
 
 def in_our_words(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -147,7 +147,7 @@ def cross_attention(prompt: onnx.ModelProto, where: Path) -> onnx.ModelProto:
     """
     made = _copy(prompt)
     _rows_of_hidden(made.graph)
-    made = only(made, lambda name: name.startswith("new_cross_"))
+    made = only(made, lambda name: name.startswith("new_cross."))
     values = _values_read(made.graph)
     if values != {HIDDEN}:
         raise IntegrityError(
@@ -244,14 +244,14 @@ def with_cross_inputs(prompt: onnx.ModelProto) -> onnx.ModelProto:
     """The graph that reads a prompt, in our words, with the keys and values of the encoder's output as inputs."""
     made = _copy(prompt)
     graph = made.graph
-    for value in [one for one in graph.output if one.name.startswith("new_cross_")]:
+    for value in [one for one in graph.output if one.name.startswith("new_cross.")]:
         ours = value.name.removeprefix("new_")
         for node in graph.node:
             _rename_node(node, {value.name: ours}, outputs=False)
         given = graph.input.add()
         given.CopyFrom(value)
         given.name = ours
-    return only(made, lambda name: not name.startswith("new_cross_"))
+    return only(made, lambda name: not name.startswith("new_cross."))
 
 
 def joined(

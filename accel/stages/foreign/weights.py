@@ -54,7 +54,8 @@ def content(tensor: onnx.TensorProto, folder: Path) -> str:
 def _bytes(tensor: onnx.TensorProto) -> bytes:
     from onnx import numpy_helper
 
-    return tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+    raw: bytes = tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+    return raw
 
 
 def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) -> dict[str, list[str]]:
@@ -114,7 +115,7 @@ def _point(tensor: onnx.TensorProto, place: str, offset: int | None = None, leng
     if offset is not None:
         entries |= {"offset": str(offset), "length": str(length)}
     for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-        tensor.ClearField(field)  # type: ignore[arg-type]
+        tensor.ClearField(field)
     del tensor.external_data[:]
     for key, value in entries.items():
         tensor.external_data.add(key=key, value=value)

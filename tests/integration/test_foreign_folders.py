@@ -1,0 +1,451 @@
+"""Folders that other tools exported: they load, answer as PyTorch does, and generate the same tokens.
+
+The folders are those tools' own, of tiny models: see tests/fixtures/foreign.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import AccelError, ArtifactNotFoundError, InputError, IntegrityError, SessionError
+from accel.stages.foreign import adopt_onnx
+from accel.stages.validate import validate
+
+PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
+# Of float32 logits up to 5, computed by other kernels.
+CLOSE = 1e-4
+TEXT, TEXT2TEXT = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+AUTO = {
+    "bert": "AutoModelForSequenceClassification", "gpt2": TEXT, "llama": TEXT, "mistral": TEXT, "bloom": TEXT, "opt": TEXT,
+    "t5": TEXT2TEXT, "bart": TEXT2TEXT, "marian": TEXT2TEXT, "whisper": "AutoModelForSpeechSeq2Seq",
+    "trocr": "AutoModelForImageTextToText",
+}  # fmt: skip
+OURS = {
+    "AutoModelForSequenceClassification": accel.ORTModelForSequenceClassification,
+    TEXT: accel.ORTModelForCausalLM,
+    TEXT2TEXT: accel.ORTModelForSeq2SeqLM,
+    "AutoModelForSpeechSeq2Seq": accel.ORTModelForSpeechSeq2Seq,
+    "AutoModelForImageTextToText": accel.ORTModelForVision2Seq,
+}
+THOROUGH = pytest.mark.thorough
+PAIR = {"file_name": "decoder_with_past_model.onnx"}
+DECODERS: list[Any] = [
+    ("optimum/gpt2-past", {}),
+    ("optimum/gpt2-nocache", {}),
+    ("optimum/gpt2-pair", {}),
+    ("optimum/gpt2-pair", PAIR),
+    ("optimum/llama-external", {}),
+    ("genai/mistral-fp32", {}),
+    ("exported/llama-single-onnx", {}),
+    ("exported/llama-multi-openvino", {}),
+    ("intel/gpt2-ir", {}),
+    ("intel/gpt2-nocache", {}),
+    ("intel/llama-stateless", {}),
+    pytest.param("optimum/gpt2-web", {}, marks=THOROUGH),
+    pytest.param("optimum/bloom-past", {}, marks=THOROUGH),
+    pytest.param("optimum/bloom-pair", {}, marks=THOROUGH),
+    pytest.param("optimum/opt-past", {}, marks=THOROUGH),
+    pytest.param("exported/llama-multi-onnx", {}, marks=THOROUGH),
+]
+ENCODER_DECODERS: list[Any] = [
+    ("optimum/t5-past", {}),
+    ("optimum/t5-past", PAIR),
+    ("optimum/t5-nocache", {}),
+    ("optimum/whisper-past", {}),
+    ("optimum/trocr-past", {}),
+    ("intel/t5-ir", {}),
+    ("intel/whisper-ir", {}),
+    pytest.param("intel/trocr-ir", {}, marks=THOROUGH),
+    pytest.param("intel/t5-stateless", {}, marks=THOROUGH),
+    pytest.param("intel/t5-nocache", {}, marks=THOROUGH),
+    pytest.param("optimum/t5-web", {}, marks=THOROUGH),
+    pytest.param("optimum/bart-past", {}, marks=THOROUGH),
+    pytest.param("optimum/bart-past", PAIR, marks=THOROUGH),
+    pytest.param("optimum/marian-past", {}, marks=THOROUGH),
+]
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "without a cache": {"use_cache": False},
+}
+
+
+@pytest.fixture(scope="session")
+def folders(shared: Callable[..., Path]) -> Path:
+    """All of them, unpacked."""
+
+    def unpack(out: Path) -> None:
+        with tarfile.open(PACKED) as archive:
+            archive.extractall(out, filter="data")
+
+    return shared("foreign", unpack)
+
+
+@pytest.fixture(scope="session")
+def original(folders: Path) -> Callable[[str], Any]:
+    """The PyTorch model that a folder was exported from."""
+    held: dict[str, Any] = {}
+
+    def get(folder: str) -> Any:
+        name = Path(folder).name.split("-")[0]
+        if name not in held:
+            held[name] = getattr(transformers, AUTO[name]).from_pretrained(folders / "models" / name).eval()
+        return held[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def opened(folders: Path) -> Callable[..., Any]:
+    """A folder behind the class of its task; opened once."""
+    held: dict[str, Any] = {}
+
+    def get(folder: str, **words: Any) -> Any:
+        key = f"{folder} {sorted(words.items())}"
+        if key not in held:
+            held[key] = OURS[AUTO[Path(folder).name.split("-")[0]]].from_pretrained(folders / folder, **words)
+        return held[key]
+
+    return get
+
+
+def inputs_of(folder: str) -> dict[str, torch.Tensor]:
+    """Three padded prompts: in front for decoders, behind for encoders; sounds and images have no padding."""
+    random = torch.Generator().manual_seed(3)
+    name = Path(folder).name.split("-")[0]
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 4, 3000, generator=random)}
+    if name == "trocr":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=random)}
+    ids = torch.randint(3, 99, (3, 7), generator=random)
+    mask = torch.ones_like(ids)
+    if AUTO[name] == TEXT:
+        mask[1, :3], mask[2, :1] = 0, 0
+    else:
+        mask[1, 4:], mask[2, 6:] = 0, 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def prompts_of(folder: str, model: Any) -> dict[str, torch.Tensor]:
+    """What a whole call takes: for an encoder's decoder four tokens, as well."""
+    inputs = inputs_of(folder)
+    if model.config.is_encoder_decoder:
+        return {**inputs, "decoder_input_ids": torch.tensor([[1, 5, 7, 9]]).repeat(len(next(iter(inputs.values()))), 1)}
+    if "position_ids" in {spec.name for spec in model.artifact.components[0].inputs}:
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return inputs
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).detach().abs().max())
+
+
+@pytest.mark.parametrize(("folder", "words"), [*DECODERS, *ENCODER_DECODERS])
+def test_the_logits_are_pytorchs(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
+    model, expected = opened(folder, **words), original(folder)
+    prompts = prompts_of(folder, model)
+    taken = {n: t for n, t in prompts.items() if n != "position_ids" or "bloom" not in folder}
+    with torch.no_grad():
+        found, wanted = model(**prompts).logits, expected(**taken).logits
+    if "decoder_input_ids" not in prompts:
+        seen = prompts["attention_mask"].bool()
+        found, wanted = found[seen], wanted[seen]
+    assert difference(found, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("folder", "words"), [*DECODERS, *ENCODER_DECODERS])
+def test_the_tokens_are_pytorchs(folder: str, words: dict[str, str], mode: str, opened: Any, original: Any) -> None:
+    how = {**MODES[mode], "do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "eos_token_id": 2}
+    if "whisper" in folder:
+        # Its own `generate` says which arguments it sets itself.
+        how.pop("min_new_tokens")
+    found = opened(folder, **words).generate(**inputs_of(folder), **how)
+    assert torch.equal(found, original(folder).generate(**inputs_of(folder), **how))
+
+
+@pytest.mark.parametrize(("folder", "words"), DECODERS)
+def test_several_tokens_behind_a_past(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
+    model, ids = opened(folder, **words), inputs_of(folder)["input_ids"][:1]
+    with torch.no_grad():
+        expected = original(folder)(ids).logits
+    cache = model.new_cache()
+    model(ids[:, :3], past_key_values=cache)
+    assert difference(model(ids[:, 3:], past_key_values=cache).logits, expected[:, 3:]) < CLOSE
+    cache.crop(-2)
+    assert cache.get_seq_length() == 5
+    assert difference(model(ids[:, 5:], past_key_values=cache).logits, expected[:, 5:]) < CLOSE
+
+
+@pytest.mark.parametrize(("folder", "words"), ENCODER_DECODERS)
+def test_rows_of_a_cache_change_places(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
+    model, prompts = opened(folder, **words), prompts_of(folder, opened(folder, **words))
+    tokens, order = prompts.pop("decoder_input_ids"), torch.tensor([1, 0, 1])
+    cache = model.new_cache()
+    model(**prompts, decoder_input_ids=tokens[:, :1], past_key_values=cache)
+    model(**prompts, decoder_input_ids=tokens[:, 1:], past_key_values=cache)
+    cache.reorder_cache(order)
+    last = torch.full((3, 1), 4)
+    moved = {name: tensor[order] for name, tensor in prompts.items()}
+    found = model(**moved, decoder_input_ids=last, past_key_values=cache).logits
+    with torch.no_grad():
+        expected = original(folder)(**moved, decoder_input_ids=torch.cat([tokens[order], last], dim=1)).logits
+    assert difference(found, expected[:, -1:]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "optimum/bert-external",
+        "optimum/bert-web",
+        "exported/bert-plain-onnx",
+        "exported/bert-plain-openvino",
+        "intel/bert-ir",
+    ],
+)
+def test_one_graph(folder: str, opened: Any, original: Any) -> None:
+    inputs = inputs_of(folder)
+    with torch.no_grad():
+        expected = original(folder)(**inputs).logits
+    assert difference(opened(folder)(**inputs).logits, expected) < CLOSE
+
+
+@pytest.mark.parametrize("words", [{"variant": "quantized"}, {"file_name": "onnx/model_quantized.onnx"}])
+def test_a_variant_is_what_runs(words: dict[str, str], opened: Any, folders: Path) -> None:
+    inputs = inputs_of("optimum/bert-web")
+    session = onnxruntime.InferenceSession(folders / "optimum/bert-web/onnx/model_quantized.onnx")
+    given = {
+        one.name: inputs.get(one.name, torch.zeros_like(inputs["input_ids"])).numpy() for one in session.get_inputs()
+    }
+    (expected,) = session.run(["logits"], given)
+    model = opened("optimum/bert-web", **words)
+    assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
+    assert model.artifact.manifest.quantization.scheme == "int8"
+
+
+def test_a_variant_of_two_graphs(opened: Any, folders: Path) -> None:
+    model = opened("optimum/t5-web", variant="quantized")
+    same = opened("optimum/t5-web", subfolder="onnx", file_name="decoder_model_merged_quantized.onnx")
+    assert model.artifact.component("encoder").files[0].sha256 == same.artifact.component("encoder").files[0].sha256
+    inputs = prompts_of("optimum/t5-web", model)
+    graphs = folders / "optimum/t5-web/onnx"
+    encoder = onnxruntime.InferenceSession(graphs / "encoder_model_quantized.onnx")
+    decoder = onnxruntime.InferenceSession(graphs / "decoder_model_quantized.onnx")
+    given = {name: tensor.numpy() for name, tensor in inputs.items()}
+    (hidden,) = encoder.run(None, {name: given[name] for name in ("input_ids", "attention_mask")})
+    feeds = {"input_ids": given["decoder_input_ids"], "encoder_hidden_states": hidden}
+    expected = decoder.run(["logits"], {**feeds, "encoder_attention_mask": given["attention_mask"]})[0]
+    assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
+
+
+def test_weights_of_two_graphs_are_kept_once(opened: Any, folders: Path) -> None:
+    model = opened("optimum/gpt2-pair", **PAIR)
+    kept = {
+        path.name: path.stat().st_size for path in model.artifact.path.iterdir() if path.suffix in (".onnx", ".data")
+    }
+    one = (folders / "models/gpt2/model.safetensors").stat().st_size
+    assert kept["weights.data"] < 1.5 * one
+
+
+def test_weights_beside_a_graph_are_not_copied(opened: Any, folders: Path) -> None:
+    artifact = opened("genai/mistral-fp32").artifact
+    linked = [
+        artifact.path / record.name for record in artifact.component().files if record.name.endswith(".onnx.data")
+    ]
+    assert linked[0].samefile(folders / "genai/mistral-fp32/model.onnx.data")
+
+
+def test_what_was_brought_to_one_form_is_found_again(opened: Any, folders: Path) -> None:
+    first = opened("optimum/gpt2-pair").artifact
+    changed = first.path.stat().st_mtime_ns
+    assert adopt_onnx(folders / "optimum/gpt2-pair", task="text-generation").path == first.path
+    assert first.path.stat().st_mtime_ns == changed
+
+
+def test_a_foreign_model_is_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
+    opened("optimum/t5-past").save_pretrained(tmp_path / "saved")
+    again = accel.ORTModel.from_pretrained(tmp_path / "saved")
+    inputs = prompts_of("optimum/t5-past", again)
+    assert difference(again(**inputs).logits, opened("optimum/t5-past")(**inputs).logits) == 0
+
+
+@pytest.mark.parametrize("folder", ["optimum/t5-past", "optimum/gpt2-pair", "intel/gpt2-ir"])
+def test_validated_against_its_weights(folder: str, opened: Any, folders: Path) -> None:
+    found = validate(opened(folder).artifact, against=folders / "models" / Path(folder).name.split("-")[0])
+    assert found.passed
+
+
+def test_any_class_finds_the_task(folders: Path) -> None:
+    with accel.ORTModel.from_pretrained(folders / "genai/mistral-fp32") as model:
+        assert type(model) is accel.ORTModelForCausalLM
+        assert model.config.model_type == "mistral"
+
+
+def test_a_pipeline(folders: Path) -> None:
+    pipe = accel.pipeline("text-generation", model=str(folders / "genai/mistral-fp32"))
+    answers = pipe(["w5 w6 w7", "w8"], max_new_tokens=3, min_new_tokens=3, do_sample=False, batch_size=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "models/mistral")
+    expected = transformers.pipeline("text-generation", model=str(folders / "models/mistral"), tokenizer=tokenizer)
+    assert answers == expected(["w5 w6 w7", "w8"], max_new_tokens=3, min_new_tokens=3, do_sample=False, batch_size=2)
+
+
+# What cannot be right
+
+
+@pytest.fixture
+def copied(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy that a test may damage."""
+    return lambda folder: Path(shutil.copytree(folders / folder, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "missing", "kind"),
+    [
+        ("optimum/t5-past", "encoder_model.onnx", ArtifactNotFoundError),
+        ("optimum/gpt2-pair", "decoder_model*.onnx", ArtifactNotFoundError),
+        ("optimum/llama-external", "model.onnx.data", IntegrityError),
+        ("genai/mistral-fp32", "model.onnx", ArtifactNotFoundError),
+        ("exported/llama-single-onnx", "prefill.onnx", ArtifactNotFoundError),
+        ("intel/t5-ir", "openvino_decoder_model.xml", ArtifactNotFoundError),
+        ("intel/t5-ir", "openvino_decoder_model.bin", IntegrityError),
+    ],
+)
+def test_a_missing_file_is_named(folder: str, missing: str, kind: type[AccelError], copied: Any) -> None:
+    path = copied(folder)
+    for file in path.glob(missing):
+        file.unlink()
+    with pytest.raises(kind) as error:
+        accel.ORTModel.from_pretrained(path)
+    assert missing.replace("*", "") in str(error.value)
+
+
+def edited(path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+    model = onnx.load(path, load_external_data=False)
+    change(model)
+    onnx.save(model, path)
+
+
+def _outside(model: onnx.ModelProto) -> None:
+    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    next(entry for entry in tensor.external_data if entry.key == "location").value = "../secret"
+
+
+def _no_number(model: onnx.ModelProto) -> None:
+    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    tensor.external_data.add(key="length", value="__import__('os').abort()")
+
+
+def _beyond(model: onnx.ModelProto) -> None:
+    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    for entry in [entry for entry in tensor.external_data if entry.key == "length"]:
+        entry.value = str(1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [(_outside, "not beside"), (_no_number, "no place"), (_beyond, "truncated")]
+)
+def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
+    path = copied("optimum/llama-external")
+    edited(path / "model.onnx", change)
+    with pytest.raises(IntegrityError, match=word):
+        accel.ORTModelForCausalLM.from_pretrained(path)
+
+
+def test_a_dimension_is_a_name_and_nothing_else(copied: Any) -> None:
+    path = copied("optimum/gpt2-past")
+
+    def change(model: onnx.ModelProto) -> None:
+        for value in (*model.graph.input, *model.graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param:
+                    dim.dim_param = f"__import__('os').abort() + {dim.dim_param}"
+
+    edited(path / "model.onnx", change)
+    with accel.ORTModelForCausalLM.from_pretrained(path) as model:
+        assert model.artifact.component().inputs[0].shape == ("batch", "sequence")
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "word"),
+    [
+        ("optimum/gpt2-past", {"vocab_size": 98}, "98"),
+        ("optimum/gpt2-past", {"n_layer": 3}, "layers"),
+        ("optimum/t5-past", {"num_decoder_layers": 3}, "layers"),
+        ("intel/gpt2-ir", {"vocab_size": 98}, "98"),
+    ],
+)
+def test_a_config_of_another_model(folder: str, changes: dict[str, int], word: str, copied: Any) -> None:
+    path = copied(folder) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+    with pytest.raises(IntegrityError, match=word):
+        accel.ORTModel.from_pretrained(path.parent)
+
+
+def test_a_newer_format_is_refused(copied: Any) -> None:
+    path = copied("optimum/gpt2-past")
+
+    def change(model: onnx.ModelProto) -> None:
+        model.ir_version = 99
+
+    edited(path / "model.onnx", change)
+    with pytest.raises(SessionError, match="99"):
+        accel.ORTModelForCausalLM.from_pretrained(path)
+
+
+def test_a_step_alone_is_no_decoder(copied: Any) -> None:
+    path = copied("optimum/gpt2-pair")
+    for name in ("decoder_model.onnx", "decoder_model_merged.onnx"):
+        (path / name).unlink()
+    with pytest.raises(ArtifactNotFoundError, match="the decoder that reads the prompt"):
+        accel.ORTModelForCausalLM.from_pretrained(path)
+
+
+def test_an_export_without_its_encoder(folders: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="encoder"):
+        accel.ORTModelForSeq2SeqLM.from_pretrained(folders / "exported/t5-single-onnx")
+
+
+def test_a_decoder_of_single_steps_in_ir(folders: Path) -> None:
+    with pytest.raises(IntegrityError, match="multi_token_decode"):
+        accel.ORTModelForCausalLM.from_pretrained(folders / "exported/llama-single-openvino")
+
+
+def test_an_unknown_variant_lists_the_known(folders: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="fp32, quantized, uint8"):
+        accel.ORTModelForSequenceClassification.from_pretrained(folders / "optimum/bert-web", variant="q5")
+
+
+def test_padding_that_a_decoder_cannot_see_is_refused(opened: Any) -> None:
+    inputs = prompts_of("optimum/t5-past", opened("optimum/t5-past"))
+    mask = torch.tensor([[0, 1, 1, 1]]).repeat(3, 1)
+    with pytest.raises(InputError, match="hides tokens"):
+        opened("optimum/t5-past")(**inputs, decoder_attention_mask=mask)
+
+
+def test_a_backend_that_has_not_the_operators_says_so(folders: Path) -> None:
+    with pytest.raises(AccelError, match="openvino"):
+        accel.ORTModelForCausalLM.from_pretrained(folders / "genai/mistral-fp32", backend="openvino")
+
+
+def test_the_manifest_of_ours_is_still_needed(opened: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    opened("optimum/gpt2-pair").save_pretrained(saved)
+    assert Artifact.load(saved).component().continues == "one"
+    (saved / "accel.json").unlink()
+    with pytest.raises(IntegrityError, match=r"accel\.json is missing"):
+        accel.ORTModelForCausalLM.from_pretrained(saved)
