@@ -197,7 +197,8 @@ class ORTModel(Familiar):
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
         """The class of a task, for a class that opens any."""
-        return load(task_spec(task).model)
+        found: type[Any] = load(task_spec(task).model)
+        return found
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)

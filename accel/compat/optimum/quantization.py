@@ -81,10 +81,10 @@ class ORTQuantizableOperator(Enum):
 
 def _member(kind: type[Enum], value: Any) -> Any:
     """A member by its name; ONNX Runtime's own, which have the same names, are kept."""
-    name = value if isinstance(value, str) else getattr(value, "name", None)
+    name = value if isinstance(value, str) else str(getattr(value, "name", value))
     if name not in kind.__members__:
         raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
-    return kind[name] if isinstance(value, str) else value
+    return kind[value] if isinstance(value, str) else value
 
 
 @dataclass
@@ -211,9 +211,16 @@ class AutoQuantizationConfig:
     @staticmethod
     def tensorrt(per_channel: bool = True, **settings: Any) -> QuantizationConfig:
         """For TensorRT: static, signed and symmetric."""
-        signed = {"activations_dtype": QuantType.QInt8, "use_symmetric_activations": True}
-        pairs = {"qdq_add_pair_to_weight": True, "qdq_dedicated_pair": True}
-        return _for("tensorrt", True, per_channel=per_channel, **signed, **pairs, **settings)
+        return _for(
+            "tensorrt",
+            True,
+            per_channel=per_channel,
+            use_symmetric_activations=True,
+            activations_dtype=QuantType.QInt8,
+            qdq_add_pair_to_weight=True,
+            qdq_dedicated_pair=True,
+            **settings,
+        )
 
 
 def _for(
