@@ -141,16 +141,18 @@ def test_stages_write_beside_a_saved_model(model: Any, inputs: Any, wanted: torc
     assert not torch.allclose(found, wanted, **CLOSE)
 
 
-def test_a_generator_needs_a_folder_of_its_own(generator: Any, tmp_path: Path) -> None:
+def test_a_generator_is_quantized_beside_itself(generator: Any, tmp_path: Path) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(generator("gpt2").path)
     config = optimum.AutoQuantizationConfig.avx2(is_static=False, per_channel=False)
     quantizer = optimum.ORTQuantizer.from_pretrained(model)
     model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(OutputFolderError, match="a manifest of their own"):
-        quantizer.quantize(config, tmp_path / "saved")
-    made = quantizer.quantize(config, tmp_path / "own")
-    quantized = optimum.ORTModelForCausalLM.from_pretrained(made)
-    assert quantized.path.name == "model_quantized.onnx"
+    quantizer.quantize(config, tmp_path / "saved")
+    with pytest.raises(OutputFolderError, match="file_suffix"):
+        quantizer.quantize(config, tmp_path / "saved" / "quantized", file_suffix="")
+    quantized = optimum.ORTModelForCausalLM.from_pretrained(tmp_path / "saved", file_name="model_quantized.onnx")
+    assert (tmp_path / "saved" / "model_quantized.onnx").is_file()
+    assert quantized.artifact.manifest.quantization.scheme == "dynamic-int8"
+    assert optimum.ORTModelForCausalLM.from_pretrained(tmp_path / "saved").artifact.manifest.quantization is None
     assert quantized.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2).shape == (1, 5)
 
 

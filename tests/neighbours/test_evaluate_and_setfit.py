@@ -52,7 +52,8 @@ def test_evaluator(tmp_path: Path) -> None:
 
 
 _METRIC = """
-import datasets, evaluate
+import datasets
+import evaluate
 
 class Share(evaluate.Metric):
     def _info(self):
