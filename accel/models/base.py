@@ -180,8 +180,7 @@ class ORTModel(Familiar):
             )
         default = None if cls._any_task else cls.task
         resolved = resolve(model_id, task=task, default_task=default, hub=hub, file_name=file_name, export=export)
-        own: type[Self] = cls._for_task(resolved.task) if cls._any_task else cls
-        made = own(
+        made = (cls._for_task(resolved.task) if cls._any_task else cls)(
             artifact_for(resolved, settings, export_config),
             backend=settings.backend,
             device=settings.device,
@@ -197,8 +196,7 @@ class ORTModel(Familiar):
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
         """The class of a task, for a class that opens any."""
-        found: type[Any] = load(task_spec(task).model)
-        return found
+        return load(task_spec(task).model)  # type: ignore[no-any-return]
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)

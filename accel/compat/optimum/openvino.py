@@ -19,8 +19,8 @@ from ...errors import ArtifactNotFoundError, ConfigError, QuantizeError, did_you
 from ...models.arguments import session_options_of
 from ...stages.quantize_once import quantize
 from ...tuning.budget import quantize as quantize_with_data
+from .calibration import batches_of, calibration_rows, only_inputs
 from .placing import without_mark
-from .quantization import batches_of, calibration_rows, only_inputs
 
 logger = logging.getLogger(__name__)
 
