@@ -23,8 +23,8 @@ from accel.artifact import Artifact
 from accel.stages.export import export
 from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
-from accel.testing.sounds import SOUND_FAMILIES, save_sound_model
 from accel.testing.pictures import PICTURES, save_tiny_pictures
+from accel.testing.sounds import SOUND_FAMILIES, save_sound_model
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 

@@ -91,7 +91,7 @@ class StateDescription:
         """
         raise InputError(
             "The keys and values of this backend are in a form of its own.",
-            fix="read them with backend='cpu' or 'openvino'.",
+            fix="read them with another backend=..., such as 'cpu'.",
         )
 
     def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
@@ -102,5 +102,5 @@ class StateDescription:
         """
         raise InputError(
             "This backend takes no keys and values that were computed elsewhere.",
-            fix="start with the whole text, or load the model with backend='cpu' or 'openvino'.",
+            fix="start with the whole text, or load the model with another backend=..., such as 'cpu'.",
         )

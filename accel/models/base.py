@@ -184,8 +184,7 @@ class ORTModel(Familiar, Saveable):
         resolved = resolve(
             model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
         )
-        own: type[Self] = cls._for_task(resolved.task) if cls._any_task else cls
-        made = own(
+        made = (cls._for_task(resolved.task) if cls._any_task else cls)(
             artifact_for(resolved, settings, export_config),
             backend=settings.backend,
             device=settings.device,

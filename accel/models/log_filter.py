@@ -13,14 +13,14 @@ class NotSupportedFilter(logging.Filter):
     class does serve the pipeline's task.
     """
 
-    _MESSAGE = re.compile(r"The model '(ORTModelFor\w+)' is not supported for ([\w-]+)\.")
+    _MESSAGE = re.compile(r"The model '(?:ORT|OV)(ModelFor\w+)' is not supported for ([\w-]+)\.")
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is logged."""
         match = self._MESSAGE.match(str(record.msg))
         if match is None:
             return True
-        return not any(spec.model_name == match[1] and match[2] in spec.serves for spec in all_tasks())
+        return not any(spec.model_name == f"ORT{match[1]}" and match[2] in spec.serves for spec in all_tasks())
 
 
 FILTER = NotSupportedFilter()

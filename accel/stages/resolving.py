@@ -125,9 +125,9 @@ def resolve(
     adapter = (folder / "adapter_config.json").is_file()
     if not (weights and (has_weights or adapter or export)):
         if (folder / MANIFEST).is_file() and variant is None:
-            artifact = Artifact.load(folder)
-            if file_name is None or file_name in [component.file for component in artifact.components]:
-                return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
+            artifact = _holding(file_name, folder)
+            if artifact is not None:
+                return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
             artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub, variant=variant)
@@ -148,6 +148,18 @@ def resolve(
         )
     kind: Kind = "adapter" if adapter else "weights"
     return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+
+
+def _holding(file_name: str | None, folder: Path) -> Artifact | None:
+    """The artifact of a folder; where a graph is named, the one that it belongs to, also among those in subfolders."""
+    artifact = Artifact.load(folder)
+    if file_name is None or file_name in [component.file for component in artifact.components]:
+        return artifact
+    for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
+        inner = Artifact.load(manifest.parent)
+        if file_name in [component.file for component in inner.components]:
+            return inner
+    return None
 
 
 def _task_of_module(module: Any, task: str | None) -> str:

@@ -25,7 +25,7 @@ from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
-from .forms.causal import NoCausalForm, needs_form
+from .forms.causal import NoCausalFormError, needs_form
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
@@ -112,7 +112,7 @@ class CudaBackend:
             )  # fmt: skip
             try:
                 runtime = self._runtime(artifact, component, request.device, checked, session, checks)
-            except NoCausalForm as error:
+            except NoCausalFormError as error:
                 opened[component.name] = _plainly(artifact, component, request.device, checked, session, dtype, error)
                 continue
             if isinstance(runtime, DecoderRuntime):
@@ -152,13 +152,13 @@ def _plainly(
     options: CudaOptions,
     session: SessionOptions,
     compute_dtype: str,
-    error: NoCausalForm,
+    error: NoCausalFormError,
 ) -> DeviceSession:
     """A decoder as its graph is, its cache a new tensor on the GPU after each step: for attention with biases of its own, and
     for states of one size.
 
     Raises:
-        NoCausalForm: The graph has attentions that the GPU computes in that form alone.
+        NoCausalFormError: The graph has attentions that the GPU computes in that form alone.
     """
     path = artifact.path / component.file
     if needs_form(path):

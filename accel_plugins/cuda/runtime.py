@@ -26,7 +26,7 @@ from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
-from .forms.causal import NoCausalForm, causal_form
+from .forms.causal import NoCausalFormError, causal_form
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
@@ -375,7 +375,7 @@ class DecoderRuntime(Runtime):
     """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
 
     Raises:
-        NoCausalForm: The graph has no such form, or its cache is of a type that has no kernels.
+        NoCausalFormError: The graph has no such form, or its cache is of a type that has no kernels.
     """
 
     # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
@@ -393,13 +393,13 @@ class DecoderRuntime(Runtime):
     ) -> None:
         kept = [spec for spec in component.inputs if spec.pair is not None]
         if not all(map(grows, kept)):
-            raise NoCausalForm(
+            raise NoCausalFormError(
                 f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",
             )
         dtype = kept[0].dtype
         if dtype not in _CACHE_TYPES:
-            raise NoCausalForm(
+            raise NoCausalFormError(
                 f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "
                 f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
                 fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",

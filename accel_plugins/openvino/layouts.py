@@ -23,7 +23,6 @@ from accel.artifact import (
     lost_manifest,
 )
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
-from accel.tasks.infer import task_spec
 
 from . import DECODERS, FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs

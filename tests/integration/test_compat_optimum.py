@@ -101,7 +101,7 @@ def test_use_cache_false_is_kept(generator: Any) -> None:
     assert model(input_ids=ids, use_cache=False).past_key_values is None
 
 
-@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("level", ["O1", pytest.param("O3", marks=pytest.mark.thorough)])
 def test_optimizer(model: Any, inputs: Any, wanted: torch.Tensor, level: str, tmp_path: Path) -> None:
     config = getattr(optimum.AutoOptimizationConfig, level)()
     folder = optimum.ORTOptimizer.from_pretrained(model).optimize(config, save_dir=tmp_path / "out")
@@ -141,22 +141,27 @@ def test_stages_write_beside_a_saved_model(model: Any, inputs: Any, wanted: torc
     assert not torch.allclose(found, wanted, **CLOSE)
 
 
-def test_a_generator_needs_a_folder_of_its_own(generator: Any, tmp_path: Path) -> None:
+def test_a_generator_is_quantized_beside_itself(generator: Any, tmp_path: Path) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(generator("gpt2").path)
     config = optimum.AutoQuantizationConfig.avx2(is_static=False, per_channel=False)
     quantizer = optimum.ORTQuantizer.from_pretrained(model)
     model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(OutputFolderError, match="a manifest of their own"):
-        quantizer.quantize(config, tmp_path / "saved")
-    made = quantizer.quantize(config, tmp_path / "own")
-    quantized = optimum.ORTModelForCausalLM.from_pretrained(made)
-    assert quantized.path.name == "model_quantized.onnx"
+    quantizer.quantize(config, tmp_path / "saved")
+    with pytest.raises(OutputFolderError, match="file_suffix"):
+        quantizer.quantize(config, tmp_path / "saved" / "quantized", file_suffix="")
+    quantized = optimum.ORTModelForCausalLM.from_pretrained(tmp_path / "saved", file_name="model_quantized.onnx")
+    assert (tmp_path / "saved" / "model_quantized.onnx").is_file()
+    assert quantized.artifact.manifest.quantization.scheme == "dynamic-int8"
+    assert optimum.ORTModelForCausalLM.from_pretrained(tmp_path / "saved").artifact.manifest.quantization is None
     assert quantized.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2).shape == (1, 5)
 
 
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [("minmax", {"moving_average": True}), ("percentiles", {"percentile": 99.9})],
+    [
+        ("minmax", {"moving_average": True}),
+        pytest.param("percentiles", {"percentile": 99.9}, marks=pytest.mark.thorough),
+    ],
 )
 def test_static_quantization(model: Any, folder: Path, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -169,7 +174,7 @@ def test_static_quantization(model: Any, folder: Path, method: str, settings: di
         dataset_split="train",
         preprocess_function=lambda row: tokenizer(row["text"], padding="max_length", max_length=8),
     )
-    assert set(rows.column_names) == set(model.input_names)
+    assert {"input_ids", "attention_mask"} <= set(rows.column_names) <= set(model.input_names)
     config = optimum.AutoQuantizationConfig.avx512_vnni(is_static=True)
     with pytest.raises(QuantizeError, match="no calibration ranges"):
         quantizer.quantize(config, tmp_path / "out")

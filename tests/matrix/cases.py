@@ -371,9 +371,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
     Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
     Refusal(
-        lambda c: (
-            not (c.generates or set(task_spec(c.task).modalities) == {"text"}) and _has(c, "buckets")
-        ),
+        lambda c: not (c.generates or set(task_spec(c.task).modalities) == {"text"}) and _has(c, "buckets"),
         "buckets",
     ),
     Refusal(

@@ -12,11 +12,11 @@ from typing import Any
 from ...errors import BackendUnavailableError
 
 _MODULE_OF = {
-    "AutoCalibrationConfig": "quantization",
+    "AutoCalibrationConfig": "calibration",
     "AutoOptimizationConfig": "optimization",
     "AutoQuantizationConfig": "quantization",
-    "CalibrationConfig": "quantization",
-    "CalibrationMethod": "quantization",
+    "CalibrationConfig": "calibration",
+    "CalibrationMethod": "calibration",
     "get_device_for_provider": "providers",
     "get_provider_for_device": "providers",
     "OptimizationConfig": "optimization",

@@ -29,16 +29,14 @@ class Words(base.ORTModel):
     _use_io_binding: bool | None = None
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # Optimum's arguments come by keyword
-        cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any
-    ) -> Self:
+    def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
         """`from_pretrained` of our class of the same name, with Optimum's arguments.
 
         `use_cache=False` is kept by the model: `generate` then computes each token from the whole text.
         """
         use_io_binding = arguments.pop("use_io_binding", None)
         use_cache = arguments.get("use_cache")
-        if arguments.get("force_download") and Path(os.fspath(model_id)).is_dir():
+        if arguments.get("force_download") and (isinstance(model_id, Artifact) or Path(model_id).is_dir()):
             # Of a folder there is nothing to download.
             del arguments["force_download"]
         made = super().from_pretrained(model_id, **cls._translated(arguments))
@@ -161,7 +159,8 @@ class OVModel(Words):
         rows = arguments.pop("calibration_dataset", None)
         made = super().from_pretrained(model_id, **arguments)
         made.ov_config = ov_config
-        return quantized_on_the_way(made, config, load_in_8bit=eight, calibration=rows)
+        quantized_on_the_way(made, config, load_in_8bit=eight, calibration=rows)
+        return made
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -211,8 +210,8 @@ class OVModel(Words):
 
 
 def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
-    made = type(name, (kind, original), {"__module__": __name__, "__doc__": original.__doc__, "_any_task": False})
-    made.task = original.task
+    facts = {"__module__": __name__, "__doc__": original.__doc__, "task": original.task}
+    made = type(name, (kind, original), facts)
     # Found by pickle, and by whoever looks for the class of a pickled model.
     globals()[name] = made
     return made

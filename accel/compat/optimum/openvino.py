@@ -19,8 +19,8 @@ from ...errors import ArtifactNotFoundError, ConfigError, QuantizeError, did_you
 from ...models.arguments import session_options_of
 from ...stages.quantize_once import quantize
 from ...tuning.budget import quantize as quantize_with_data
+from .calibration import batches_of, calibration_rows, only_inputs
 from .placing import without_mark
-from .quantization import batches_of, calibration_rows, only_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -415,11 +415,10 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
     model.replace_artifact(without_mark(made))
 
 
-def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> Any:
-    """The model as `from_pretrained` was asked for it: quantized, where it was."""
+def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> None:
+    """Quantize a model in place, where `from_pretrained` was asked to."""
     if config is None and load_in_8bit:
         config = OVWeightQuantizationConfig(bits=8)
     if config is not None:
         rows = None if calibration is None else list(batches_of(model.artifact, calibration, 1))
         quantize_in_place(model, settings_from(config), rows)
-    return model

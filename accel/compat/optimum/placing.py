@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,44 +36,45 @@ def source_of(model: Any, file_name: str | None = None) -> Artifact:
 def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) -> Path:
     """Copy an artifact into a folder, its graphs under names with a suffix.
 
-    Where the folder holds an artifact already, the graph is put beside it, to be named by `file_name=`.
+    Where the folder holds an artifact already, the graph is put beside it, to be named by `file_name=`. Graphs of a model that
+    generates do not say themselves what goes in and out of them: they get a subfolder with a manifest, too.
 
     Raises:
-        OutputFolderError: It holds another artifact, and these graphs do not say themselves what goes in and out of them.
+        OutputFolderError: It holds another artifact, and there is no suffix to tell them apart.
     """
     target = Path(save_dir).expanduser().absolute()
     named = {component.name: _named(component.file, suffix) for component in made.components}
     plain = len(made.components) == 1 and not made.components[0].stateful
     there = _graphs_in(target)
-    beside = bool(there) and there != set(named.values())
-    if beside and not plain:
+    if not there or there == set(named.values()):
+        _write_artifact(made, target, named, whole=plain and made.bytes < _IN_ONE_FILE_BYTES, marked=not plain)
+    elif plain:
+        copy_companions(made.path, target)
+        _write_graphs(made, target, named, whole=made.bytes < _IN_ONE_FILE_BYTES, marked=False)
+    elif not suffix:
         raise OutputFolderError(
-            f"{target} holds another artifact ({', '.join(sorted(there))}), and graphs of a model that generates need a "
-            "manifest of their own.",
-            fix="name another folder as save_dir.",
+            f"{target} holds another artifact ({', '.join(sorted(there))}).",
+            fix="pass file_suffix=..., or another folder as save_dir.",
         )
-    whole = plain and made.bytes < _IN_ONE_FILE_BYTES
-    with merging(target) if not beside else _inside(target) as folder:
-        copy_companions(made.path, folder)
-        names = _write_graphs(made, folder, named, whole=whole, marked=not plain)
-        if not beside:
-            components = tuple(replace(one, file=named[one.name]) for one in made.components)
-            manifest = replace(made.manifest, components=with_files(folder, components, names))
-            Artifact.create(folder, manifest, companions=False)
+    else:
+        inner = target / suffix
+        _write_artifact(made, inner, named, whole=False, marked=True)
+        for path in inner.glob("*.onnx*"):
+            (target / path.name).unlink(missing_ok=True)
+            try:
+                os.link(path, target / path.name)
+            except OSError:
+                shutil.copyfile(path, target / path.name)
     return target
 
 
-class _inside:  # noqa: N801  # a context manager
-    """A folder as it is."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> Path:
-        return self._folder
-
-    def __exit__(self, *_: object) -> None:
-        pass
+def _write_artifact(made: Artifact, target: Path, named: dict[str, str], *, whole: bool, marked: bool) -> None:
+    with merging(target) as folder:
+        copy_companions(made.path, folder)
+        names = _write_graphs(made, folder, named, whole=whole, marked=marked)
+        components = tuple(replace(one, file=named[one.name]) for one in made.components)
+        manifest = replace(made.manifest, components=with_files(folder, components, names))
+        Artifact.create(folder, manifest, companions=False)
 
 
 def _named(file: str, suffix: str | None) -> str:
@@ -89,8 +91,6 @@ def _graphs_in(folder: Path) -> set[str]:
 
 def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool) -> list[list[str]]:
     """The graphs under their new names; returns the files of each."""
-    import shutil
-
     data: dict[str, str] = {}
     written = []
     for component in made.components:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -13,8 +13,17 @@ from typing import Any, Self
 from ...artifact.manifest import Artifact
 from ...artifact.writing import scratch
 from ...config import QuantizeConfig
-from ...errors import ConfigError, InputError, QuantizeError
+from ...errors import ConfigError, QuantizeError
 from ...stages.quantize_once import quantize
+from .calibration import (
+    CalibrationConfig,
+    CalibrationRanges,
+    Recorded,
+    batches_of,
+    calibration_rows,
+    member,
+    only_inputs,
+)
 from .placing import place, source_of
 from .records import ORTConfig
 
@@ -40,14 +49,6 @@ class QuantType(Enum):
 
     QInt8 = 0
     QUInt8 = 1
-
-
-class CalibrationMethod(Enum):
-    """How activation ranges are found."""
-
-    MinMax = 0
-    Entropy = 1
-    Percentile = 2
 
 
 class ORTQuantizableOperator(Enum):
@@ -77,14 +78,6 @@ class ORTQuantizableOperator(Enum):
     Concat = "Concat"
     Attention = "Attention"
     LSTM = "LSTM"
-
-
-def _member(kind: type[Enum], value: Any) -> Any:
-    """A member by its name; ONNX Runtime's own, which have the same names, are kept."""
-    name = value if isinstance(value, str) else getattr(value, "name", None)
-    if name not in kind.__members__:
-        raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
-    return kind[name] if isinstance(value, str) else value
 
 
 @dataclass
@@ -126,10 +119,10 @@ class QuantizationConfig:
     qdq_op_type_per_channel_support_to_axis: dict[str, int] = field(default_factory=lambda: {"MatMul": 1})
 
     def __post_init__(self) -> None:
-        self.format = _member(QuantFormat, self.format)
-        self.mode = _member(QuantizationMode, self.mode)
-        self.activations_dtype = _member(QuantType, self.activations_dtype)
-        self.weights_dtype = _member(QuantType, self.weights_dtype)
+        self.format = member(QuantFormat, self.format)
+        self.mode = member(QuantizationMode, self.mode)
+        self.activations_dtype = member(QuantType, self.activations_dtype)
+        self.weights_dtype = member(QuantType, self.weights_dtype)
         # Not a field: Optimum's record has no such key.
         self.target: str | None = None
         signed = self.activations_dtype.name == "QInt8"
@@ -211,9 +204,16 @@ class AutoQuantizationConfig:
     @staticmethod
     def tensorrt(per_channel: bool = True, **settings: Any) -> QuantizationConfig:
         """For TensorRT: static, signed and symmetric."""
-        signed = {"activations_dtype": QuantType.QInt8, "use_symmetric_activations": True}
-        pairs = {"qdq_add_pair_to_weight": True, "qdq_dedicated_pair": True}
-        return _for("tensorrt", True, per_channel=per_channel, **signed, **pairs, **settings)
+        return _for(
+            "tensorrt",
+            True,
+            per_channel=per_channel,
+            use_symmetric_activations=True,
+            activations_dtype=QuantType.QInt8,
+            qdq_add_pair_to_weight=True,
+            qdq_dedicated_pair=True,
+            **settings,
+        )
 
 
 def _for(
@@ -242,122 +242,6 @@ def _for(
     )
     made.target = preset
     return made
-
-
-@dataclass
-class CalibrationConfig:
-    """Optimum's settings of calibration.
-
-    Attributes:
-        dataset_name: The data set, for the record.
-        dataset_config_name: Its configuration.
-        dataset_split: Its split.
-        dataset_num_samples: Its rows.
-        method: How activation ranges are found.
-        num_bins: Chosen here by method.
-        num_quantized_bins: Likewise.
-        percentile: For `Percentile`: the share of values kept, in percent.
-        moving_average: For `MinMax`: averages of the batches' ranges.
-        averaging_constant: Chosen here.
-    """
-
-    dataset_name: str | None
-    dataset_config_name: str | None
-    dataset_split: str | None
-    dataset_num_samples: int
-    method: Any
-    num_bins: int | None = None
-    num_quantized_bins: int | None = None
-    percentile: float | None = None
-    moving_average: bool | None = None
-    averaging_constant: float | None = None
-
-    def __post_init__(self) -> None:
-        self.method = _member(CalibrationMethod, self.method)
-
-    def to_accel(self) -> dict[str, Any]:
-        """The same in our settings."""
-        for name in ("num_bins", "num_quantized_bins", "averaging_constant"):
-            if getattr(self, name) is not None:
-                logger.debug("%s=%r changes nothing here.", name, getattr(self, name))
-        method = self.method.name.lower()
-        if method == "minmax" and self.moving_average:
-            method = "moving_average"
-        values: dict[str, Any] = {"calibration": method}
-        if method == "percentile" and self.percentile is not None:
-            values["percentile"] = self.percentile
-        return values
-
-
-class AutoCalibrationConfig:
-    """Settings of calibration by method."""
-
-    @staticmethod
-    def minmax(dataset: Any, moving_average: bool = False, averaging_constant: float = 0.01) -> CalibrationConfig:
-        """The smallest and the largest value."""
-        if moving_average and not 0 <= averaging_constant <= 1:
-            raise ConfigError(f"averaging_constant is {averaging_constant}.", fix="use a number from 0 to 1.")
-        return _described(
-            dataset,
-            method=CalibrationMethod.MinMax,
-            moving_average=moving_average,
-            averaging_constant=averaging_constant,
-        )
-
-    @staticmethod
-    def entropy(dataset: Any, num_bins: int = 128, num_quantized_bins: int = 128) -> CalibrationConfig:
-        """The range that loses the least information."""
-        _check_bins(num_bins, num_quantized_bins)
-        return _described(
-            dataset, method=CalibrationMethod.Entropy, num_bins=num_bins, num_quantized_bins=num_quantized_bins
-        )
-
-    @staticmethod
-    def percentiles(dataset: Any, num_bins: int = 2048, percentile: float = 99.999) -> CalibrationConfig:
-        """The range that holds a share of the values, in percent."""
-        _check_bins(num_bins)
-        if not 0 <= percentile <= 100:
-            raise ConfigError(f"percentile is {percentile}.", fix="use a number from 0 to 100.")
-        return _described(dataset, method=CalibrationMethod.Percentile, num_bins=num_bins, percentile=percentile)
-
-
-def _check_bins(*counts: int) -> None:
-    for count in counts:
-        if count <= 0:
-            raise ConfigError(f"A histogram has {count} bins.", fix="use at least 1.")
-
-
-def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
-    info = getattr(dataset, "info", None)
-    return CalibrationConfig(
-        dataset_name=getattr(info, "builder_name", None),
-        dataset_config_name=getattr(info, "config_name", None),
-        dataset_split=str(getattr(dataset, "split", None)),
-        dataset_num_samples=len(dataset),
-        **settings,
-    )
-
-
-@dataclass(frozen=True)
-class CalibrationRanges:
-    """What `ORTQuantizer.fit` returns: the rows to calibrate with and how; ranges are computed where they are used.
-
-    Attributes:
-        batches: Inputs by name, `(batch, ...)` each.
-        config: How ranges are found.
-    """
-
-    batches: tuple[dict[str, Any], ...]
-    config: CalibrationConfig
-
-
-class _Recorded(list[dict[str, Any]]):
-    """Batches that say in the manifest what they are."""
-
-    def __init__(self, ranges: CalibrationRanges) -> None:
-        super().__init__(ranges.batches)
-        config = ranges.config
-        self.record = {"data": config.dataset_name, "split": config.dataset_split, "rows": config.dataset_num_samples}
 
 
 class ORTQuantizer:
@@ -491,7 +375,7 @@ class ORTQuantizer:
         if quantization_config.nodes_to_quantize:
             others = _other_nodes(self._source, quantization_config.nodes_to_quantize)
             config = QuantizeConfig.from_dict({**config.to_dict(), "exclude": (*config.exclude, *others)})
-        calibration = _Recorded(ranges) if static and ranges else None
+        calibration = Recorded(ranges) if static and ranges else None
         with scratch() as folder:
             made = quantize(self._source, folder / "made", calibration=calibration, config=config)
             target = place(made, save_dir, file_suffix)
@@ -518,75 +402,3 @@ def _other_nodes(artifact: Artifact, wanted: Sequence[str]) -> list[str]:
     if missing:
         raise ConfigError(f"The graph has no node {missing[0]!r}.", fix="check nodes_to_quantize.")
     return [name for name in names if name and name not in wanted]
-
-
-def calibration_rows(
-    artifact: Artifact,
-    dataset_name: str,
-    *,
-    num_samples: int | None,
-    name: str | None,
-    split: str | None,
-    preprocess: Callable[..., Any] | None,
-    batched: bool,
-    seed: int,
-    token: bool | str | None,
-) -> Any:
-    """A data set, shuffled, cut, preprocessed, with the graph's inputs alone.
-
-    Raises:
-        ConfigError: No split was named, and there are several.
-    """
-    import datasets
-
-    loaded = datasets.load_dataset(dataset_name, name=name, split=split, token=token)
-    if not isinstance(loaded, datasets.Dataset):
-        raise ConfigError(
-            f"{dataset_name} has the splits {', '.join(map(str, loaded))}.",
-            fix="pass dataset_split=... with one of them.",
-        )
-    if num_samples is not None:
-        loaded = loaded.shuffle(seed=seed).select(range(min(num_samples, len(loaded))))
-    if preprocess is not None:
-        loaded = loaded.map(preprocess, batched=batched)
-    return only_inputs(artifact, loaded)
-
-
-def only_inputs(artifact: Artifact, dataset: Any) -> Any:
-    """A data set with the graph's inputs alone."""
-    inputs = {spec.name for spec in artifact.components[0].inputs}
-    return dataset.remove_columns([name for name in dataset.column_names if name not in inputs])
-
-
-def batches_of(artifact: Artifact, dataset: Any, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Rows of a `datasets.Dataset`, or dictionaries, as batches of tensors by the graph's names.
-
-    Raises:
-        InputError: No column is an input, or rows of one batch are of unequal length.
-    """
-    import torch
-
-    types = {spec.name: getattr(torch, spec.dtype) for spec in artifact.components[0].inputs if spec.pair is None}
-    rows: list[dict[str, Any]] = []
-
-    def batch() -> dict[str, Any]:
-        names = [name for name in types if name in rows[0]]
-        if not names:
-            raise InputError(
-                f"The rows have {sorted(rows[0])}; the graph takes {sorted(types)}.",
-                fix="preprocess them: dataset.map(lambda row: tokenizer(row['text'])).",
-            )
-        try:
-            return {name: torch.tensor([row[name] for row in rows], dtype=types[name]) for name in names}
-        except ValueError as error:
-            raise InputError(
-                f"Rows of one batch are of unequal length: {error}", fix="pad them to one, or pass batch_size=1."
-            ) from error
-
-    for row in dataset:
-        rows.append(row)
-        if len(rows) == batch_size:
-            yield batch()
-            rows = []
-    if rows:
-        yield batch()

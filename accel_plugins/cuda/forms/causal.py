@@ -29,7 +29,7 @@ _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
 _FIX = "open it on the CPU: backend='cpu'."
 
 
-class NoCausalForm(SessionError):
+class NoCausalFormError(SessionError):
     """A decoder whose graph has no such form."""
 
 
@@ -69,7 +69,7 @@ def causal_form(path: Path) -> CausalForm:
     """The decoder graph of a file in this form.
 
     Raises:
-        NoCausalForm: Its attention sees something else than the last tokens, or its result depends on the mask
+        NoCausalFormError: Its attention sees something else than the last tokens, or its result depends on the mask
             elsewhere.
     """
     model = read_graph(path)
@@ -90,7 +90,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
     if not attentions or mask is None:
-        raise NoCausalForm(
+        raise NoCausalFormError(
             f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX
         )
     seen = [_seen_by(node, mask, name) for node in attentions]
@@ -106,7 +106,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     passes.RemoveUnusedNodesPass()(model)
     if mask.uses():
         users = sorted({use.node.op_type for use in mask.uses()})
-        raise NoCausalForm(
+        raise NoCausalFormError(
             f"The result of {name} depends on {mask.name} outside its attention ({', '.join(users)}), which the GPU's "
             "form of a decoder does not have.",
             fix=_FIX,
@@ -119,7 +119,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
     """What an attention sees.
 
     Raises:
-        NoCausalForm: Something that the operator cannot say by itself.
+        NoCausalFormError: Something that the operator cannot say by itself.
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     if bias is None:
@@ -130,7 +130,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
     if choice is not None and scalar(choice.inputs[1]) == 0.0 and low is not None and low <= -1e4:
         found = _read(choice.inputs[0], mask)
     if found is None or not (found.causal and found.padding):
-        raise NoCausalForm(
+        raise NoCausalFormError(
             f"An attention of {name} ({node.name}) has a bias that is more than causal order, padding and a window; ONNX "
             "Runtime's CUDA kernel takes none.",
             fix=_FIX,

@@ -1,0 +1,72 @@
+"""What Optimum's and optimum-intel's front pages show, on tiny models, with the import line changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer, pipeline
+
+
+def test_a_graph_in_a_subfolder_writes_text(generator: Any, tmp_path: Path) -> None:
+    from accel.compat.optimum import ORTModelForCausalLM
+
+    # The repository as it is on the Hub: configs and tokenizer above, the graph in `onnx`.
+    folder = generator("llama").path
+    ORTModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "repository" / "onnx")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "repository" / name).write_bytes((folder / name).read_bytes())
+
+    model = ORTModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="onnx")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "repository")
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    found = pipe("where is my card", max_new_tokens=4, do_sample=False)
+
+    original = transformers.AutoModelForCausalLM.from_pretrained(model.artifact.manifest.source.id)
+    wanted = pipeline("text-generation", model=original, tokenizer=tokenizer)
+    assert found == wanted("where is my card", max_new_tokens=4, do_sample=False)
+
+
+def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
+    from accel.compat.optimum import OVModelForCausalLM
+
+    model_id = generator("llama", "openvino").path
+    model = OVModelForCausalLM.from_pretrained(model_id)
+    tokenizer = AutoTokenizer.from_pretrained(model_id)
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    results = pipe("where is my card", max_new_tokens=4, do_sample=False)
+    original = transformers.AutoModelForCausalLM.from_pretrained(model.artifact.manifest.source.id)
+    wanted = pipeline("text-generation", model=original, tokenizer=tokenizer)
+    assert results == wanted("where is my card", max_new_tokens=4, do_sample=False)
+
+
+def test_the_command_line_of_the_front_page(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from accel.cli import app
+    from accel.compat.optimum import ORTModel
+
+    # `optimum-cli export onnx --model MODEL OUT` there, and behind `optimum-cli accel` the same words.
+    done = CliRunner().invoke(app, ["export", str(tiny_folder()), str(tmp_path / "onnx")])
+    assert done.exit_code == 0, done.output
+    assert ORTModel.from_pretrained(tmp_path / "onnx").path.is_file()
+
+
+@pytest.mark.thorough
+def test_a_model_is_quantized_while_it_is_loaded(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    from accel.compat.optimum import OVModelForSequenceClassification, OVQuantizationConfig
+
+    model_id = tiny_folder()
+    q_config = OVQuantizationConfig(dtype="int8", dataset=["where is my card", "lost money"], num_samples=50)
+    q_model = OVModelForSequenceClassification.from_pretrained(model_id, quantization_config=q_config)
+    save_dir = tmp_path / "nncf_results"
+    q_model.save_pretrained(save_dir)
+    assert q_model.artifact.manifest.quantization.scheme == "static-int8"
+    ids = torch.tensor([[2, 5, 3]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    again = OVModelForSequenceClassification.from_pretrained(save_dir)
+    torch.testing.assert_close(again(**given).logits, q_model(**given).logits)
