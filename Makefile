@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all gpu-test check docs bench sweep endurance clean
+.PHONY: demo test test-all test-neighbours gpu-test check docs bench sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -17,6 +17,19 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Other libraries over our models, in an environment of their own: gigabytes, and minutes.
+NEIGHBOURS := .venv-neighbours
+test-neighbours: $(NEIGHBOURS)/.made
+	$(NEIGHBOURS)/bin/python -m pytest tests/neighbours
+
+$(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirements.txt
+	$(PYTHON) -m venv $(NEIGHBOURS)
+	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -r tests/neighbours/requirements.txt
+	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino]"
+	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps -e distributions/sentence-transformers -e distributions/optimum-cli
+	touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -55,7 +68,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'

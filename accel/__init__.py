@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .errors import AccelError as AccelError
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmarking import benchmark as benchmark
+    from .models.audio import ORTModelForAudioClassification as ORTModelForAudioClassification
+    from .models.audio import ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification
+    from .models.audio import ORTModelForAudioXVector as ORTModelForAudioXVector
+    from .models.audio import ORTModelForCTC as ORTModelForCTC
     from .models.base import ORTModel as ORTModel
     from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
@@ -32,6 +36,12 @@ if TYPE_CHECKING:
     from .models.encoders import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
     from .models.encoders import ORTModelForSequenceClassification as ORTModelForSequenceClassification
     from .models.encoders import ORTModelForTokenClassification as ORTModelForTokenClassification
+    from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
+    from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
+    from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
+    from .models.images import ORTModelForObjectDetection as ORTModelForObjectDetection
+    from .models.images import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
+    from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
     from .models.pipelines.opening import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
@@ -55,7 +65,11 @@ _MODULE_OF = {
     "OptimizeConfig": "config",
     "Optimizer": "backends.interfaces",
     "ORTModel": "models.base",
+    "ORTModelForAudioClassification": "models.audio",
+    "ORTModelForAudioFrameClassification": "models.audio",
+    "ORTModelForAudioXVector": "models.audio",
     "ORTModelForCausalLM": "models.decoders",
+    "ORTModelForCTC": "models.audio",
     "ORTModelForCustomTasks": "models.encoders",
     "ORTModelForFeatureExtraction": "models.encoders",
     "ORTModelForImageClassification": "models.encoders",
@@ -68,6 +82,12 @@ _MODULE_OF = {
     "ORTModelForSpeechSeq2Seq": "models.speech",
     "ORTModelForTokenClassification": "models.encoders",
     "ORTModelForVision2Seq": "models.encoder_decoder",
+    "ORTModelForDepthEstimation": "models.images",
+    "ORTModelForImageSegmentation": "models.images",
+    "ORTModelForImageToImage": "models.images",
+    "ORTModelForObjectDetection": "models.images",
+    "ORTModelForSemanticSegmentation": "models.images",
+    "ORTModelForZeroShotImageClassification": "models.images",
     "pipeline": "models.pipelines.opening",
     "quantize": "tuning.budget",
     "QuantizeConfig": "config",

@@ -116,6 +116,9 @@ class ExportConfig(JsonConfig):
         pooling: For embeddings: puts pooling into the graph, output `sentence_embedding`. `None` reads it from a
             sentence-transformers folder, and for `sentence-similarity` falls back to `mean`.
         normalize: For embeddings: divides by the Euclidean norm in the graph. `None` as for `pooling`.
+        output_hidden_states: The graph returns `hidden_states`, too, as transformers does where it is asked: after the embeddings and
+            after each layer. Not for generating models.
+        output_attentions: Likewise `attentions`, which each layer writes down: `(batch, heads, sequence, sequence)` each.
         atol: Largest absolute difference from the PyTorch model that is accepted; `None` takes 1e-4 for float32,
             1e-2 for float16 and 1e-1 for bfloat16, times the largest reference value where that is above 1.
         external_data: Whether weights are kept in `model.onnx.data` beside the graph. `False` puts them into the
@@ -127,6 +130,8 @@ class ExportConfig(JsonConfig):
     opset: int | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
+    output_hidden_states: bool = False
+    output_attentions: bool = False
     atol: float | None = None
     external_data: bool = True
     options: Mapping[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from accel.artifact import Artifact
 from accel.stages.export import export
 from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
+from accel.testing.sounds import SOUND_FAMILIES, save_sound_model
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
@@ -79,7 +80,8 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
     """Transformers folders of tiny models, made when first asked for."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Path:
-        return shared(f"{family}-{task}", lambda folder: save_tiny(folder, family, task))
+        save = save_sound_model if family in SOUND_FAMILIES else save_tiny
+        return shared(f"{family}-{task}", lambda folder: save(folder, family, task))
 
     return get
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._version import __version__
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
@@ -61,6 +61,8 @@ class Component:
         stateful: Whether its sessions keep something between calls: a KV cache, a state (`Session.new_state`).
         croppable: Whether tokens can be taken back out of what they keep: keys and values can be cut off, a state of one size
             cannot.
+        continues: Of a decoder: how many new tokens it takes behind those of earlier calls. `any` number; `one`, where its
+            graph was made for single steps; `none`, where it keeps no cache and computes all tokens again at each call.
         domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
             or the format has no operators.
     """
@@ -75,6 +77,7 @@ class Component:
     own_defaults: tuple[str, ...] = ()
     stateful: bool = False
     croppable: bool = True
+    continues: Literal["any", "one", "none"] = "any"
     domains: tuple[str, ...] | None = None
 
 
@@ -171,6 +174,8 @@ class Manifest:
                 del component["own_defaults"]
             if component["croppable"]:
                 del component["croppable"]
+            if component["continues"] == "any":
+                del component["continues"]
         return values
 
     @classmethod
@@ -359,13 +364,22 @@ class Artifact:
             _tell_unrecorded(self.path)
 
     @classmethod
-    def create(cls, folder: Path, manifest: Manifest) -> Artifact:
-        """Write the manifest into a folder that holds everything else, whose files it records."""
+    def create(cls, folder: Path, manifest: Manifest, *, companions: bool = True) -> Artifact:
+        """Write the manifest into a folder that holds everything else, whose files it records.
+
+        Args:
+            folder: The folder.
+            manifest: What is in it.
+            companions: Whether configs and tokenizer files are recorded, too. Without, somebody else may write them again.
+        """
         graphs = {record.name for component in manifest.components for record in component.files}
         names = [
             name
             for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-            if name not in graphs and name != MANIFEST and not any(part.startswith(".") for part in Path(name).parts)
+            if companions
+            and name not in graphs
+            and name != MANIFEST
+            and not any(part.startswith(".") for part in Path(name).parts)
         ]
         manifest = replace(manifest, files=record_files(folder, names), schema=SCHEMA_VERSION)
         # In one step: a folder that is complete already keeps its manifest, whatever happens meanwhile.

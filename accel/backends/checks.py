@@ -120,7 +120,7 @@ class ShapeCheck:
 class ValueCheck:
     """Checks that values are within the bounds that inputs declare: ids of tokens that a model does not have are an error of
     the caller's, which runtimes answer by wrapping, clamping or crashing. About 2 microseconds for each such input with warm caches, 10
-    after a model's matrix products; values on a GPU are not read back for it.
+    after a model's matrix products; values on a GPU are not read back for it, unless asked for (`waiting`).
 
     Args:
         inputs: What the graph takes.
@@ -136,6 +136,11 @@ class ValueCheck:
             (place, spec.name, *spec.bounds) for place, spec in enumerate(inputs) if spec.bounds is not None
         ]
 
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Least and greatest value by input, of those that declare them."""
+        return {name: (least, most) for _, name, least, most in self._bounded}
+
     def __call__(self, feeds: Feeds) -> None:
         """Check the values of a call's inputs, of any integer type.
 
@@ -146,6 +151,19 @@ class ValueCheck:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
                 self._check(tensor.numpy(), name, least, most)
+
+    def waiting(self, feeds: Feeds) -> None:
+        """The same for tensors on a device, which it waits for.
+
+        Raises:
+            InputError: One lies outside.
+        """
+        import torch
+
+        for _, name, least, most in self._bounded:
+            tensor = feeds.get(name)
+            if tensor is not None and not tensor.is_cpu and tensor.numel() and not tensor.is_floating_point():
+                self._check(torch.stack(torch.aminmax(tensor)).cpu().numpy(), name, least, most)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """The same for all inputs in the graph's order, none empty, and integers where bounds are declared.
@@ -327,9 +345,9 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
         InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
     """
     tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
-    mask = next(spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total")
+    mask = next((spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total"), None)
     declared = {spec.name: spec.shape for spec in component.inputs}
-    for name in (tokens, mask):
+    for name in filter(None, (tokens, mask)):
         if feeds[name].ndim != len(declared[name]):
             raise InputError(
                 f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared[name]}.",
@@ -340,7 +358,8 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
         raise InputError("No new tokens were given.", fix="pass at least one.")
     if rows != batch:
         raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
-    total = feeds[mask].shape[1]
+    # Decoders of other tools behind an encoder take no mask of their own.
+    total = feeds[mask].shape[1] if mask is not None else length + new
     if total != length + new:
         raise InputError(
             f"{mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
@@ -349,7 +368,7 @@ def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> i
     return int(new)
 
 
-def check_crop(length: int, held: int, component: Component) -> None:
+def check_crop(length: int, held: int, *, croppable: bool = True) -> None:
     """Check the length that a state of `held` tokens is cropped to.
 
     Raises:
@@ -357,7 +376,7 @@ def check_crop(length: int, held: int, component: Component) -> None:
     """
     if not 0 <= length <= held:
         raise InputError(f"A state of {held} tokens cannot be cropped to {length}.")
-    if 0 < length < held and not component.croppable:
+    if 0 < length < held and not croppable:
         raise InputError(
             f"A state of {held} tokens cannot be cropped to {length}: the model sums the text up in states of one size, which "
             "no token can be taken out of.",
@@ -368,6 +387,37 @@ def check_crop(length: int, held: int, component: Component) -> None:
 def grows(spec: TensorSpec) -> bool:
     """Whether a cache tensor has an axis of tokens; others have one size, whatever the length of the text."""
     return any(isinstance(axis, str) and axis != "batch" for axis in spec.shape)
+
+
+def check_held(
+    values: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, tuple[int | str | None, int | str | None]],
+    batch: int,
+    length: int,
+) -> None:
+    """Check keys and values that a state is to hold: `(batch, heads, length, size)` each.
+
+    Args:
+        values: By the names that the state has for them.
+        sizes: Heads, and size of each; no number where the graph does not say.
+        batch: Rows of the state.
+        length: Tokens.
+
+    Raises:
+        InputError: Other names or sizes.
+    """
+    if values.keys() != sizes.keys():
+        raise InputError(
+            f"The cache has {sorted(values)}; this model keeps {sorted(sizes)}.", fix="pass a cache of the same model."
+        )
+    for name, tensor in values.items():
+        heads, size = sizes[name]
+        wanted = (batch, heads, length, size)
+        if tensor.ndim != 4 or any(isinstance(w, int) and w != n for w, n in zip(wanted, tensor.shape, strict=True)):
+            raise InputError(
+                f"{name} of the cache has shape {tuple(tensor.shape)}; this model keeps {wanted}.",
+                fix="pass a cache of the same model, and as many rows and tokens in each layer.",
+            )
 
 
 def check_rows(batch: int, index: torch.Tensor | None = None) -> list[int]:

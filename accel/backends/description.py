@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ..artifact.tensors import TensorSpec
+from ..errors import InputError
 from .checks import ValueCheck
 from .specs import DeviceSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+_KEYS_OR_VALUES = re.compile(r"(\d+)[._](key|value)\Z")
+
+
+def kept_name(name: str) -> str:
+    """What a tensor of a state is called outside: `0.key` or `0.value` for a layer's keys or values, or its name."""
+    match = _KEYS_OR_VALUES.search(name)
+    return f"{match[1]}.{match[2]}" if match else name
 
 
 class SessionDescription:
@@ -67,3 +82,25 @@ class StateDescription:
     def batch(self) -> int:
         """Rows held."""
         return self._batch
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`.
+
+        Raises:
+            InputError: This runtime keeps it in a form of its own.
+        """
+        raise InputError(
+            "The keys and values of this backend are in a form of its own.",
+            fix="read them with backend='cpu' or 'openvino'.",
+        )
+
+    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
+        """Hold these instead; as `read` returns them, for `length` tokens.
+
+        Raises:
+            InputError: Other names or sizes than the graph has, or a runtime that keeps them in a form of its own.
+        """
+        raise InputError(
+            "This backend takes no keys and values that were computed elsewhere.",
+            fix="start with the whole text, or load the model with backend='cpu' or 'openvino'.",
+        )

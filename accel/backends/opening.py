@@ -11,6 +11,7 @@ from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from . import registry
 from .buckets import BucketedSession
+from .continuing import continued
 from .interfaces import OpenRequest, Session
 from .specs import BackendSpec, DeviceSpec
 
@@ -106,7 +107,7 @@ def open_artifact(
             shapes=shapes or {},
             trust_remote_code=trust_remote_code,
         )
-        return implementation.open(artifact, request)
+        return continued(implementation.open(artifact, request), artifact.components)
 
     if not options.buckets:
         return Opened(open_shapes(None), spec, where, options)

@@ -13,12 +13,13 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import cache_argument, split
 from .loading import load_source
-from .pooling import SentenceEmbedder, Tensors
+from .pooling import SentenceEmbedder, Tensors, Wrapper
 from .prompts import cases_by_part
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
+from .sounds import AXIS_STEPS
 from .source import Source
 from .tracing import (
     capture_onnx,
@@ -36,6 +37,7 @@ from .tracing import (
 )
 
 __all__ = [
+    "AXIS_STEPS",
     "DELTA_RECURRENCE",
     "IMAGE_AXES",
     "RECURRENCE",
@@ -46,6 +48,7 @@ __all__ = [
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "Wrapper",
     "cache_argument",
     "capture_onnx",
     "capture_openvino",

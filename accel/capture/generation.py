@@ -264,9 +264,9 @@ def _recomputed(source: Source) -> Source:
         example["position_ids"] = torch.arange(example["input_ids"].shape[1]).repeat(example["input_ids"].shape[0], 1)
         axes["position_ids"] = dict(axes["input_ids"])
     _check_prompt(model, example)
-    limits = {"sequence": _positions(model)["total"]} if _positions(model) else {}
+    limits = {"sequence": _positions(model)["total"]} if _positions(model) else source.max_sizes
     module = _Recomputed(model, None).eval()
-    return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits or source.max_sizes)
+    return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits, continues="none")
 
 
 def _check_prompt(model: Any, example: Tensors) -> None:

@@ -21,7 +21,8 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
-from .pooling import SentenceEmbedder, Tensors
+from .inner import WithInnerStates
+from .pooling import Answering, SentenceEmbedder, Tensors
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
@@ -64,9 +65,22 @@ def load_source(
         module = _load_module(folder, spec, config, hub, weights)
         origin = Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     module = module.eval()
+    if config.output_hidden_states or config.output_attentions:
+        if spec.generates or spec.stands_in:
+            raise TaskError(
+                f"A graph for {spec.name} returns no hidden states or attentions.",
+                fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
+            )
+        module = WithInnerStates(
+            module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
+        ).eval()
     pooling, normalize = _pooling(spec, folder, config)
     if pooling:
         module = SentenceEmbedder(module, pooling, normalize).eval()
+    elif spec.keeps:
+        module = Answering(module, spec.keeps).eval()
+    if spec.stands_in:
+        module = load(spec.stands_in)(module).eval()
     if sample is None:
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
         example, axes, unused = make(module, folder)
@@ -109,10 +123,10 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             if not spec.auto_model:
                 architecture = read_config(folder).get("architectures", [""])[0]
                 return _load_complete(getattr(transformers, architecture), folder, spec, **kwargs)
-            loader = getattr(transformers, spec.auto_model)
             model_config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=hub.trust_remote_code, local_files_only=True
             )
+            loader = loader_for(spec, model_config)
             if type(model_config) not in loader._model_mapping and not hasattr(model_config, "auto_map"):
                 raise TaskError(
                     f"A {model_config.model_type} model cannot do {spec.name}: transformers has no {spec.auto_model} for it.",
@@ -133,6 +147,22 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
         raise ExportError(
             f"transformers cannot load a model from {folder}: {error}", fix="check that the folder holds its weights."
         ) from error
+
+
+def loader_for(spec: TaskSpec, config: Any) -> Any:
+    """The auto class that has the architecture which the config names; else one that has a class for the config, or the first."""
+    import transformers
+
+    loaders = [getattr(transformers, name) for name in spec.auto_models]
+    having = [loader for loader in loaders if type(config) in loader._model_mapping]
+    named = (config.architectures or [""])[0]
+    return next((loader for loader in having if named in _classes(loader, config)), (having or loaders)[0])
+
+
+def _classes(loader: Any, config: Any) -> set[str]:
+    """Names of the classes that an auto class has for a config."""
+    found = loader._model_mapping.get(type(config), None)
+    return {cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None}
 
 
 def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
@@ -165,9 +195,8 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
     names = config.architectures or []
     if spec.embeds or not names:
         return
-    wanted = loader._model_mapping.get(type(config), None)
-    known = wanted if isinstance(wanted, (list, tuple)) else (wanted,)
-    if wanted is not None and names[0] not in {cls.__name__ for cls in known if cls is not None}:
+    known = _classes(loader, config)
+    if known and names[0] not in known:
         raise TaskError(
             f"The checkpoint holds a {names[0]}, whose weights have no head for {spec.name}; transformers would make a random one.",
             fix=f"pass a task that fits the model ({_fitting(names[0])}), or leave it out to infer it.",

@@ -13,8 +13,9 @@ from ..chatter import quiet
 from ..errors import ExportError
 from .pooling import Tensors
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
+from .sounds import sound_sizes
 from .source import Source
-from .tracing import first_lines
+from .tracing import first_lines, graph_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def reference_cases(source: Source) -> list[Case]:
             sizes["batch"] = batch
         if "sequence" in axes:
             sizes["sequence"] = sequence
-        sizes |= image_sizes(sizes, seed - 1)
+        sizes |= image_sizes(sizes, seed - 1) | sound_sizes(sizes, seed - 1)
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))
@@ -139,7 +140,7 @@ def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
     with quiet():
         result = model(**inputs)
-    return named_tensors(result)
+    return {graph_name(name): value for name, value in named_tensors(result).items()}
 
 
 def named_tensors(result: Any) -> Tensors:

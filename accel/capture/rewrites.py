@@ -59,7 +59,9 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     (mBART's shift of its tokens); the model broadcasts them again, but graphs compute with the ranks of the trace. A division
     of two sizes with `torch.div` stays a size: a tensor of one could be anything (Longformer's chunks). A one-hot code of as
     many classes as something is long has that length, not the sample's (LongT5's global tokens). What is cut off the
-    end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). Models with a switch for traces of
+    end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). `len` of a tensor is the sample's, which
+    Python wants as a number, without holding the axis to it (RT-DETR asks, and never reads the answer; a graph that did would
+    differ from the reference cases, whose sizes are others). Models with a switch for traces of
     their own get it (Longformer's and LED's `onnx_export`).
 
     Args:
@@ -67,7 +69,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
     """
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
-    original_getitem = torch.Tensor.__getitem__
+    original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
     functional: Any = torch.nn.functional
     original_one_hot = functional.one_hot
     left = list(answers)
@@ -87,6 +89,12 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
                 for i, one in enumerate(index)
             )
         return original_getitem(self, index)
+
+    def length(self: torch.Tensor) -> int:
+        size: Any = self.shape[0] if self.ndim else 0
+        # A size that depends on data has no hint, and then the original says what is wrong.
+        hint = size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
+        return original_len(self) if hint is None else int(hint)
 
     def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
@@ -108,6 +116,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     torch.div, functional.one_hot = div, one_hot
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+    torch.Tensor.__len__ = length  # type: ignore[method-assign]
     if switched:
         config.onnx_export = True
     try:
@@ -117,6 +126,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         torch.div, functional.one_hot = original_div, original_one_hot
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
+        torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
         if switched:
             del config.onnx_export
 

@@ -13,7 +13,7 @@ import torch
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
-from .pooling import SentenceEmbedder, Tensors
+from .pooling import Tensors, Wrapper
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
@@ -28,19 +28,21 @@ _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_va
 Axes = Mapping[str, Mapping[int, str]]
 # Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
 IMAGE_AXES = ("height", "width")
+# Which pixels are an image's own and not padding: `(batch, height, width)`.
+PIXEL_MASK = "pixel_mask"
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a transformers model's `forward` takes, by name."""
-    inner = module.model if isinstance(module, SentenceEmbedder) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     return inspect.signature(inner.forward).parameters
 
 
 def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
     """Inputs for a transformers model, from what its forward takes and its config says."""
     config = getattr(module, "config", None)
-    inner = module.model if isinstance(module, SentenceEmbedder) else module
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
         # Perceiver's one word for all modalities; its heads take the usual names, too.
@@ -51,20 +53,12 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     if config is None or not (main in ("input_ids", "pixel_values") or whisper):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
-        height, width = _image_size(config, folder)
-        channels = getattr(_image_config(config), "num_channels", 3)
-        named = {0: "batch"}
-        if not _generates(inner) and _computes_at_any_size(inner, (SAMPLE_BATCH, channels, height, width)):
-            named |= dict(enumerate(IMAGE_AXES, start=2))
-            # Axes of one size would become one axis.
-            width += _IMAGE_STEP if height == width else 0
-        pixels = torch.randn(SAMPLE_BATCH, channels, height, width)
-        return {"pixel_values": pixels}, {"pixel_values": named}, ()
+        return *image_sample(module, folder), ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
-    names, unused = _text_inputs(module, config, folder)
+    names, unused = text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
     length = SAMPLE_SEQUENCE + 2 * max(_largest(getattr(config, name, None)) for name in _BLOCKS)
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
@@ -90,7 +84,7 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
     )
 
 
-def _text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
+def text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
     """What a text model is given, and which inputs it takes but ignores."""
     parameters = parameters_of(module)
     names = ["input_ids"]
@@ -136,7 +130,36 @@ def _generates(module: Any) -> bool:
     return hasattr(module, "can_generate") and bool(module.can_generate())
 
 
-def _computes_at_any_size(module: torch.nn.Module, shape: tuple[int, int, int, int]) -> bool:
+def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors | None = None) -> tuple[Tensors, Axes]:
+    """Images for a model of images, with the mask of their padding where the model takes one.
+
+    Args:
+        module: The model.
+        folder: Where its config and processor files are.
+        others: What else it is given.
+    """
+    config = getattr(module, "config", None)
+    height, width = _image_size(config, folder)
+    channels = getattr(_image_config(config), "num_channels", 3)
+    named = {0: "batch"}
+    masked = PIXEL_MASK in parameters_of(module)
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    shape = (SAMPLE_BATCH, channels, height, width)
+    if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
+        named |= dict(enumerate(IMAGE_AXES, start=2))
+        # Axes of one size would become one axis.
+        width += _IMAGE_STEP if height == width else 0
+    sample = {"pixel_values": torch.randn(SAMPLE_BATCH, channels, height, width)}
+    axes = {"pixel_values": named}
+    if masked:
+        sample[PIXEL_MASK] = _padded_pixels((SAMPLE_BATCH, height, width), torch.int64)
+        axes[PIXEL_MASK] = {max(place - 1, 0): axis for place, axis in named.items()}
+    return sample, axes
+
+
+def _computes_at_any_size(
+    module: torch.nn.Module, shape: tuple[int, int, int, int], *, masked: bool, others: Tensors
+) -> bool:
     """Whether a model of images `(batch, channels, height, width)` computes at two sizes beside its own."""
     dtype, device = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
     batch, channels, height, width = shape
@@ -144,7 +167,8 @@ def _computes_at_any_size(module: torch.nn.Module, shape: tuple[int, int, int, i
         with torch.inference_mode(), quiet():
             for higher, wider in ((_IMAGE_STEP, 2 * _IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP)):
                 pixels = torch.zeros((batch, channels, height + higher, width + wider), dtype=dtype, device=device)
-                module(pixel_values=pixels)
+                mask = {PIXEL_MASK: torch.ones_like(pixels[:, 0], dtype=torch.int64)} if masked else {}
+                module(pixel_values=pixels, **mask, **others)
     # Foreign model code, which may raise anything: positions for one size alone are the usual reason.
     except Exception:  # noqa: BLE001
         return False
@@ -177,8 +201,8 @@ def _image_config(config: Any) -> Any:
 def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
     size = getattr(_image_config(config), "image_size", None)
-    if size is None and folder is not None and (folder / "preprocessor_config.json").is_file():
-        settings = read_json(folder / "preprocessor_config.json")
+    if size is None and folder is not None:
+        settings = _processor_settings(folder)
         size = settings.get("crop_size") or settings.get("size")
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
@@ -186,6 +210,15 @@ def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     if isinstance(size, Sequence):
         return int(size[0]), int(size[1])
     return (int(size), int(size)) if size else (224, 224)
+
+
+def _processor_settings(folder: Path) -> Mapping[str, Any]:
+    """What the folder's image processor is told; nothing where it has none."""
+    if (folder / "preprocessor_config.json").is_file():
+        return read_json(folder / "preprocessor_config.json")
+    whole = read_json(folder / "processor_config.json") if (folder / "processor_config.json").is_file() else {}
+    found: Mapping[str, Any] = whole.get("image_processor") or {}
+    return found
 
 
 def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
@@ -246,6 +279,7 @@ def resize(
     Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. A mask
     gets padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
     """
+    config = text_config(config)
     generator = torch.Generator().manual_seed(seed)
     resized: Tensors = {}
     for name, tensor in example.items():
@@ -255,6 +289,8 @@ def resize(
             resized[name] = _token_ids(shape, config, generator)
         elif name == "attention_mask":
             resized[name] = _padded_mask(shape, tensor.dtype)
+        elif name == PIXEL_MASK:
+            resized[name] = _padded_pixels(shape, tensor.dtype)
         elif name == "token_type_ids":
             types = min(2, int(getattr(config, "type_vocab_size", 2) or 1))
             resized[name] = torch.randint(0, types, shape, generator=generator, dtype=tensor.dtype)
@@ -276,6 +312,12 @@ def resize(
             if end is not None:
                 ids.scatter_(-1, mask.sum(-1, keepdim=True).to(torch.int64) - 1, end)
     return resized
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes texts, where it says nothing of them itself (CLIP's)."""
+    inner = getattr(config, "text_config", None)
+    return inner if inner is not None and not isinstance(inner, dict) and not hasattr(config, "vocab_size") else config
 
 
 def pad_id(config: Any) -> int:
@@ -307,6 +349,14 @@ def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     mask = torch.ones(tuple(shape), dtype=dtype)
     rows = mask.view(-1, shape[-1])
     rows[1::2, (shape[-1] + 1) // 2 :] = 0
+    return mask
+
+
+def _padded_pixels(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A mask `(batch, height, width)` in which every second image is padded below and on the right, as processors do."""
+    mask = torch.ones(tuple(shape), dtype=dtype)
+    mask[1::2, -(shape[1] // 4) :] = 0
+    mask[1::2, :, -(shape[2] // 4) :] = 0
     return mask
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,8 @@ class Source:
         dtype: Element type of its weights.
         name: Of the graph it becomes; the parts of a generating model are sources of their own.
         stateful: Whether its graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
+        croppable: See `Component`.
+        continues: See `Component`.
     """
 
     model: torch.nn.Module
@@ -49,6 +51,7 @@ class Source:
     name: str = "model"
     stateful: bool = False
     croppable: bool = True
+    continues: Literal["any", "one", "none"] = "any"
 
     @property
     def config(self) -> Any:
@@ -58,7 +61,7 @@ class Source:
     @property
     def architecture(self) -> str:
         """Class name of the model."""
-        inner = self.model.model if isinstance(self.model, Wrapper) else self.model
+        inner = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
         return type(inner).__name__
 
     @property
@@ -78,7 +81,7 @@ class Source:
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
         """
-        model: Any = self.model.model if isinstance(self.model, Wrapper) else self.model
+        model: Any = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
         config = getattr(model, "config", None)
         if config is None or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
             return {}

@@ -24,6 +24,7 @@ from .pooling import Tensors
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
+from .sounds import usual_sounds
 from .source import Source
 
 if TYPE_CHECKING:
@@ -73,10 +74,15 @@ _LAYERS = re.compile(
     r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
 )
 
+# One of a tuple that a model returns for all its layers.
+_INNER = re.compile(r"(?P<field>(?:\w+_)?(?:hidden_states|attentions))_(?P<layer>\d+)\Z")
+
 
 @functools.cache
 def graph_name(name: str) -> str:
-    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`."""
+    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`, `attentions_0` `attentions.0`."""
+    if inner := _INNER.match(name):
+        return f"{inner['field']}.{inner['layer']}"
     match = _LAYERS.match(name)
     if match is None:
         return name
@@ -388,9 +394,12 @@ def dtype_name(dtype: onnx_ir.DataType | None) -> str:
 
 
 def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels."""
+    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels, and about
+    a second of a sound.
+    """
     axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
-    return usual_sizes(axes, SimpleNamespace(**read_config(folder)), folder)
+    config = SimpleNamespace(**read_config(folder))
+    return usual_sizes(axes, config, folder) | usual_sounds(axes, config)
 
 
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:

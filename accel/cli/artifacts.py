@@ -46,6 +46,12 @@ def export(
     normalize: Annotated[
         bool | None, typer.Option("--normalize/--no-normalize", help="Embeddings: normalise inside the graph.")
     ] = None,
+    output_hidden_states: Annotated[
+        bool, typer.Option("--output-hidden-states", help="The graph returns every layer's hidden states, too.")
+    ] = False,
+    output_attentions: Annotated[
+        bool, typer.Option("--output-attentions", help="The graph returns every layer's attentions, too.")
+    ] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the backend's exporter; repeat it for more."),
@@ -70,6 +76,8 @@ def export(
             opset=opset,
             pooling=pooling,
             normalize=normalize,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             options=pairs_of(option, "--option", "profile=batch=1:8:32") or {},
             atol=atol,
             revision=revision,

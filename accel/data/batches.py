@@ -21,7 +21,7 @@ from ..config import QuantizeConfig
 from ..errors import ConfigError, InputError, QuantizeError
 from ..tasks.infer import task_spec
 from ..tasks.spec import Modality, load
-from .columns import map_columns
+from .columns import is_text, map_columns
 from .defaults import with_defaults
 from .labels import texts
 from .rows import Rows, is_rows, load_rows, take
@@ -49,7 +49,9 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
     """
     import transformers
 
-    loader, kind = _PROCESSORS.get(task_spec(task).modalities, ("AutoProcessor", "processor"))
+    spec = task_spec(task)
+    loader, kind = _PROCESSORS.get(spec.modalities, ("AutoProcessor", "processor"))
+    loader = spec.processor or loader
     try:
         with quiet():
             return getattr(transformers, loader).from_pretrained(
@@ -84,6 +86,7 @@ class Encoded:
             not share a batch.
         left: Whether padding goes to the left.
         images: A column of images and what turns them into `pixel_values`, instead of tokens.
+        alone: Whether each image is a batch, as they have several sizes.
         words: For each row the word that each token belongs to (`None` for special tokens), where rows are lists of words.
     """
 
@@ -91,6 +94,7 @@ class Encoded:
     padding: Mapping[str, int] = field(default_factory=dict)
     left: bool = False
     images: tuple[Sequence[Any], Any] | None = None
+    alone: bool = False
     words: Sequence[Sequence[int | None]] | None = None
 
     def __len__(self) -> int:
@@ -100,6 +104,7 @@ class Encoded:
         """Row numbers batch by batch: like lengths together, shortest first."""
         if self.images is not None:
             order = list(range(len(self)))
+            batch_size = 1 if self.alone else batch_size
             return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         lengths = [len(row) for row in self.tokens["input_ids"]]
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -183,7 +188,7 @@ def encode_questions(rows: Rows, processor: Any, max_length: int | None) -> Enco
 
 def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
     """Images, which are read when their batch is made."""
-    return Encoded(images=(_images(rows), processor))
+    return Encoded(images=(images_of(rows), processor))
 
 
 def _cut(max_length: int | None) -> dict[str, Any]:
@@ -198,14 +203,14 @@ def from_tokenizer(found: Any, tokenizer: Any) -> Encoded:
     return Encoded(tokens={name: found[name] for name in names}, padding=padding, left=tokenizer.padding_side == "left")
 
 
-def _images(rows: Rows) -> Any:
-    """The column of images; one of paths is read as images."""
+def images_of(rows: Rows, use: str = "image") -> Any:
+    """A column of images; one of paths is read as images, and one of arrays is taken as it is."""
     import datasets
 
     assert rows.sample.columns is not None
-    name = rows.sample.columns["image"]
+    name = rows.sample.columns[use]
     dataset = rows.dataset
-    if not isinstance(dataset.features[name], datasets.Image):
+    if is_text(dataset.features[name]):
         missing = [path for path in dataset[name][:] if not Path(path).is_file()]
         if missing:
             raise InputError(
@@ -241,7 +246,7 @@ class Batches:
 
 def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
     """Parts of a batch of at most 256 tokens, padding included: memory then does not depend on the longest row met."""
-    if encoded.images is not None:
+    if not encoded.tokens:
         return [rows]
     width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
     size = max(1, _CALIBRATION_TOKENS // max(width, 1))

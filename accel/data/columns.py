@@ -16,7 +16,8 @@ def _is_media(feature: Any) -> bool:
     return type(feature).__name__ in ("Image", "Audio", "Video")
 
 
-def _is_text(feature: Any) -> bool:
+def is_text(feature: Any) -> bool:
+    """Whether a column holds text, and no media."""
     return getattr(feature, "dtype", "") in ("string", "large_string") and not _is_media(feature)
 
 
@@ -31,6 +32,11 @@ def _is_number(feature: Any) -> bool:
     return type(feature).__name__ == "Value" and str(feature.dtype).startswith(("int", "uint", "float"))
 
 
+def _is_map(feature: Any) -> bool:
+    """Pictures, or arrays of two axes and more."""
+    return type(feature).__name__ in ("Image", "Array2D", "Array3D") or inner(inner(feature)) is not None
+
+
 def inner(feature: Any) -> Any:
     """The feature of a list's items, or `None`."""
     if isinstance(feature, list):
@@ -38,14 +44,24 @@ def inner(feature: Any) -> Any:
     return getattr(feature, "feature", None) if type(feature).__name__ in ("List", "LargeList", "Sequence") else None
 
 
+def _is_sound(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return {"array", "sampling_rate"} <= set(feature)
+    return type(feature).__name__ == "Audio" or is_text(feature) or _is_number(inner(feature))
+
+
 _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
-    "text": (_is_text, "text"),
-    "words": (lambda feature: _is_text(inner(feature)), "lists of words"),
+    "text": (is_text, "text"),
+    "texts": (lambda feature: is_text(feature) or is_text(inner(feature)), "texts"),
+    "words": (lambda feature: is_text(inner(feature)), "lists of words"),
     "label": (_is_label, "labels"),
     "tags": (lambda feature: inner(feature) is not None and _is_label(inner(feature)), "lists of labels"),
     "answers": (lambda _: True, "answers"),
     "number": (_is_number, "numbers"),
-    "image": (lambda feature: type(feature).__name__ == "Image" or _is_text(feature), "images"),
+    "map": (lambda feature: _is_map(feature) or is_text(feature), "pictures with a value for each pixel"),
+    "objects": (lambda feature: isinstance(feature, dict) or isinstance(inner(feature), dict), "boxes with classes"),
+    "image": (lambda feature: type(feature).__name__ == "Image" or is_text(feature), "images"),
+    "audio": (_is_sound, "sounds"),
 }
 """What a column must be to hold something, and how messages call it."""
 
@@ -91,7 +107,7 @@ def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None,
     found = _checked(columns or {}, spec, features)
     uses = {column.use for column in spec.columns}
     if "text" in uses and "text" not in found:
-        pair = next((p for p in _PAIRS if all(_is_text(features.get(name)) for name in p)), None)
+        pair = next((p for p in _PAIRS if all(is_text(features.get(name)) for name in p)), None)
         if pair is not None and not {"label", *found.values()} & set(pair):
             found |= {use: name for use, name in zip(("text", "text_pair"), pair, strict=True) if use in uses}
     for column in spec.columns:
@@ -142,7 +158,7 @@ def _guess(
     for name in column.known:
         if name in free and fits(free[name]):
             return name
-    if column.use == "text_pair":
+    if column.use in ("text_pair", "audio_pair") or column.needed == "known":
         return None
     # Of several columns that could be a label, none is taken on a guess; a column known to be the text is no label.
     others = {name for other in columns if other is not column for name in other.known}

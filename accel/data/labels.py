@@ -36,11 +36,11 @@ def label_ids(rows: Rows, use: str, config: Any) -> list[Any]:
         raise InputError(f"{empty} of {len(values)} rows have no {use}.", fix="remove them, or label them.")
     assert rows.sample.columns is not None
     feature = rows.dataset.features[rows.sample.columns[use]]
-    translate = _translation(flat, inner(feature) if nested else feature, config, rows)
+    translate = translation(flat, inner(feature) if nested else feature, config, rows)
     return [[translate(item) for item in value] for value in values] if nested else [translate(v) for v in values]
 
 
-def _translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> Callable[[Any], int]:
+def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> Callable[[Any], int]:
     """From a label in the data to the model's number, after checking that every label has one."""
     label2id = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
     count = int(getattr(config, "num_labels", len(label2id)))

@@ -29,7 +29,7 @@ from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
 from ..stages.export import artifact_for
 from ..stages.resolving import resolve
-from ..tasks.infer import task_spec
+from ..tasks.infer import specs_for, task_spec
 from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
@@ -44,7 +44,7 @@ from .inputs import Inputs
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .outputs import fast_output, grouped, indexed
-from .saving import model_card, save_model, upload_model
+from .saving import Saveable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_count_fork)
 _TENSOR = {torch.Tensor}
 
 
-class ORTModel(Familiar):
+class ORTModel(Familiar, Saveable):
     """Base of the task classes; made by `from_pretrained`.
 
     The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it
@@ -72,6 +72,7 @@ class ORTModel(Familiar):
     """
 
     task: ClassVar[str] = "custom"
+    _any_task: ClassVar[bool] = True
     base_model_prefix = "model"
     generation_config: Any = None
 
@@ -119,6 +120,7 @@ class ORTModel(Familiar):
         config: Any = None,
         subfolder: str = "",
         file_name: str | None = None,
+        variant: str | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -146,7 +148,8 @@ class ORTModel(Familiar):
             task: For classes that serve several tasks.
             config: A transformers config that replaces the folder's.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
-            file_name: The graph to take from a plain ONNX folder.
+            file_name: The graph to take from a plain ONNX folder; of several that belong together, one of them.
+            variant: The ending of their names, as in transformers.js' folders: `quantized`, `q4`, `fp16`, ...
             use_cache: Of generating models: what `generate` does where it is not said; keys and values are kept by default.
             **export_settings: Fields of `ExportConfig`, for a folder that is exported. transformers' `device_map`, `dtype="auto"`
                 and `attn_implementation` are taken where they ask for nothing that a graph has not.
@@ -173,13 +176,15 @@ class ORTModel(Familiar):
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if task is not None and cls is not ORTModel and not issubclass(cls, load(task_spec(task).model)):
+        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in specs_for(task)):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
-        default = None if cls is ORTModel else cls.task
-        resolved = resolve(model_id, task=task, default_task=default, hub=hub, file_name=file_name, export=export)
-        own: type[Self] = load(task_spec(resolved.task).model) if cls is ORTModel else cls
+        default = None if cls._any_task else cls.task
+        resolved = resolve(
+            model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
+        )
+        own: type[Self] = cls._for_task(resolved.task) if cls._any_task else cls
         made = own(
             artifact_for(resolved, settings, export_config),
             backend=settings.backend,
@@ -193,9 +198,20 @@ class ORTModel(Familiar):
             made.generation_config.use_cache = use_cache
         return made
 
+    @classmethod
+    def _is_for(cls, spec: TaskSpec) -> bool:
+        found: type[ORTModel] = load(spec.model)
+        return issubclass(cls, found)
+
+    @classmethod
+    def _for_task(cls, task: str) -> type[Any]:
+        """The class of a task, for a class that opens any."""
+        found: type[Any] = load(task_spec(task).model)
+        return found
+
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
-        if self.task != "custom" and not isinstance(self, load(wanted.model)):
+        if self.task != "custom" and not self._is_for(wanted):
             raise TaskError(
                 f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
                 fix=f"use {wanted.model_name}, or export the model again with another task.",
@@ -235,8 +251,9 @@ class ORTModel(Familiar):
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
         self._loss = task_spec(self.artifact.task).loss
         self._inputs = Inputs(
-            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config
-        )
+            self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config,
+            frozenset(self._output_groups),
+        )  # fmt: skip
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
@@ -309,8 +326,9 @@ class ORTModel(Familiar):
 
     @property
     def input_modalities(self) -> tuple[str, ...]:
-        """What it reads: `text` or `image`."""
-        return ("image",) if self.main_input_name == "pixel_values" else ("text",)
+        """What it reads: `text`, `image` or `audio`."""
+        others = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+        return (others.get(self.main_input_name, "text"),)
 
     @property
     def output_modalities(self) -> tuple[str, ...]:
@@ -356,6 +374,7 @@ class ORTModel(Familiar):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._any_task = cls.__dict__.get("_any_task", False)
         # Calling a model is calling its `forward`, without a frame in between.
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
@@ -445,49 +464,3 @@ class ORTModel(Familiar):
         self.generation_config = state["generation_config"]
         self._trust_remote_code = state["trust_remote_code"]
         self._open()
-
-    # Saving
-
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
-
-        Args:
-            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
-            overwrite: Replace an artifact that the folder holds, and files of the same names.
-            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
-
-        Raises:
-            OutputFolderError: The folder is the model's own, or something in it would be replaced.
-        """
-        generation = self.generation_config
-        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        token: str | bool | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload an accelerated model",
-    ) -> str:
-        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
-        return upload_model(
-            self.artifact,
-            self.config,
-            repo_id,
-            generation_config=self.generation_config,
-            class_name=type(self).__name__,
-            token=token,
-            private=private,
-            revision=revision,
-            commit_message=commit_message,
-        )
-
-    def model_card(self, repo_id: str) -> str:
-        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
-        return model_card(self.artifact, repo_id, type(self).__name__)

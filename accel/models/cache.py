@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..backends.interfaces import Session, State
+from ..errors import InputError
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A session's state as a transformers cache.
 
     Keys and values stay where the runtime has them: the cache can be continued, reordered, cropped and passed to the next
-    `generate`, but its tensors cannot be read.
+    `generate`. `layers` copies them out, and `fill` takes those of another cache in.
 
     Args:
         session: The decoder's session, which makes the state at the first call.
@@ -20,11 +23,67 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """
 
     def __init__(self, session: Session, *, croppable: bool = True) -> None:
-        super().__init__(layers=[])
         self.session = session
         self._croppable = croppable
         self.state: State | None = None
         self.constants: dict[str, torch.Tensor] = {}
+        super().__init__(layers=[])
+
+    @property
+    def layers(self) -> list[DynamicLayer]:
+        """Copies of the keys and values, a layer each with `keys` and `values: (batch, heads, tokens, size)`.
+
+        Raises:
+            InputError: The backend keeps them in a form of its own, or the model keeps something else.
+        """
+        held = _readable(self.state).read() if self.state is not None else {}
+        odd = sorted(name for name in held if name.partition(".")[2] not in ("key", "value"))
+        if odd:
+            raise InputError(
+                f"The model keeps {odd[0]}, which is neither keys nor values.", fix="leave it to the model."
+            )
+        numbers = sorted({int(name.partition(".")[0]) for name in held})
+        return [_layer(held[f"{number}.key"], held[f"{number}.value"]) for number in numbers]
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        """transformers' own constructor sets an empty list."""
+        assert not layers, "a state is filled by `fill`"
+
+    def fill(self, cache: Cache) -> None:
+        """Hold the keys and values of another cache, such as a `DynamicCache` that PyTorch filled.
+
+        Raises:
+            InputError: It is not of this model, or of another kind than keys and values.
+        """
+        self.reset()
+        layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
+        if not layers:
+            return
+        odd = next((layer for layer in layers if type(layer) is not DynamicLayer), None)
+        if odd is not None:
+            raise InputError(
+                f"The cache has a {type(odd).__name__}, which keeps other tokens than all.",
+                fix="pass a DynamicCache().",
+            )
+        rows, _, length, _ = layers[0].keys.shape
+        state = self.session.new_state(int(rows))
+        pairs = enumerate((layer.keys.detach(), layer.values.detach()) for layer in layers)
+        values = {
+            f"{n}.{kind}": tensor for n, pair in pairs for kind, tensor in zip(("key", "value"), pair, strict=True)
+        }
+        _readable(state).load(values, int(length))
+        self.state = state
+
+    def write_to(self, cache: Cache) -> None:
+        """Put the keys and values into another cache, in the place of its own."""
+        cache.layers = list(self.layers)
+
+    def to_dynamic(self) -> DynamicCache:
+        """A copy that a PyTorch model continues."""
+        made = DynamicCache()
+        self.write_to(made)
+        return made
 
     @property
     def batch_size(self) -> int:
@@ -91,7 +150,26 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return copy
 
     def __len__(self) -> int:
+        # Not the layers: whoever asks whether a cache is empty must not copy it.
         return 0
 
     def __repr__(self) -> str:
         return f"StateCache({self.get_seq_length()} tokens)"
+
+
+def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
+    layer = DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer
+
+
+def _readable(state: State) -> Any:
+    """A state that can be read and filled.
+
+    Raises:
+        InputError: It is of a plugin whose states cannot.
+    """
+    if not hasattr(state, "read"):
+        raise InputError("The keys and values of this backend cannot be read.", fix="use backend='cpu'.")
+    return state

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.manifest import Artifact
 from ..errors import ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache
-from .outputs import fast_output
+from .outputs import fast_output, numpy_too
 
 # What `generate` may pass that changes nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
@@ -40,13 +41,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def _open(self) -> None:
         super()._open()
         component = self.artifact.component(self._decoder)
-        self._keeps = component.stateful
         self._decoder_session = self._opened.sessions[self._decoder]
         # transformers' word for a model whose cache no token can be taken out of.
         self._is_stateful = not component.croppable
         self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         self._unused = frozenset(component.unused_inputs)
-        self._limit = component.max_sizes.get("total" if self._keeps else "sequence", 0)
+        self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
         self._limited = None
         self._last = torch.zeros(1, dtype=torch.int64)
 
@@ -67,8 +67,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def new_cache(self) -> StateCache:
         """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
         self._check_fork()
-        if not self._keeps:
-            raise InputError("This model keeps nothing between calls.", fix="pass all tokens at each call.")
         return StateCache(self._decoder_session, croppable=self.artifact.component(self._decoder).croppable)
 
     def _prepare_cache_for_generation(
@@ -86,16 +84,17 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 " the cache.",
                 fix="leave it out.",
             )
-        if not self._keeps:
-            # Read again as a whole for each token, as in transformers.
-            generation_config.use_cache = model_kwargs["use_cache"] = False
-        elif model_kwargs.get("past_key_values") is not None:
-            self._own(model_kwargs["past_key_values"])
+        if model_kwargs.get("past_key_values") is not None:
+            model_kwargs["past_key_values"] = self._own(model_kwargs["past_key_values"])
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = self.new_cache()
 
+    @numpy_too
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """transformers' `generate`, with every argument it has.
+
+        A `DynamicCache` as `past_key_values` is read first and written to at the end; a cache of this model is continued where
+        it is. NumPy in gives NumPy out.
 
         Raises:
             InputError: Nothing to generate, a prompt longer than the positions, a cache that does not fit.
@@ -105,15 +104,26 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
         # Before anything reads the encoder or the cache.
         self._check_fork()
-        return super().generate(inputs, generation_config, **kwargs)
+        theirs = kwargs.get("past_key_values")
+        if not isinstance(theirs, DynamicCache):
+            return super().generate(inputs, generation_config, **kwargs)
+        kwargs["past_key_values"] = cache = self._own(theirs)
+        made = super().generate(inputs, generation_config, **kwargs)
+        cache.write_to(theirs)
+        return made
 
     # Running
 
     def _own(self, cache: Any) -> StateCache:
+        """A cache of this model, or one with what a `DynamicCache` holds."""
+        if isinstance(cache, DynamicCache):
+            filled = self.new_cache()
+            filled.fill(cache)
+            return filled
         if not isinstance(cache, StateCache):
             raise InputError(
                 f"past_key_values is a {type(cache).__name__}; this model's runtime keeps the cache itself.",
-                fix="pass what this model returned as past_key_values, or model.new_cache().",
+                fix="pass what this model returned as past_key_values, model.new_cache(), or a DynamicCache.",
             )
         if cache.session is not self._decoder_session:
             raise InputError(
@@ -150,7 +160,13 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(
                 f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
             )
-        feeds = {**tokens, "attention_mask": mask, **cache.constants}
+        feeds = {**tokens, **cache.constants}
+        if "attention_mask" in self._takes:
+            feeds["attention_mask"] = mask
+        elif not mask.all():
+            raise InputError(
+                "The mask hides tokens of the decoder, whose graph takes none.", fix="give prompts of one length."
+            )
         if "position_ids" in self._takes:
             if position_ids is None:
                 position_ids = torch.arange(past, total).expand(batch, new)
@@ -162,30 +178,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             kept = self._kept(new, logits_to_keep)
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept)
-
-    def _whole(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor,
-    ) -> torch.Tensor:
-        """One call of a model that keeps nothing: the logits of all tokens, or of those wanted."""
-        batch, length = ids.shape
-        if self._limit and length > self._limit:
-            raise InputError(
-                f"{length} tokens were given; the model has {self._limit} positions.",
-                fix="shorten the prompt, or ask for fewer new tokens.",
-            )
-        optional = {
-            "attention_mask": torch.ones((batch, length), dtype=torch.int64) if mask is None else mask,
-            "position_ids": torch.arange(length).expand(batch, length) if position_ids is None else position_ids,
-        }
-        feeds = {"input_ids": ids} | {name: value for name, value in optional.items() if name in self._takes}
-        logits = self._decoder_session.run(feeds, outputs=("logits",))["logits"]
-        if isinstance(logits_to_keep, int) and not logits_to_keep:
-            return logits
-        return logits.index_select(1, self._kept(length, logits_to_keep))
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""
@@ -211,13 +203,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         logits_to_keep: int | torch.Tensor,
     ) -> Any:
         """What a decoder-only model returns: the logits, and the cache behind these tokens."""
-        if not self._keeps:
-            if past_key_values is not None:
-                raise InputError("This model keeps nothing between calls.", fix="leave past_key_values out.")
-            found = self._whole(tokens["input_ids"], attention_mask, position_ids, logits_to_keep)
-            return fast_output(CausalLMOutputWithPast, {"logits": found})
         cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
         values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
+        if isinstance(past_key_values, DynamicCache):
+            # Whoever filled it continues with it.
+            cache.write_to(past_key_values)
+            cache = past_key_values
         if use_cache is not False:
             values["past_key_values"] = cache
         return fast_output(CausalLMOutputWithPast, values)
@@ -256,6 +247,7 @@ class ORTModelForCausalLM(Generator):
         """The tokens."""
         return "input_ids"
 
+    @numpy_too
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -272,7 +264,8 @@ class ORTModelForCausalLM(Generator):
             input_ids: `(batch, new)` tokens behind those in the cache.
             attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned; continued in place.
+            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose tensors are copied in
+                and out at each call.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
             **rest: Refused where it would change the result.

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..backends.interfaces import Session
 from ..errors import InputError
 from .cache import StateCache
 from .decoders import Generator
-from .outputs import fast_output
+from .outputs import fast_output, numpy_too
 
 _ENCODER_MASK = "encoder_attention_mask"
+_HIDDEN = "encoder_hidden_states"
 
 
 class _EncoderOf:
@@ -65,7 +67,8 @@ class EncoderDecoder(Generator):
     def _open(self) -> None:
         super()._open()
         self._encoder = _EncoderOf(self._opened.sessions["encoder"], self.main_input_name)
-        self._cross_session = self._opened.sessions["cross_attention"]
+        # Decoders of other tools may read the encoder's output themselves.
+        self._cross_session = self._opened.sessions.get("cross_attention")
 
     @property
     def main_input_name(self) -> str:
@@ -82,6 +85,15 @@ class EncoderDecoder(Generator):
         self._check_fork()
         return self._encoder
 
+    def _own(self, cache: Any) -> StateCache:
+        if isinstance(cache, DynamicCache):
+            raise InputError(
+                "A DynamicCache holds nothing of the encoder's answer, which the decoder reads.",
+                fix="pass what this model returned as past_key_values, or leave it out.",
+            )
+        return super()._own(cache)
+
+    @numpy_too
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -130,7 +142,10 @@ class EncoderDecoder(Generator):
                 # Left out, the encoder attended to everything, whoever ran it.
                 hidden = encoder_outputs[0]
                 attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-            cache.constants = self._cross_session.run({"encoder_hidden_states": encoder_outputs[0]})
+            hidden = {_HIDDEN: encoder_outputs[0]}
+            cache.constants = self._cross_session.run(hidden) if self._cross_session is not None else {}
+            if _HIDDEN in self._takes:
+                cache.constants.update(hidden)
         if _ENCODER_MASK in self._takes:
             if attention_mask is None:
                 attention_mask = cache.constants.get(_ENCODER_MASK)

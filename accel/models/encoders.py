@@ -19,6 +19,7 @@ from ..errors import (
 )
 from .base import ORTModel
 from .outputs import SentenceEmbeddingOutput
+from .ranking import Activation, scores
 
 
 def _sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
@@ -49,9 +50,70 @@ class _TextEncoder(ORTModel):
 
 
 class ORTModelForSequenceClassification(_TextEncoder):
-    """Text classification and regression: `logits: (batch, num_labels)`."""
+    """Text classification and regression: `logits: (batch, num_labels)`; cross-encoders rank documents."""
 
     task = "text-classification"
+
+    def predict(
+        self,
+        pairs: Sequence[Sequence[str]],
+        *,
+        batch_size: int = 32,
+        tokenizer: Any = None,
+        activation_fn: Activation | None = None,
+    ) -> Any:
+        """Scores of pairs of texts, in their order, as Sentence Transformers' `CrossEncoder` gives them.
+
+        Args:
+            pairs: `[(query, document), ...]`.
+            batch_size: Pairs a call; those of like length share one.
+            tokenizer: The artifact's own when `None`.
+            activation_fn: What turns outputs into scores. When `None`, what the model's config says, else a sigmoid for one output.
+
+        Returns:
+            `(len(pairs),)` float32 of a model with one output, else `(len(pairs), num_labels)`, as NumPy.
+        """
+        single = len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
+        given: Any = [pairs] if single else pairs
+        found = scores(self, given, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn).numpy()
+        return found[0] if single else found
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_k: int | None = None,
+        return_documents: bool = False,
+        batch_size: int = 32,
+        tokenizer: Any = None,
+        activation_fn: Activation | None = None,
+    ) -> list[dict[str, Any]]:
+        """Documents by how well they answer a query, the best first: `[{"corpus_id": 2, "score": 0.98}, ...]`.
+
+        Args:
+            query: One text.
+            documents: Texts; `corpus_id` is a place in them.
+            top_k: How many of them; all when `None`.
+            return_documents: Whether each has its `text`, too.
+            batch_size, tokenizer, activation_fn: See `predict`.
+
+        Raises:
+            TaskError: The model has more outputs than one.
+        """
+        if self.config.num_labels != 1:
+            raise TaskError(
+                f"A model that ranks has one output, and this one has {self.config.num_labels}.",
+                fix="use predict, or a cross-encoder with one label.",
+            )
+        if isinstance(documents, str):
+            raise InputError("rank takes a list of documents.", fix="pass a list of texts.")
+        pairs = [(query, text) for text in documents]
+        found = scores(self, pairs, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn).tolist()
+        # The first of equals comes first.
+        order = sorted(range(len(found)), key=lambda i: -found[i])[:top_k]
+        texts = [{"text": documents[i]} if return_documents else {} for i in order]
+        return [{"corpus_id": i, "score": found[i], **text} for i, text in zip(order, texts, strict=True)]
 
 
 class ORTModelForTokenClassification(_TextEncoder):

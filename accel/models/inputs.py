@@ -26,12 +26,14 @@ class Inputs:
         ignored: What the model takes and its result does not depend on.
         own_defaults: Whose default the model computes itself.
         config: The model's transformers config.
+        returned: Tuples among its outputs, such as `hidden_states`.
     """
 
     names: frozenset[str]
     ignored: frozenset[str]
     own_defaults: frozenset[str]
     config: Any
+    returned: frozenset[str] = frozenset()
 
     def read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
         """Inputs as tensors by the graph's names and of the shapes given, whether NumPy is wanted back, and whether a tuple is."""
@@ -51,7 +53,9 @@ class Inputs:
 
     def _refuse(self, name: str, value: Any) -> None:
         """An input that the graph does not take: dropped where that changes nothing, else an error."""
-        if name in self.ignored or (name in _OUTPUT_FLAGS and not value):
+        if name in self.ignored or (
+            name in _OUTPUT_FLAGS and (not value or name.removeprefix("output_") in self.returned)
+        ):
             return
         names = sorted(self.names)
         if name in self.own_defaults:
@@ -62,7 +66,7 @@ class Inputs:
         if name == "token_type_ids" and not torch.as_tensor(value).any():
             return
         if name in _OUTPUT_FLAGS:
-            raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
+            raise InputError(f"The graph does not return what {name} asks for.", fix=f"export it with {name}=True.")
         if name in TARGETS:
             raise InputError(
                 f"There is no loss for {name} here.", fix=f"leave {name} out and compute the loss from the outputs."

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
@@ -24,6 +26,35 @@ def fast_output(kind: Any, values: Mapping[str, Any]) -> Any:
         _set_item(output, name, value)
     output.__dict__.update(values)
     return output
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def numpy_too(method: _Method) -> _Method:
+    """A method of tensors that also takes NumPy arrays, and then returns such."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if np.ndarray not in map(type, args) and np.ndarray not in map(type, kwargs.values()):
+            return method(self, *args, **kwargs)
+        values = method(self, *map(_as_tensor, args), **{name: _as_tensor(value) for name, value in kwargs.items()})
+        if isinstance(values, ModelOutput):
+            return fast_output(type(values), {name: _as_array(value) for name, value in values.items()})
+        return _as_array(values)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _as_tensor(value: Any) -> Any:
+    # torch reads no negative strides.
+    return torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_as_array(one) for one in value)
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 @dataclass

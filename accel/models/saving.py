@@ -16,8 +16,66 @@ from ..artifact.writing import check_output, copy_companions, is_companion, merg
 from ..errors import ArtifactError, OutputFolderError
 
 
+class Saveable:
+    """What a model offers to write it down."""
+
+    artifact: Artifact
+    config: Any
+    generation_config: Any
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
+
+        Args:
+            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
+            overwrite: Replace an artifact that the folder holds, and files of the same names.
+            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
+
+        Raises:
+            OutputFolderError: The folder is the model's own, or something in it would be replaced.
+        """
+        generation = self.generation_config
+        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload an accelerated model",
+    ) -> str:
+        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
+        return upload_model(
+            self.artifact,
+            self.config,
+            repo_id,
+            generation_config=self.generation_config,
+            class_name=type(self).__name__,
+            token=token,
+            private=private,
+            revision=revision,
+            commit_message=commit_message,
+        )
+
+    def model_card(self, repo_id: str) -> str:
+        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
+        return model_card(self.artifact, repo_id, type(self).__name__)
+
+
 def write_model(
-    artifact: Artifact, config: Any, folder: Path, *, generation_config: Any = None, public: bool = False
+    artifact: Artifact,
+    config: Any,
+    folder: Path,
+    *,
+    generation_config: Any = None,
+    public: bool = False,
+    companions: bool = True,
 ) -> None:
     """Write everything that a model needs into a folder.
 
@@ -27,6 +85,7 @@ def write_model(
         folder: A folder; companions that are in it are kept.
         generation_config: Likewise, for a model that generates.
         public: Leave this machine's paths out.
+        companions: Whether configs and tokenizer files are recorded: whoever writes them again then has to say so.
     """
     manifest = artifact.manifest
     if public and manifest.source is not None:
@@ -45,11 +104,17 @@ def write_model(
     if generation_config is not None:
         # Not `save_pretrained`: it refuses what many published models have.
         generation_config.to_json_file(folder / "generation_config.json")
-    Artifact.create(folder, replace(manifest, components=components))
+    Artifact.create(folder, replace(manifest, components=components), companions=companions)
 
 
 def save_model(
-    artifact: Artifact, config: Any, folder: str | os.PathLike[str], *, generation_config: Any, overwrite: bool
+    artifact: Artifact,
+    config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    generation_config: Any,
+    overwrite: bool,
+    companions: bool = True,
 ) -> Path:
     """Write what `write_model` writes into a folder that may hold other files, and return it.
 
@@ -68,7 +133,7 @@ def save_model(
         kept = () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
         for path in kept:
             shutil.copyfile(path, temporary / path.name)
-        write_model(artifact, config, temporary, generation_config=generation_config)
+        write_model(artifact, config, temporary, generation_config=generation_config, companions=companions)
         names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
         taken = sorted(str(name) for name in names if _differs(temporary / name, target / name))
         if taken and not overwrite:

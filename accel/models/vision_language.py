@@ -9,6 +9,7 @@ import torch
 from ..errors import InputError
 from .cache import StateCache
 from .decoders import Generator
+from .outputs import numpy_too
 
 
 class ORTModelForImageTextToText(Generator):
@@ -38,6 +39,7 @@ class ORTModelForImageTextToText(Generator):
             made["pixel_values"] = images
         return made
 
+    @numpy_too
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

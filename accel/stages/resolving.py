@@ -16,7 +16,7 @@ from ..artifact.manifest import MANIFEST, Artifact
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError
-from ..tasks.infer import infer_adapter_task, infer_task, read_config, task_spec
+from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, read_config, task_spec
 from .foreign import adopt, beside_config, holds_graphs
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def resolve(
     default_task: str | None = None,
     hub: HubOptions | None = None,
     file_name: str | None = None,
+    variant: str | None = None,
     weights: bool = False,
     export: bool | None = None,
 ) -> Resolved:
@@ -93,6 +94,7 @@ def resolve(
         default_task: The task of a class that loads it, for folders that are of no other.
         hub: How to reach it.
         file_name: The graph to take from a folder without our manifest.
+        variant: Likewise, by the ending of its name: `quantized`, `q4`, `fp16`, ...
         weights: Take PyTorch weights where a folder holds graphs as well.
         export: As in `from_pretrained`: `True` takes weights, `False` refuses them.
 
@@ -122,12 +124,13 @@ def resolve(
     has_weights = (folder / "config.json").is_file() and found.has_weights
     adapter = (folder / "adapter_config.json").is_file()
     if not (weights and (has_weights or adapter or export)):
-        if (folder / MANIFEST).is_file() and file_name is None:
+        if (folder / MANIFEST).is_file() and variant is None:
             artifact = Artifact.load(folder)
-            return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
-        if file_name is not None or holds_graphs(folder):
+            if file_name is None or file_name in [component.file for component in artifact.components]:
+                return replace(found, kind="artifact", task=artifact.task, artifact=artifact)
+        if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
-            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub)
+            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub, variant=variant)
             return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
     if export is False:
         raise ArtifactNotFoundError(
@@ -149,9 +152,9 @@ def resolve(
 
 def _task_of_module(module: Any, task: str | None) -> str:
     """The task of a module in memory: as given, from its class, or `custom` for one that has no config."""
-    if task is not None:
-        return task_spec(task).name
     config = getattr(module, "config", None)
+    if task is not None:
+        return fitting_task(task, {"architectures": [type(module).__name__]})
     if config is None:
         return "custom"
     return infer_task({**config.to_dict(), "architectures": [type(module).__name__]})
@@ -159,7 +162,7 @@ def _task_of_module(module: Any, task: str | None) -> str:
 
 def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:
     if task is not None:
-        return task_spec(task).name
+        return fitting_task(task, read_config(folder))
     if default is not None:
         # A class that embeds takes the pooling of a sentence-transformers folder.
         spec = task_spec(default)

@@ -1,4 +1,4 @@
-"""Tasks of models that read images alone."""
+"""Tasks of models that read images, alone or beside texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from .spec import Column, TaskSpec
 from .text import LABEL
 
 IMAGE = Column(use="image", known=("image", "img", "pixel_values", "file", "path", "image_path"), holds="image")
+_CAPTION = Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="known")
+_OBJECTS = Column(
+    use="objects",
+    known=("objects", "annotations", "annotation", "labels", "label"),
+    holds="objects",
+    needed="measuring",
+    answer=True,
+)
+
+
+def _map(use: str, *known: str) -> Column:
+    """A picture with a value for each pixel: what a model should answer."""
+    return Column(use=use, known=known, holds="map", needed="measuring", answer=True)
+
 
 SPECS = (
     TaskSpec(
@@ -20,5 +34,90 @@ SPECS = (
         loss="ForImageClassification",
         encode="accel.data.batches:encode_images",
         predictor="accel.measuring.accuracy.predictors:Classes",
+    ),
+    TaskSpec(
+        name="zero-shot-image-classification",
+        model="accel.models.images:ORTModelForZeroShotImageClassification",
+        auto_model="AutoModelForZeroShotImageClassification",
+        outputs={"logits_per_image": ("batch", "texts")},
+        keeps=("logits_per_image", "logits_per_text", "image_embeds", "text_embeds"),
+        suffixes=(
+            "CLIPModel",
+            "AlignModel",
+            "BlipModel",
+            "CLIPSegModel",
+            "MetaClip2Model",
+            "SiglipModel",
+            "Siglip2Model",
+        ),
+        modalities=("image", "text"),
+        sample="accel.capture.image_text:image_text_sample",
+        columns=(LABEL, IMAGE, _CAPTION),
+        encode="accel.data.pictures:encode_images_with_texts",
+        predictor="accel.measuring.accuracy.pictures:Candidates",
+    ),
+    TaskSpec(
+        name="object-detection",
+        model="accel.models.images:ORTModelForObjectDetection",
+        auto_model="AutoModelForObjectDetection",
+        outputs={"logits": ("batch", "queries", "classes"), "pred_boxes": ("batch", "queries", "corners")},
+        keeps=("logits", "pred_boxes", "order_logits", "out_masks"),
+        suffixes=("ForObjectDetection",),
+        modalities=("image",),
+        columns=(_OBJECTS, IMAGE),
+        encode="accel.data.pictures:encode_pictures",
+        predictor="accel.measuring.accuracy.pictures:Detections",
+    ),
+    TaskSpec(
+        name="image-segmentation",
+        model="accel.models.images:ORTModelForImageSegmentation",
+        auto_model="AutoModelForSemanticSegmentation",
+        more_auto_models=(
+            "AutoModelForUniversalSegmentation",
+            "AutoModelForInstanceSegmentation",
+            "AutoModelForImageSegmentation",
+        ),
+        keeps=("logits", "pred_boxes", "pred_masks", "class_queries_logits", "masks_queries_logits"),
+        suffixes=(
+            "ForSemanticSegmentation",
+            "ForInstanceSegmentation",
+            "ForUniversalSegmentation",
+            "ForSegmentation",
+        ),
+        synonyms=("semantic-segmentation", "instance-segmentation", "universal-segmentation"),
+        modalities=("image",),
+        columns=(
+            _map("mask", "annotation", "mask", "masks", "label", "labels", "segmentation_mask", "semantic_mask"),
+            IMAGE,
+        ),
+        encode="accel.data.pictures:encode_pictures",
+        predictor="accel.measuring.accuracy.pictures:Segments",
+    ),
+    TaskSpec(
+        name="depth-estimation",
+        model="accel.models.images:ORTModelForDepthEstimation",
+        auto_model="AutoModelForDepthEstimation",
+        output="DepthEstimatorOutput",
+        outputs={"predicted_depth": ("batch", "height", "width")},
+        keeps=("predicted_depth", "field_of_view", "domain_logits"),
+        suffixes=("ForDepthEstimation",),
+        modalities=("image",),
+        columns=(_map("depth", "depth", "depth_map", "depths", "label"), IMAGE),
+        encode="accel.data.pictures:encode_pictures",
+        predictor="accel.measuring.accuracy.pictures:Depths",
+    ),
+    TaskSpec(
+        name="image-to-image",
+        model="accel.models.images:ORTModelForImageToImage",
+        auto_model="AutoModelForImageToImage",
+        output="ImageSuperResolutionOutput",
+        outputs={"reconstruction": ("batch", "channels", "height", "width")},
+        keeps=("reconstruction",),
+        suffixes=("ForImageSuperResolution",),
+        modalities=("image",),
+        columns=(_map("target", "target", "hr", "high_resolution", "ground_truth", "gt"), IMAGE),
+        encode="accel.data.pictures:encode_pictures",
+        predictor="accel.measuring.accuracy.pictures:Pixels",
+        own_pipelines={"image-to-image": "accel.models.pipelines.image_to_image:ImageToImagePipeline"},
     ),
 )

@@ -10,12 +10,14 @@ from typing import Any
 
 from ..artifact.reading import read_json
 from ..errors import PluginError, TaskError, did_you_mean
-from . import generation, image, text
+from . import audio, generation, image, text
 from .spec import TaskSpec, load
 
 ENTRY_POINT_GROUP = "accel.tasks"
 
-TASKS: Mapping[str, TaskSpec] = {spec.name: spec for spec in (*text.SPECS, *image.SPECS, *generation.SPECS)}
+TASKS: Mapping[str, TaskSpec] = {
+    spec.name: spec for spec in (*text.SPECS, *image.SPECS, *audio.SPECS, *generation.SPECS)
+}
 """The tasks that come with `accel`, by name."""
 
 
@@ -36,6 +38,29 @@ def task_spec(name: str) -> TaskSpec:
             fix=f"use one of {', '.join(names)}.",
         )
     return found
+
+
+def specs_for(word: str) -> tuple[TaskSpec, ...]:
+    """Every task that a name, synonym or pipeline stands for, the one of that name first: speech recognition is one pipeline of two
+    kinds of models.
+
+    Raises:
+        TaskError: There is none.
+    """
+    first = task_spec(word)
+    return (first, *(spec for spec in all_tasks() if spec is not first and word in (*spec.serves, *spec.synonyms)))
+
+
+def fitting_task(word: str, config: Mapping[str, Any]) -> str:
+    """The task that a word stands for with a model of this config: the first one whose architectures it is among, else the one of
+    that name.
+
+    Raises:
+        TaskError: There is none.
+    """
+    specs = specs_for(word)
+    name = str((config.get("architectures") or [""])[0])
+    return next((spec.name for spec in specs if name.endswith(spec.suffixes)), specs[0].name)
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
@@ -88,6 +113,12 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     # Text and images in one prompt; by their names alone such models are encoder-decoders.
     if name.endswith("ForConditionalGeneration") and {"vision_config", "text_config"} <= set(config):
         return "image-text-to-text"
+    # What Sentence Transformers writes beside a cross-encoder's classes.
+    if name.endswith("ForSequenceClassification") and {
+        "sentence_transformers",
+        "sbert_ce_default_activation_function",
+    } & set(config):
+        return "text-ranking"
     fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
     if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):

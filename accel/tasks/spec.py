@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Holds = Literal["text", "words", "label", "tags", "answers", "number", "image"]
-Needed = Literal["always", "measuring", "named"]
+Holds = Literal["text", "texts", "words", "label", "tags", "answers", "number", "image", "map", "objects", "audio"]
+Needed = Literal["always", "measuring", "known", "named"]
 Modality = Literal["text", "image", "audio"]
 
 
@@ -24,7 +24,8 @@ class Column:
         use: What it is for: `text`, `label`, ...
         known: Names that such columns often have, the likeliest first.
         holds: What its values must be.
-        needed: `always`; for `measuring` and not for calibration; or only where it is `named` by the caller or by a known pair.
+        needed: `always`; for `measuring` and not for calibration; where a column has a `known` name; or only where it is `named`
+            by the caller or by a known pair.
         answer: Whether it is what a model should answer, which calibration never reads.
     """
 
@@ -40,12 +41,15 @@ class TaskSpec:
     """One task. Paths are `package.module:name`, resolved when they are needed (`load`).
 
     Attributes:
-        name: The word of transformers' pipelines.
+        name: The word of transformers' pipelines, or one of its own where two kinds of models serve one pipeline.
         model: Path of our class that runs it.
         auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
+        more_auto_models: Others that do, where the architectures for it are spread over several.
         output: The class of `transformers.modeling_outputs` that it returns; empty for a plain `ModelOutput`.
         outputs: Its tensors by name with their axes, where every model for it returns them alike; a word that the model's
             config knows (`num_labels`) is a size, any other an axis that varies.
+        keeps: What a graph returns of what a model returns, as far as it returns it; everything where this is empty. Models for
+            these tasks also return what their training reads.
         suffixes: Endings of the names of architectures that do it.
         synonyms: Other words for it.
         modalities: What a model for it reads.
@@ -59,6 +63,9 @@ class TaskSpec:
         encode: Path of what turns rows into inputs.
         predictor: Path of what predicts and compares when accuracy is measured; empty where it cannot be.
         sample: Path of what makes the inputs for a trace.
+        stands_in: Path of a module around the model that a trace can follow where the model's own code goes through rows one by one;
+            empty for none.
+        processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
         loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
     """
@@ -66,8 +73,10 @@ class TaskSpec:
     name: str
     model: str
     auto_model: str = ""
+    more_auto_models: tuple[str, ...] = ()
     output: str = ""
     outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keeps: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
     modalities: tuple[Modality, ...] = ("text",)
@@ -81,6 +90,8 @@ class TaskSpec:
     encode: str = "accel.data.batches:encode_texts"
     predictor: str = ""
     sample: str = "accel.capture.samples:default_sample"
+    stands_in: str = ""
+    processor: str = ""
     adapter: str = ""
     loss: str = ""
 
@@ -88,6 +99,11 @@ class TaskSpec:
     def model_name(self) -> str:
         """Name of our class."""
         return self.model.rpartition(":")[2]
+
+    @property
+    def auto_models(self) -> tuple[str, ...]:
+        """Every transformers class that loads a PyTorch model for it."""
+        return (self.auto_model, *self.more_auto_models) if self.auto_model else ()
 
     @property
     def serves(self) -> tuple[str, ...]:

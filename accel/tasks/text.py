@@ -132,5 +132,22 @@ SPECS = (
         embeds=True,
         pooling="mean",
     ),
+    TaskSpec(
+        name="text-ranking",
+        model="accel.models.encoders:ORTModelForSequenceClassification",
+        auto_model="AutoModelForSequenceClassification",
+        output="SequenceClassifierOutput",
+        outputs={"logits": ("batch", "num_labels")},
+        synonyms=("reranking", "cross-encoder"),
+        pipelines=("text-classification",),
+        columns=(
+            Column(use="query", known=("query", "question", "anchor", "text"), holds="text"),
+            Column(use="positive", known=("positive", "positives", "relevant", "answer"), holds="texts"),
+            Column(use="negative", known=("negative", "negatives", "irrelevant"), holds="texts", needed="measuring"),
+        ),
+        encode="accel.data.ranking:encode_queries",
+        predictor="accel.measuring.accuracy.ranking:Rankings",
+        loss="ForSequenceClassification",
+    ),
     TaskSpec(name="custom", model="accel.models.encoders:ORTModelForCustomTasks", synonyms=("custom-tasks",)),
 )

@@ -15,6 +15,8 @@ import transformers
 
 from accel.tasks.infer import task_spec
 
+from .pictures import PICTURES, save_tiny_pictures, tiny_picture_model
+
 VOCABULARY = 120
 LABELS = 3
 POSITIONS = 96
@@ -94,6 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _HEADS = {
     "text-classification": "ForSequenceClassification",
+    "text-ranking": "ForSequenceClassification",
     "token-classification": "ForTokenClassification",
     "question-answering": "ForQuestionAnswering",
     "multiple-choice": "ForMultipleChoice",
@@ -127,11 +130,13 @@ def tiny_model(family: str, task: str = "text-classification", seed: int = 0, **
     """A tiny PyTorch model of a family for a task, in evaluation mode.
 
     Args:
-        family: A key of `FAMILIES`.
+        family: A key of `FAMILIES`, or of `pictures.PICTURES`, each of which has its one task.
         task: A task that the family has a head for.
         seed: Of its weights.
         **overrides: Fields of its config.
     """
+    if family in PICTURES:
+        return tiny_picture_model(family, seed)
     prefix, settings = FAMILIES[family]
     # A question-answering head has two outputs, start and end; any other number fails in its forward.
     labels = 2 if task_spec(task).name == "question-answering" else LABELS
@@ -171,6 +176,8 @@ def tiny_tokenizer(roberta_like: bool = False) -> Any:
 
 def save_tiny(folder: Path, family: str, task: str = "text-classification", seed: int = 0, **overrides: Any) -> Path:
     """Write a tiny model with its tokenizer or image processor as a transformers folder."""
+    if family in PICTURES:
+        return save_tiny_pictures(folder, family, seed)
     model = tiny_model(family, task, seed, **overrides)
     model.save_pretrained(folder)
     if family == "vit":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +13,24 @@ import torch
 
 from accel.artifact import Artifact, Component
 from accel.backends.forms import FormChecks
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.fusions import CUDA
+from ..ortkit.optimization.fusions import CUDA as FUSIONS
 from ..ortkit.optimization.optimizer import OrtOptimizer
-from ..ortkit.runtime.nvidia import judge, survey
-from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8
+from ..ortkit.runtime.device_session import DeviceSession
+from ..ortkit.runtime.nvidia import CUDA, judge, survey
+from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
+from .forms.causal import NoCausalForm, needs_form
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
+
+logger = logging.getLogger(__name__)
 
 # Kernels that multiply 8-bit integers. Quantize/Dequantize pairs and packed weights are computed in floating point.
 _INTEGER_KERNELS = {
@@ -70,7 +75,7 @@ class CudaBackend:
 
     def optimizer(self) -> Optimizer:
         """Fusions for CUDA kernels, and float16."""
-        return OrtOptimizer("cuda", CUDA)
+        return OrtOptimizer("cuda", FUSIONS)
 
     def quantizer(self) -> Quantizer:
         """Explicit Q/DQ pairs."""
@@ -84,7 +89,7 @@ class CudaBackend:
         """Reads no other folders."""
         return None
 
-    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, CudaSession]:
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component; see `accel.backends.interfaces.Backend.open`.
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
@@ -98,14 +103,18 @@ class CudaBackend:
             )
         session = for_float8(request.session, artifact)
         ort.set_default_logger_severity(_ERRORS_ONLY)
-        opened: dict[str, CudaSession] = {}
+        opened: dict[str, CudaSession | DeviceSession] = {}
         for component in artifact.components:
             dtype = _compute_dtype(artifact, component, checked)
             checks = FormChecks(
                 artifact, component, device=request.device, compute_dtype=dtype,
                 versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
             )  # fmt: skip
-            runtime = self._runtime(artifact, component, request.device, checked, session, checks)
+            try:
+                runtime = self._runtime(artifact, component, request.device, checked, session, checks)
+            except NoCausalForm as error:
+                opened[component.name] = _plainly(artifact, component, request.device, checked, session, dtype, error)
+                continue
             if isinstance(runtime, DecoderRuntime):
                 opened[component.name] = DecoderSession(runtime, request.device, dtype)
             else:
@@ -134,6 +143,29 @@ class CudaBackend:
         if found is None:
             found = self._runtimes[key] = kind(path, component, device, options, session, checks)
         return found
+
+
+def _plainly(
+    artifact: Artifact,
+    component: Component,
+    device: DeviceSpec,
+    options: CudaOptions,
+    session: SessionOptions,
+    compute_dtype: str,
+    error: NoCausalForm,
+) -> DeviceSession:
+    """A decoder as its graph is, its cache a new tensor on the GPU after each step: for attention with biases of its own, and
+    for states of one size.
+
+    Raises:
+        NoCausalForm: The graph has attentions that the GPU computes in that form alone.
+    """
+    path = artifact.path / component.file
+    if needs_form(path):
+        raise error
+    logger.info("%s runs without CUDA graphs, kernel by kernel: %s", path.name, error.message)
+    runtime = open_runtime(path, component, provider=CUDA, provider_options=options.provider, options=session)
+    return DeviceSession(runtime, component, device, compute_dtype)
 
 
 def _compute_dtype(artifact: Artifact, component: Component, options: CudaOptions) -> str:

@@ -34,7 +34,8 @@ class DecoderSession(CudaSession):
     def __init__(self, runtime: DecoderRuntime, device: DeviceSpec, compute_dtype: str) -> None:
         super().__init__(runtime, device, compute_dtype)
         self.component = runtime.component
-        self.slots = Slots()
+        self.check_values = self._check_values
+        self.slots = Slots(self._late)
         self._dtypes = {spec.name: self._dtypes[spec.name] for spec in self._inputs if spec.pair is None}
         self._names = list(self._dtypes)
 
@@ -63,6 +64,8 @@ class DecoderSession(CudaSession):
         assert isinstance(state, CudaState)
         wanted = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         tensors = dict(zip(self._names, self._converted(feeds), strict=True))
+        if self._late is not None:
+            self._late.report()
         with runtime.lock, self.on_device():
             try:
                 logits = state.run(tensors)

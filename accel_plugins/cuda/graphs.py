@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from accel.errors import SessionError
+from accel.errors import InputError, SessionError
 
 from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
 from .forms.packing import Packing
 from .runtime import Runtime, device_tensor
+
+
+@contextlib.contextmanager
+def beside(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
+    """What `check` enqueues runs beside what is put on the runtime's stream meanwhile, and behind what was there before; the
+    stream is behind both afterwards.
+    """
+    runtime.aside.wait_stream(runtime.stream)
+    with torch.cuda.stream(runtime.aside):
+        check()
+    yield
+    runtime.stream.wait_stream(runtime.aside)
 
 
 class CaptureError(SessionError):
@@ -103,14 +116,98 @@ def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
             raise CaptureError(f"{what} gives another {name}")
 
 
+class LateCheck:
+    """Tells that ids of tokens which came on the GPU were none that the model has. Nothing waits for it: where no mask is
+    waited for either, it is told a call later.
+
+    Args:
+        bounds: Least and greatest value by input.
+        device: The GPU.
+    """
+
+    def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        self.bounds = dict(bounds)
+        # Buffers made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+            self._host = torch.zeros((), dtype=torch.bool).pin_memory()
+        self._view = self._host.numpy()
+
+    def note(self, found: torch.Tensor) -> None:
+        """Put kernels on the current stream that keep whether any of `found`, booleans of any shape, was true."""
+        self._wrong.logical_or_(found.any())
+        self._host.copy_(self._wrong, non_blocking=True)
+
+    def report(self) -> None:
+        """Tell what finished calls brought.
+
+        Raises:
+            InputError: One brought what the model does not have. It is told once.
+        """
+        if not self._view:
+            return
+        torch.cuda.synchronize(self._wrong.device)
+        self._wrong.zero_()
+        self._host.zero_()
+        listing = ", ".join(f"{name} has {least} to {most}" for name, (least, most) in self.bounds.items())
+        raise InputError(
+            f"This call, or an earlier one, held ids on the GPU that the model does not have ({listing}); its answer is for others.",
+            fix="use the tokenizer that belongs to the model; ids on the host are refused before they are computed.",
+        )
+
+
+class Bounded:
+    """Inputs with bounds as the graph reads them: what a call gave, or the nearest value within. A kernel that looks
+    embeddings up and normalises them would read beyond its tables otherwise.
+
+    Args:
+        late: What is told when they were not within.
+        inputs: All inputs by name; their shapes are used.
+    """
+
+    def __init__(self, late: LateCheck | None, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.given: dict[str, torch.Tensor] = {}
+        self.within: dict[str, torch.Tensor] = {}
+        self._late = late
+        self._blocks: list[tuple[torch.Tensor, ...]] = []
+        bounds = late.bounds if late is not None else {}
+        # One block for those of a type: one kernel instead of one for each.
+        for dtype in {inputs[name].dtype for name in bounds}:
+            names = [name for name in bounds if inputs[name].dtype is dtype]
+            sizes = [inputs[name].numel() for name in names]
+            made = torch.zeros(sum(sizes), dtype=dtype, device=inputs[names[0]].device)
+            limits = [
+                torch.cat([made.new_full((n,), bounds[name][i]) for name, n in zip(names, sizes, strict=True)])
+                for i in (0, 1)
+            ]
+            block = (made, torch.zeros_like(made), *limits)
+            self._blocks.append(block)
+            for views, whole in ((self.given, block[0]), (self.within, block[1])):
+                parts = zip(names, torch.split(whole, sizes), strict=True)
+                views.update({name: part.view(inputs[name].shape) for name, part in parts})
+
+    def clamp(self) -> None:
+        """Put kernels on the current stream that fill `within` from `given`."""
+        for given, within, least, most in self._blocks:
+            torch.clamp(given, least, most, out=within)
+
+    def check(self) -> None:
+        """Put kernels on the current stream that note whether what is given is within bounds."""
+        for given, _, least, most in self._blocks:
+            if self._late is not None:
+                self._late.note(given.clamp(least, most) != given)
+
+
 class MaskCheck:
-    """Finds out what a mask on the GPU holds while the GPU is busy with the call that assumes it.
+    """Finds out what a mask on the GPU holds, and whether ids are within bounds, while the GPU is busy with the call that
+    assumes it.
 
     Args:
         mask: The fixed buffer `(batch, sequence)` that holds each call's mask.
+        bounded: The inputs with bounds.
     """
 
-    def __init__(self, mask: torch.Tensor) -> None:
+    def __init__(self, mask: torch.Tensor, bounded: Bounded) -> None:
         self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -122,9 +219,11 @@ class MaskCheck:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(mask.device)
         with torch.cuda.stream(self._stream):
+            bounded.check()
             self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
             self._stream.synchronize()
             self._graph.capture_begin(capture_error_mode="thread_local")
+            bounded.check()
             self._flags.copy_(flags_of(mask, self._weights), non_blocking=True)
             self._graph.capture_end()
 
@@ -149,6 +248,7 @@ class ShapeGraphs:
         runtime: What is captured.
         inputs: Tensors of the shape; their values are used for a first run.
         outputs: Shape and type of each output.
+        late: What checks the values of calls; `None` for no check.
     """
 
     def __init__(
@@ -156,9 +256,12 @@ class ShapeGraphs:
         runtime: Runtime,
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        late: LateCheck | None = None,
     ) -> None:
         self._runtime = runtime
-        self.inputs = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
+        buffers = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
+        self._bounded = Bounded(late, buffers)
+        self.inputs = {**buffers, **self._bounded.given}
         self.input_list = list(self.inputs.values())
         self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
         self.load(list(inputs.values()))
@@ -168,7 +271,7 @@ class ShapeGraphs:
         self._packings: list[Packing] = []
         self._mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
         checked = runtime.options.padding == "check"
-        self.check = MaskCheck(self._mask) if self._mask is not None and checked else None
+        self.check = MaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Copy inputs, in order and of the buffers' shapes, into the fixed buffers, on the current stream; see `on_device` about
@@ -200,18 +303,26 @@ class ShapeGraphs:
 
     def _prepared(self, plan: Plan) -> Callable[[], None]:
         """What enqueues a run over the fixed buffers, on the current stream as far as it is ours."""
-        runtime, mask = self._runtime, self._mask
-        if plan.form != "packed" or mask is None:
-            binding = runtime.bind(plan.form, self.inputs, self.outputs)
-            return lambda: runtime.enqueue(plan.form, binding)
-        packing = Packing(mask.shape, plan.rows, runtime.device)
-        # Kept: the graph reads and writes its buffers.
-        self._packings.append(packing)
-        binding = runtime.bind(plan.form, {**self.inputs, **packing.inputs}, self.outputs)
+        runtime, mask, bounded = self._runtime, self._mask, self._bounded
+        inputs = {**self.inputs, **bounded.within}
+        packing = None
+        if plan.form == "packed" and mask is not None:
+            packing = Packing(mask.shape, plan.rows, runtime.device)
+            # Kept: the graph reads and writes its buffers.
+            self._packings.append(packing)
+            inputs |= packing.inputs
+        binding = runtime.bind(plan.form, inputs, self.outputs)
 
         def enqueue() -> None:
-            packing.fill(mask)
-            runtime.enqueue(plan.form, binding)
+            bounded.clamp()
+            if packing is not None and mask is not None:
+                packing.fill(mask)
+            # A `MaskCheck` looks at them as well.
+            if self.check is not None or not bounded.within:
+                runtime.enqueue(plan.form, binding)
+                return
+            with beside(runtime, bounded.check):
+                runtime.enqueue(plan.form, binding)
 
         return enqueue
 

@@ -25,7 +25,7 @@ from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
-from .forms.causal import causal_form
+from .forms.causal import NoCausalForm, causal_form
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
@@ -114,7 +114,8 @@ def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
 class Runtime:
     """A graph on one GPU, shared by the sessions that run it.
 
-    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream. `lock` is held while a
+    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream; checks run beside it on
+    `aside`. `lock` is held while a
     call is enqueued. Runs use the same memory one after another, so a call on another stream than the last one's waits, on
     the GPU, for that one (`follow`).
 
@@ -146,6 +147,7 @@ class Runtime:
         self.lock = threading.RLock()
         # Never the default stream: work on it cannot be captured, and ONNX Runtime takes its number for "none given".
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Stream | None = None
         self._last_number = 0
         self.mask = mask_input(path)
@@ -372,7 +374,7 @@ class DecoderRuntime(Runtime):
     """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
 
     Raises:
-        SessionError: The graph has no such form, or its cache is of a type that has no kernels.
+        NoCausalForm: The graph has no such form, or its cache is of a type that has no kernels.
     """
 
     # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
@@ -390,7 +392,7 @@ class DecoderRuntime(Runtime):
     ) -> None:
         dtype = next(spec.dtype for spec in component.inputs if spec.pair is not None)
         if dtype not in _CACHE_TYPES:
-            raise SessionError(
+            raise NoCausalForm(
                 f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "
                 f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
                 fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",

@@ -23,11 +23,11 @@ from accel.backends.description import SessionDescription
 from accel.backends.forms import FormVerdict
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
-from accel.errors import SessionError
+from accel.errors import InputError, SessionError
 
 from ..ortkit.runtime.values import ort_value_as_tensor
 from .forms.masks import Form, Held, Plan, held_by
-from .graphs import CaptureError, ShapeGraphs
+from .graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class CudaSession(SessionDescription):
             raise SessionError(f"Tensors of {unsupported[0]} cannot be bound on the GPU.")
         axes = {axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)}
         self._known_shapes = all(isinstance(d, int) or d in axes for s in component.outputs for d in s.shape)
+        bounds = self._check_values.bounds
+        self._late = LateCheck(bounds, self._where) if bounds else None
         self._graphs: dict[Key, ShapeGraphs] = {}
         self._seen: set[Key] = set()
         self._told: set[str] = set()
@@ -144,6 +146,8 @@ class CudaSession(SessionDescription):
         resident: bool,
     ) -> dict[str, torch.Tensor]:
         current = runtime.follow()
+        if self._late is not None:
+            self._late.report()
         graphs = self._graphs.get(key)
         try:
             if graphs is None:
@@ -191,9 +195,8 @@ class CudaSession(SessionDescription):
         shapes = self._output_shapes(tensors)
         # Buffers made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            graphs = ShapeGraphs(
-                runtime, tensors, {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
-            )
+            outputs = {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
+            graphs = ShapeGraphs(runtime, tensors, outputs, self._late)
         held = self._held(runtime, tensors)
         try:
             self._captured(runtime, graphs, held)
@@ -225,11 +228,12 @@ class CudaSession(SessionDescription):
         if check is not None:
             mask = values[self._mask_position]
             if not mask.is_cuda:
+                self._check_values.waiting(dict(zip(self._names, values, strict=True)))
                 held = held_by(mask)
             else:
                 check.mark(current)
                 if graphs.waits or plan.form == "packed":
-                    held = check.held()
+                    held = self._found(check)
             if held is not None:
                 plan, check = runtime.plan(held, mask), None
         graph = graphs.graphs.get(plan)
@@ -240,7 +244,7 @@ class CudaSession(SessionDescription):
         graph.replay()
         results = {name: self._copied(name, graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
-            held = check.held()
+            held = self._found(check)
             if held.form not in _RIGHT_FOR[plan.form]:
                 self._captured(runtime, graphs, held).replay()
                 for name, result in results.items():
@@ -248,6 +252,17 @@ class CudaSession(SessionDescription):
             else:
                 graphs.expected = runtime.plan(held, mask)
         return results
+
+    def _found(self, check: MaskCheck) -> Held:
+        """What the mask of this call holds.
+
+        Raises:
+            InputError: Its ids are none that the model has.
+        """
+        held = check.held()
+        if self._late is not None:
+            self._late.report()
+        return held
 
     def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: Held) -> torch.cuda.CUDAGraph:
         """The fastest graph for a mask that holds that; expected for the next call, too."""
@@ -286,6 +301,8 @@ class CudaSession(SessionDescription):
         out: Mapping[str, torch.Tensor],
         current: torch.cuda.Stream,
     ) -> dict[str, torch.Tensor]:
+        # The mask is waited for here as well.
+        self._check_values.waiting(tensors)
         held = self._held(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
         plan = Plan(held.form) if runtime.mask is None else runtime.plan(held, inputs[runtime.mask])
@@ -358,6 +375,11 @@ class CudaSession(SessionDescription):
             if self._graphs:
                 torch.cuda.synchronize(self._where)
             self._graphs.clear()
+        try:
+            if self._late is not None:
+                self._late.report()
+        except InputError as error:
+            logger.warning("%s", error)
 
     def _closed(self) -> NoReturn:
         raise session_closed()

@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from .forms.causal import LENGTHS, TOTAL
-from .graphs import CaptureError, captured
+from .graphs import Bounded, CaptureError, LateCheck, beside, captured
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
@@ -40,9 +40,12 @@ class Slot:
         component: What the artifact says about it.
         batch: Rows.
         capacity: Tokens that each row has room for.
+        late: What checks the values of steps; `None` for no check.
     """
 
-    def __init__(self, runtime: Runtime, component: Component, batch: int, capacity: int) -> None:
+    def __init__(
+        self, runtime: Runtime, component: Component, batch: int, capacity: int, late: LateCheck | None = None
+    ) -> None:
         self.batch, self.capacity = batch, capacity
         self.user: weakref.ref[object] | None = None
         self._runtime = runtime
@@ -65,13 +68,15 @@ class Slot:
         self.mask = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self._odd = torch.zeros((), dtype=torch.bool, device=device)
         self._odd_host = torch.zeros((), dtype=torch.bool).pin_memory()
-        self.inputs = {
+        tokens = {
             spec.name: torch.zeros(
                 (batch, 1, *map(int, spec.shape[2:])), dtype=getattr(torch, spec.dtype), device=device
             )
             for spec in component.inputs
             if spec.shape[:2] == ("batch", "sequence")
         }
+        self._bounded = Bounded(late, tokens)
+        self.inputs = {**tokens, **self._bounded.given}
         fixed = {
             spec.name: torch.zeros(1, dtype=torch.int64, device=device)
             for spec in component.inputs
@@ -82,7 +87,14 @@ class Slot:
         logits = next(spec for spec in component.outputs if spec.name == "logits")
         self.logits = torch.empty((batch, 1, int(logits.shape[-1])), dtype=getattr(torch, logits.dtype), device=device)
         # Kept: a binding holds addresses alone.
-        self._bound = {**self.inputs, **fixed, **self.buffers, LENGTHS: self.lengths, TOTAL: self._total}
+        self._bound = {
+            **self.inputs,
+            **self._bounded.within,
+            **fixed,
+            **self.buffers,
+            LENGTHS: self.lengths,
+            TOTAL: self._total,
+        }
         self._binding = runtime.bind("general", self._bound, {**self.presents(), "logits": self.logits})
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -162,11 +174,16 @@ class Slot:
         return self.logits
 
     def _enqueue(self) -> None:
-        """The check and the run, on the runtime's stream."""
+        """The run, and the checks beside it, on the runtime's stream."""
         with torch.cuda.stream(self._runtime.stream):
-            self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
-            self._odd_host.copy_(self._odd, non_blocking=True)
-            self._runtime.enqueue("general", self._binding)
+            self._bounded.clamp()
+            with beside(self._runtime, self._check):
+                self._runtime.enqueue("general", self._binding)
+
+    def _check(self) -> None:
+        self._odd.logical_or_((self.mask.sum(1) != self.lengths + 1).any())
+        self._odd_host.copy_(self._odd, non_blocking=True)
+        self._bounded.check()
 
     def _capture(self, current: torch.cuda.Stream) -> None:
         """A step as one graph. Takes a few steps' time; each writes the same token to the same place."""
@@ -177,9 +194,14 @@ class Slot:
 
 
 class Slots:
-    """The slots of one decoder, for one state at a time each."""
+    """The slots of one decoder, for one state at a time each.
 
-    def __init__(self) -> None:
+    Args:
+        late: What checks the values of steps.
+    """
+
+    def __init__(self, late: LateCheck | None = None) -> None:
+        self._late = late
         self._slots: list[Slot] = []
 
     def acquire(self, user: object, runtime: Runtime, component: Component, batch: int, capacity: int) -> Slot:
@@ -191,7 +213,7 @@ class Slots:
                 self._slots.remove(slot)
             # Buffers made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                found = Slot(runtime, component, batch, capacity)
+                found = Slot(runtime, component, batch, capacity, self._late)
         else:
             # The one used last is the last to go.
             self._slots.remove(found)

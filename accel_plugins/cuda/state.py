@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import check_crop, check_rows, check_step
+from accel.backends.checks import ValueCheck, check_crop, check_rows, check_step
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
@@ -26,10 +26,12 @@ class Decoder(Protocol):
     Attributes:
         component: What the artifact says about the graph.
         slots: Buffers of caches, those that nobody uses any more among them.
+        check_values: Holds ids against what the model has.
     """
 
     component: Component
     slots: Slots
+    check_values: ValueCheck
 
     @property
     def runtime(self) -> DecoderRuntime:
@@ -102,7 +104,7 @@ class CudaState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self.session.component)
+        check_crop(length, self._length, croppable=self.session.component.croppable)
         self._length = length
         self._rows_held.crop(length)
         if self._slot is not None:
@@ -141,6 +143,8 @@ class CudaState(StateDescription):
                 fix="pass the prompt's mask with a 1 behind it for each token since; start with an empty cache.",
             )
         if slot is None or new > 1 or not self._continues(mask):
+            # The mask is waited for here as well.
+            self.session.check_values.waiting(feeds)
             return self._extend(feeds, new, mask.to("cpu") != 0)
         if self._length >= slot.capacity:
             slot = self._grown(self._length + 1)

@@ -32,7 +32,7 @@ SPEC = BackendSpec(
     requires=("openvino",),
     aliases=("OpenVINOExecutionProvider", "ov"),
     distributions=("openvino", "nncf"),
-    layouts=("openvino_model*.xml",),
+    layouts=("openvino_*.xml",),
     recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),

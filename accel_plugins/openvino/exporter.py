@@ -9,7 +9,7 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.capture import IMAGE_AXES, Source, capture_openvino, first_lines, graph_name, quiet, split
+from accel.capture import AXIS_STEPS, Source, capture_openvino, first_lines, graph_name, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
@@ -79,6 +79,7 @@ class OpenVinoExporter:
             own_defaults=source.own_defaults,
             stateful=source.stateful,
             croppable=source.croppable,
+            continues=source.continues,
         )
 
 
@@ -138,10 +139,8 @@ def dtype_word(type_: ov.Type) -> str:
 def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes."""
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
-    # An image of a few pixels would not survive a model's halvings.
     probes = [
-        {axis: size * (32 if axis in IMAGE_AXES else 1) for axis, size in zip(axes, sizes, strict=False)}
-        for sizes in _PROBES
+        {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)} for sizes in _PROBES
     ]
     shapes = [_probe(model, inputs, sizes) for sizes in probes]
     specs = []

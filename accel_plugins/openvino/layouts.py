@@ -3,38 +3,102 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openvino as ov
 
-from accel.artifact import MARK, Artifact, Component, FileRecord, Manifest, Origin, Quantization, lost_manifest
+from accel.artifact import (
+    MARK,
+    Artifact,
+    Component,
+    FileRecord,
+    Manifest,
+    Origin,
+    Quantization,
+    TensorSpec,
+    lost_manifest,
+)
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
+from accel.tasks.infer import task_spec
 
 from . import FORMAT
-from .exporter import GRAPH, input_spec, output_specs
+from .exporter import GRAPH, dtype_word, input_spec, output_specs
 from .runtime import READ_ERRORS, core, missing_weights, one_line
+from .stateful import BEAM_INDEX
 
+logger = logging.getLogger(__name__)
+
+ENCODER, DECODER, FOLLOWING = (f"openvino_{part}_model.xml" for part in ("encoder", "decoder", "decoder_with_past"))
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
+_DECODER_AXES = {
+    "input_ids": ("batch", "sequence"),
+    "position_ids": ("batch", "sequence"),
+    "encoder_attention_mask": ("batch", "encoder_sequence"),
+    "encoder_hidden_states": ("batch", "encoder_sequence"),
+}
 # Their position tables start counting behind the padding row (transformers, modeling_roberta.py).
 _SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
 
 
 def adopt(folder: Path, *, task: str) -> Artifact:
-    """An artifact for a folder with `openvino_model.xml` and `.bin`; nothing is written.
+    """An artifact for a folder with `openvino_model.xml` and `.bin`, or those of an encoder and a decoder; nothing is written.
+
+    Args:
+        folder: The folder, or the graph in it that is meant. Where the one above holds the config, both are meant.
+        task: Its task.
 
     Raises:
         ArtifactNotFoundError: There is no such graph; lists the graphs found.
-        IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read.
+        IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read or does not fit its config.
         SessionError: A graph with internal state, which a single-graph task cannot use.
     """
-    path = folder / GRAPH
+    folder, named = (folder.parent, folder.name) if folder.suffix == ".xml" else (folder, GRAPH)
+    root = (
+        folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
+    )
+    config = _config(root)
+    spec = task_spec(task)
+    several = spec.generates and (bool(config.get("is_encoder_decoder")) or bool(spec.encoder_decoder))
+    models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
+    read = {name: _read(folder, file) for name, file in models.items()}
+    made = {"encoder": _single, "model": _decoder if spec.generates else _single, "decoder": _decoder}
+    components = []
+    for name, model in read.items():
+        component = made[name](name, model, config, folder / models[name])
+        files = tuple(
+            _stamp(path, root) for path in (folder / models[name], (folder / models[name]).with_suffix(".bin"))
+        )
+        components.append(replace(component, file=files[0].name, files=files))
+    if several and components[1].continues == "none" and (folder / FOLLOWING).is_file():
+        logger.warning(
+            "%s keeps its cache outside of two graphs, of which OpenVINO gets the one without: each step computes all tokens "
+            "again. Exported without --disable-stateful, or by `accel export --backend openvino`, it is faster.",
+            folder,
+        )
+    main = read.get("model") or read["decoder"]
+    scheme = _scheme(main)
+    manifest = Manifest(
+        format=FORMAT,
+        task=task,
+        architecture=str((config.get("architectures") or [""])[0]),
+        dtype=_dtype(main),
+        source=Origin(id=str(root)),
+        components=tuple(components),
+        quantization=Quantization(scheme=scheme) if scheme else None,
+    )
+    return Artifact(root.absolute(), manifest)
+
+
+def _read(folder: Path, file: str) -> ov.Model:
+    path = folder / file
     if not path.is_file():
         have = ", ".join(sorted(p.name for p in folder.glob("*.xml"))) or "none"
         raise ArtifactNotFoundError(
-            f"{folder} has no {GRAPH}; its graphs are: {have}.",
-            fix=f"export the model again, or rename one to {GRAPH}.",
+            f"{folder} has no {file}; its graphs are: {have}.", fix=f"export the model again, or rename one to {file}."
         )
     if not path.with_suffix(".bin").is_file():
         raise missing_weights(path)
@@ -46,32 +110,92 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         ) from error
     if model.has_rt_info(MARK.split(".")):
         raise lost_manifest(path)
+    return model
+
+
+def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
+    """A graph without a cache."""
     if model.get_sinks():
-        raise SessionError(f"{path} keeps a state between calls, which {task} has no use for.")
-    config = _config(folder)
+        raise SessionError(f"{path} keeps a state between calls, which this task has no use for.")
     pad = config.get("pad_token_id")
     inputs = tuple(
         input_spec(port.any_name, port, _named_shape(port), pad if isinstance(pad, int) else 0) for port in model.inputs
     )
-    component = Component(
-        name="model",
-        file=path.name,
-        files=tuple(_stamp(file) for file in (path, path.with_suffix(".bin"))),
+    return Component(
+        name=name,
+        file="",
+        files=(),
         inputs=inputs,
         outputs=output_specs(model, inputs),
-        max_sizes=_max_sizes(config),
+        max_sizes=_max_sizes(config) if name == "model" else {},
     )
-    scheme = _scheme(model)
-    manifest = Manifest(
-        format=FORMAT,
-        task=task,
-        architecture=str((config.get("architectures") or [""])[0]),
-        dtype=_dtype(model),
-        source=Origin(id=str(folder)),
-        components=(component,),
-        quantization=Quantization(scheme=scheme) if scheme else None,
+
+
+def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
+    """A graph that makes the next token: with its cache inside, outside, or none.
+
+    Raises:
+        IntegrityError: It takes what a decoder here is not given, or is another model's.
+    """
+    inside = {str(sink.get_variable_id()) for sink in model.get_sinks()}  # type: ignore[attr-defined]
+    pairs = cache_pairs(model)
+    cached = bool(inside or pairs)
+    specs = []
+    for port in model.inputs:
+        if port.any_name == BEAM_INDEX:
+            continue
+        known = {**_DECODER_AXES, "attention_mask": ("batch", "total" if cached else "sequence")}
+        axes: tuple[str | None, ...] | None = known.get(port.any_name)
+        if port.any_name in pairs:
+            axes = ("batch", None, "past", None)
+        if axes is None:
+            raise IntegrityError(
+                f"{path} takes {port.any_name!r}, which a decoder here is not given.",
+                fix="export the model again: `accel export MODEL OUT --backend openvino`.",
+            )
+        shape = tuple(
+            dim.get_length() if dim.is_static else (axes[i] if i < len(axes) else None) or f"{port.any_name}_{i}"
+            for i, dim in enumerate(port.partial_shape)
+        )
+        specs.append(replace(input_spec(port.any_name, port, shape, 0), pair=pairs.get(port.any_name)))
+    logits = next((port for port in model.outputs if "logits" in port.get_names()), None)
+    if logits is None or (inside and BEAM_INDEX not in {port.any_name for port in model.inputs}):
+        what = "returns no logits" if logits is None else f"has a state and no {BEAM_INDEX} to put it in order"
+        raise IntegrityError(f"{path} {what}.", fix="export the model for text generation again.")
+    words = logits.partial_shape[-1]
+    vocabulary = next(
+        (config[key] for key in ("decoder_vocab_size", "vocab_size") if isinstance(config.get(key), int)), None
     )
-    return Artifact(folder.absolute(), manifest)
+    if vocabulary is not None and words.is_static and words.get_length() != vocabulary:
+        raise IntegrityError(
+            f"{path} returns logits of {words.get_length()} tokens; its config.json names {vocabulary}.",
+            fix="copy the config.json of the model that was exported beside it.",
+        )
+    size = words.get_length() if words.is_static else "vocabulary"
+    limit = _max_sizes(config).get("sequence")
+    bounds = None if vocabulary is None else (0, vocabulary - 1)
+    return Component(
+        name=name,
+        file="",
+        files=(),
+        inputs=tuple(replace(spec, bounds=bounds) if spec.name == "input_ids" else spec for spec in specs),
+        outputs=(TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size)),),
+        max_sizes={} if limit is None else {"total": limit},
+        stateful=cached,
+        continues="any" if cached else "none",
+    )
+
+
+def cache_pairs(model: ov.Model) -> dict[str, str]:
+    """Outputs with keys and values by the input that they come in again."""
+    outputs = {name for port in model.outputs for name in port.get_names()}
+    pairs = {}
+    for port in model.inputs:
+        name = port.any_name
+        present = name.replace("past_key_values", "present", 1).replace("past_", "present_", 1)
+        if name.startswith("past") and present in outputs:
+            pairs[name] = present
+    return pairs
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -93,10 +217,10 @@ def _named_shape(port: ov.Output) -> tuple[int | str, ...]:
     )
 
 
-def _stamp(path: Path) -> FileRecord:
+def _stamp(path: Path, root: Path) -> FileRecord:
     """Identifies a file without reading it; adopted folders have no checksums to compare with."""
     stat = path.stat()
-    return FileRecord(name=path.name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
+    return FileRecord(name=path.relative_to(root).as_posix(), bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
 
 
 def _scheme(model: ov.Model) -> str | None:

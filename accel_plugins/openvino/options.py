@@ -85,6 +85,8 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
             "ENABLE_CPU_PINNING": False,
             # OpenVINO quantizes the activations in front of compressed weights to 8 bits by default.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+            # It keeps keys and values in half precision or in 8 bits where a graph's file says so.
+            "KV_CACHE_PRECISION": PRECISIONS[dtype],
         }
     elif session.threads is not None:
         raise ConfigError(f"{device} has no threads to set.", fix="leave threads out, or use the device 'cpu'.")

@@ -14,6 +14,8 @@ from accel.artifact import Artifact, Component
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
+from .stateful import fold_cache
+
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
 _UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")
 _PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
@@ -113,6 +115,9 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         raise missing_weights(path)
     try:
         model = core().read_model(str(path))
+        pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
+        if pairs:
+            fold_cache(model, pairs, component.inputs)
         reshape(model, component, {})
     except READ_ERRORS as error:
         unknown = _UNKNOWN_OPERATORS.search(one_line(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -122,6 +123,12 @@ class OpenVinoSession(SessionDescription):
         masked_rows: bool = True,
         profile: str | None = None,
     ) -> None:
+        # What a cache outside of the graph was is inside of the compiled model.
+        component = replace(
+            component,
+            inputs=tuple(spec for spec in component.inputs if spec.pair is None),
+            outputs=tuple(spec for spec in component.outputs if spec.pair is None),
+        )
         super().__init__(component.inputs, component.outputs, device, compute_dtype(compiled))
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component

@@ -11,8 +11,8 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_rows, check_step
-from accel.backends.description import StateDescription
+from accel.backends.checks import check_crop, check_held, check_rows, check_step
+from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds
 
 BEAM_INDEX = "beam_idx"
@@ -96,17 +96,24 @@ class OpenVinoState(StateDescription):
     def reorder(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""
         chosen = check_rows(self._batch, index)
+        if self._length and chosen != list(range(self._batch)):
+            # Of other tools' decoders: an encoder's keys and values, which the graph does not put in order.
+            fixed = {name: value[chosen] for name, value in self._values().items() if not _is_cache(name)}
+            self._set(fixed)
         self._order = self._order[chosen]
         self._batch = len(chosen)
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self._component)
-        if length == 0:
+        check_crop(length, self._length, croppable=self._component.croppable)
+        if length == self._length:
+            return
+        if self._component.croppable:
+            cut = {n: _shortened(n, value, length) for n, value in self._values().items() if _is_cache(n)}
+            self._set(cut)
+        else:
             self._request.reset_state()
             self._order = np.arange(self._batch, dtype=np.int32)
-        elif length < self._length:
-            self._set({name: _shortened(name, value, length) for name, value in self._values().items()})
         self._length = length
 
     def clone(self) -> OpenVinoState:
@@ -134,15 +141,44 @@ class OpenVinoState(StateDescription):
         self._order = np.arange(self._batch, dtype=np.int32)
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
 
+    def read(self) -> dict[str, torch.Tensor]:
+        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""
+        values = self._values() if self._length else {}
+        return {_kept_name(name): torch.from_numpy(value[self._order]) for name, value in values.items()}
+
+    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
+        """Hold these instead; as `read` returns them, for `length` tokens.
+
+        Raises:
+            InputError: Other names than the graph has, or other sizes than it was compiled for.
+        """
+        states = {_kept_name(state.name): state for state in self._request.query_state()}
+        check_held(values, dict.fromkeys(states, (None, None)), self._batch, length)
+        for name, state in states.items():
+            value = values[name].detach().cpu().float().numpy().astype(state.state.data.dtype)
+            state.state = ov.Tensor(np.ascontiguousarray(value))
+        self._length, self._order = length, np.arange(self._batch, dtype=np.int32)
+
     def _values(self) -> dict[str, np.ndarray]:
         """Copies of the variables; rows as they are before the next call changes their order."""
         return {state.name: np.array(state.state.data) for state in self._request.query_state()}
 
     def _set(self, values: Mapping[str, np.ndarray]) -> None:
         for state in self._request.query_state():
-            state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+            if state.name in values:
+                state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+
+
+def _is_cache(variable: str) -> bool:
+    """Whether a variable holds the keys and values of the tokens so far, by its name: ours and optimum-intel's."""
+    return variable.startswith("past")
 
 
 def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:
     """The first tokens of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys `(batch, tokens, size)`."""
     return value[:, :length] if "_indexer" in name else value[:, :, :length]
+
+
+def _kept_name(variable: str) -> str:
+    """A variable is called as the two tensors that it was made of, before and after a call."""
+    return kept_name(variable.partition("present")[0])

@@ -52,7 +52,7 @@ class CacheState(StateDescription):
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self._component)
+        check_crop(length, self._length, croppable=self._component.croppable)
         if length == 0:
             self.cache = self._new_cache()
         elif length < self._length:

@@ -11,7 +11,7 @@ import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.specs import WEIGHTS
-from accel.capture import IMAGE_AXES, SentenceEmbedder, Source, Tensors, graph_name, pad_id, quiet, reference, split
+from accel.capture import AXIS_STEPS, IMAGE_AXES, Source, Tensors, Wrapper, graph_name, pad_id, quiet, reference, split
 from accel.config import ExportConfig
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")
@@ -22,7 +22,7 @@ class WeightsExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.backends.interfaces.Exporter`."""
-        model: Any = source.model.model if isinstance(source.model, SentenceEmbedder) else source.model
+        model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
         with quiet():
             model.save_pretrained(out)
         described = describe(source, out, config)
@@ -51,6 +51,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
             own_defaults=part.own_defaults,
             stateful=part.stateful,
             croppable=part.croppable,
+            continues=part.continues,
         )
         for part in split(source)
     )
@@ -101,10 +102,10 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
         return (TensorSpec("logits", part.dtype, axes),)
     names = list(dict.fromkeys(axis for named in part.axes.values() for axis in named.values()))
     runs: list[tuple[dict[str, int], Tensors]] = []
-    for first in (2, 11):
+    # Large images take long: Swin2SR has a token for each pixel.
+    for first in (2, 5 if set(IMAGE_AXES) <= set(names) else 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
-        # An image of a few pixels would not survive a model's halvings.
-        sizes |= {axis: 32 * (first + names.index(axis)) for axis in names if axis in IMAGE_AXES}
+        sizes |= {axis: AXIS_STEPS[axis] * (first + names.index(axis)) for axis in names if axis in AXIS_STEPS}
         runs.append((sizes, reference(part.model, part.sample(sizes))))
     (sizes, one), (_, other) = runs
     return tuple(

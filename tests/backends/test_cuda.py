@@ -17,7 +17,7 @@ from accel.backends import registry
 from accel.backends.interfaces import OpenRequest, Session
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import ConfigError, SessionError
+from accel.errors import ConfigError, InputError, SessionError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
@@ -262,7 +262,7 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
     from torch.profiler import ProfilerActivity, profile
 
     artifact = fused()
-    for padding, flags in (("right", 0), ("check", 1)):
+    for padding, flags in (("right", 1), ("check", 2)):
         session = open_on_gpu(artifact, padding=padding)
         feeds = on_gpu(feeds_of(artifact, 4, 32))
         for _ in range(4):
@@ -273,12 +273,14 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
             torch.cuda.synchronize()
         names = [event.name for event in profiled.events()]
         assert not [name for name in names if "HtoD" in name]
-        # `check` reads two numbers about the mask.
+        # Whether the ids are within bounds; `check` reads two numbers about the mask as well.
         assert len([name for name in names if "DtoH" in name]) == flags
 
 
-def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
-    session = open_on_gpu(fused())
+@pytest.mark.parametrize("within", [False, True])
+def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open, within: bool) -> None:
+    with torch.inference_mode(within):
+        session = open_on_gpu(fused())
     feeds = on_gpu(feeds_of(fused(), 2, 8))
     with torch.inference_mode():
         expected = [session.run(feeds)["logits"] for _ in range(3)][-1]
@@ -433,3 +435,37 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     assert "'lengths'" in caplog.text
     assert {verdict.form: verdict.passed for verdict in session.check_forms()}["lengths"] is False
     session.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("padding", ["check", "right"])
+@pytest.mark.parametrize("wrong", [-100, 10**6])
+def test_ids_on_the_gpu_that_the_model_does_not_have(
+    fused: Callable[..., Artifact], open_on_gpu: Open, wrong: int, padding: str, level: str
+) -> None:
+    artifact = fused(level=level)
+    session = open_on_gpu(artifact, padding=padding)
+    feeds = on_gpu(feeds_of(artifact, 4, 24))
+    bad = {**feeds, "input_ids": feeds["input_ids"].index_fill(1, torch.tensor([3], device="cuda"), wrong)}
+    with pytest.raises(InputError, match=f"holds {wrong}"):
+        session.run(bad)
+    expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
+    # The shape has a graph now. Where the mask is not waited for, the ids are not, either: the next call tells.
+    with pytest.raises(InputError, match="This call, or an earlier one"):
+        session.run(bad)
+        assert padding == "right" or level == "O1"
+        torch.cuda.synchronize()
+        session.run(feeds)
+    assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0
+
+
+def test_wrong_ids_of_the_last_call_are_told_when_the_session_is_closed(
+    fused: Callable[..., Artifact], open_on_gpu: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = open_on_gpu(fused(), padding="right")
+    feeds = on_gpu(feeds_of(fused(), 4, 24))
+    for _ in range(3):
+        session.run(feeds)
+    session.run({**feeds, "input_ids": feeds["input_ids"] - 10**6})
+    session.close()
+    assert "This call, or an earlier one" in caplog.text

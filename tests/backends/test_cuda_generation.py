@@ -211,7 +211,7 @@ def test_buffers_grow_and_are_used_again(tmp_path: Path) -> None:
 
 
 def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
-    """A step copies nothing to the host but one truth value about the mask."""
+    """A step copies nothing to the host but two truth values: about the mask, and about the ids."""
     from torch.profiler import ProfilerActivity, profile
 
     model = opened(halved("llama"))
@@ -232,7 +232,7 @@ def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events()]
     assert not [name for name in names if "HtoD" in name]
-    assert len([name for name in names if "DtoH" in name]) == 1
+    assert len([name for name in names if "DtoH" in name]) == 2
 
 
 def test_a_changed_mask_is_noticed(halved: Halved) -> None:
@@ -302,3 +302,22 @@ def test_encoder_decoders_are_refused_with_a_remedy(exported: Halved) -> None:
     with pytest.raises(BackendUnavailableError, match="cuda +rejected: it does not run text2text-generation"):
         ORTModelForSeq2SeqLM(exported("t5"), device="cuda:0")
     assert ORTModelForSeq2SeqLM(exported("t5")).backend == "cpu"
+
+
+def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    prompt = on_gpu(rows_of())
+    with pytest.raises(InputError, match="holds 100"):
+        model(**{**prompt, "input_ids": prompt["input_ids"] + 10**6})
+    found = model(**prompt)
+    mask = prompt["attention_mask"]
+    tokens = found.logits[:, -1:].argmax(-1)
+    for wrong in (0, 0, 0, 10**6):
+        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        found = model(tokens + wrong, attention_mask=mask, past_key_values=found.past_key_values)
+    torch.cuda.synchronize()
+    with pytest.raises(InputError, match="This call, or an earlier one"):
+        model(**prompt)
+    assert torch.equal(
+        model.generate(**prompt, max_new_tokens=4), opened(halved("llama")).generate(**prompt, max_new_tokens=4)
+    )

@@ -248,6 +248,43 @@ def test_float16_keeps_what_leaves_its_range(tmp_path: Path) -> None:
     assert np.allclose(found, 1200, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("steepness", "kept"), [(0.5, ["Slice", "Add", "Where", "Softmax"]), (0.01, [])])
+def test_float16_keeps_scores_that_large_distances_are_added_to(
+    tmp_path: Path, steepness: float, kept: list[str]
+) -> None:
+    """Distances to the end of the text, as MPT has them: with -128 beside it, a score of 1 has steps of 0.06 in float16."""
+    length = 256
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        graph (float[n,256] scores, bool[n,256] hidden, float[300] table, float fill, int64[1] start, int64[1] end)
+            => (float[n,256] weights) {
+            distances = Slice(table, start, end)
+            biased = Add(scores, distances)
+            masked = Where(hidden, fill, biased)
+            weights = Softmax(masked)
+        }""")
+    table = (steepness * np.arange(1 - length, 301 - length)).astype(np.float32)
+    constants = {"table": table, "fill": np.float32(-3e38), "start": np.array([0]), "end": np.array([length])}
+    for value in list(model.graph.inputs[2:]):
+        value.replace_all_uses_with(
+            add_initializer(model.graph, f"{value.name}.kept", np.asarray(constants[value.name]))
+        )
+        model.graph.inputs.remove(value)
+    for node in model.graph:
+        node.name = node.op_type
+    infer_shapes(model)
+    save_graph(model, tmp_path / "whole.onnx")
+    assert to_half(model, "float16", frozenset())["kept"] == kept
+    save_graph(model, tmp_path / "half.onnx")
+    hidden = np.arange(length)[None] > np.array([[9], [255]])
+    feeds = {"scores": np.random.default_rng(0).standard_normal((2, length), np.float32), "hidden": hidden}
+    found, expected = (
+        ort.InferenceSession(str(tmp_path / f"{name}.onnx")).run(None, feeds)[0] for name in ("half", "whole")
+    )
+    # Tokens at the beginning see nothing but what is far from the end.
+    assert np.abs(found - expected).max() < 1e-3
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "tensorrt"])
 def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path: Path, backend: str) -> None:
     """Pixels far outside what random inputs show: their products leave float16's range."""

@@ -85,11 +85,16 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         world.home.mkdir()
 
     def cached() -> None:
+        import typer
+
         import accel
         from accel.cli.application import command
 
-        with command(False, False):
-            accel.ORTModelForSequenceClassification.from_pretrained(model)
+        try:
+            with command(False, False):
+                accel.ORTModelForSequenceClassification.from_pretrained(model)
+        except typer.Exit as ended:
+            raise SystemExit(ended.exit_code) from ended
 
     for name, action in (
         ("from_pretrained", cached),

@@ -111,12 +111,14 @@ def test_other_stages_keep_the_loops(
 def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     artifact = generator("openai-gpt")
     model = ORTModelForCausalLM(artifact)
-    assert not artifact.component().stateful
     expected = tiny_generator("openai-gpt").generate(**rows, max_new_tokens=6, num_beams=2)
     assert torch.equal(model.generate(**rows, max_new_tokens=6, num_beams=2), expected)
-    assert "past_key_values" not in model(**rows)
-    with pytest.raises(InputError, match="keeps nothing between calls"):
-        model.new_cache()
+    assert artifact.component().continues == "none"
+    ids = torch.randint(4, VOCABULARY, (2, 7))
+    cache = model(input_ids=ids[:, :4]).past_key_values
+    assert cache.get_seq_length() == 4
+    found = model(input_ids=ids[:, 4:], past_key_values=cache).logits
+    assert torch.allclose(found, model(input_ids=ids).logits[:, 4:], atol=1e-5)
 
 
 def test_other_states_are_refused(tmp_path: Path) -> None:

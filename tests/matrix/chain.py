@@ -29,6 +29,7 @@ Shared = Callable[..., Path]
 
 FAMILY: Mapping[str, str] = {
     **dict.fromkeys((name for name, spec in TASKS.items() if not spec.generates), "bert"),
+    **dict.fromkeys((name for name, spec in TASKS.items() if spec.modalities == ("audio",)), "wav2vec2"),
     "sentence-similarity": "distilbert",
     "image-classification": "vit",
     "text-generation": "llama",
@@ -47,6 +48,11 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
     if task == "image-classification":
         return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
     start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
+    if FAMILY[task] == "wav2vec2":
+        mask = torch.ones((rows, 900), dtype=torch.int64)
+        for row in range(1, rows):
+            mask[row, -100 * row :] = 0
+        return {"input_values": torch.randn(mask.shape, generator=draw) * mask, "attention_mask": mask}
     if task == "automatic-speech-recognition":
         return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
     if task == "image-to-text":

@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from accel.tasks.infer import all_tasks, task_spec
 
-# A task that is another one with pooling behind it, and the one without any architecture.
-_NOT_SWEPT = ("sentence-similarity", "custom")
+# Tasks that are another one with pooling behind it or with one class, and the one without any architecture.
+_NOT_SWEPT = ("sentence-similarity", "text-ranking", "custom")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -38,11 +38,27 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
 # A state-space layer's heads together are as wide as its inner size, twice the hidden one.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
+# Three strides instead of seven: the sizes in a trace are formulas of them, and take minutes.
+_WAVES: dict[str, Any] = {
+    "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4),
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+    "tdnn_dim": (32, 32, 32, 32, 48), "xvector_output_dim": 32, "classifier_proj_size": 32,
+}  # fmt: skip
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, Special] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4, "embedding_size": 16},
+    "data2vec-audio": {name: value for name, value in _WAVES.items() if not name.startswith("num_")},
+    "hubert": {name: value for name, value in _WAVES.items() if not name.startswith(("tdnn", "xvector"))},
+    "sew": {name: value for name, value in _WAVES.items() if not name.startswith(("tdnn", "xvector"))},
+    "sew-d": {name: value for name, value in _WAVES.items() if not name.startswith(("tdnn", "xvector"))},
+    "unispeech": {name: value for name, value in _WAVES.items() if not name.startswith(("tdnn", "xvector"))},
+    "unispeech-sat": _WAVES,
+    "wav2vec2": _WAVES,
+    "wav2vec2-conformer": _WAVES,
+    "wavlm": _WAVES,
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),

@@ -170,6 +170,13 @@ def make_inputs(
         inputs = {"input_values": torch.randn((batch, *_sound_shape(config, sequence)), generator=draw)}
     else:
         raise NotBuilt(f"reads {main}, which the sweep makes no inputs of")
+    if main in ("input_features", "input_values") and not spec.generates and "attention_mask" in parameters:
+        sounds = inputs[main]
+        # Windows of one length are never padded.
+        if sounds.shape[1] != getattr(config, "max_length", None):
+            mask = torch.ones(sounds.shape[:2], dtype=torch.int64)
+            mask[1:, mask.shape[1] // 2 if padding != "none" else mask.shape[1] :] = 0
+            inputs["attention_mask"] = mask
     if spec.generates and config.is_encoder_decoder:
         ids = torch.randint(FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, (batch, 4), generator=draw)
         ids[:, 0] = BEGIN

@@ -196,6 +196,13 @@ def bootstrap(
             weights = np.bincount(numbered.ravel(), minlength=picks.size).reshape(picks.shape).astype(np.float64)
             found: np.ndarray = finish(weights @ b) - finish(weights @ a)
             return found
+    elif metric.resampled is not None:
+        value, other = (metric.resampled(one, references) for one in (second, first))
+
+        def difference(picks: np.ndarray) -> np.ndarray:
+            weights = np.stack([np.bincount(one, minlength=rows) for one in picks]).astype(np.float64)
+            # Rows without any object have no value, and no difference.
+            return np.nan_to_num(value(weights) - other(weights))
     else:
 
         def difference(picks: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, did_you_mean
+from ...tasks.spec import load
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[Any]
@@ -38,6 +39,8 @@ class Metric:
         sums: Predictions and references to one vector a row: `(rows, k)`, dense or sparse; `None` where the metric is no function of
             sums, or not known to be one.
         finish: Sums over rows `(..., k)` to values `(...)`.
+        resampled: For metrics that are no function of sums: predictions and references to a function from how often each row
+            counts `(samples, rows)` to values `(samples,)`.
         rowwise: Whether it is the mean of a 0 or 1 for each row, which `sums` returns first.
         points: What turns a difference into points: 100 for fractions, 1 for percentages.
         higher_is_better: `False` for errors.
@@ -48,6 +51,7 @@ class Metric:
     compute: Callable[[Values, Values], Mapping[str, float]]
     sums: Callable[[Values, Values], Any] | None = None
     finish: Callable[[Floats], Floats] | None = None
+    resampled: Callable[[Values, Values], Callable[[Floats], Floats]] | None = None
     rowwise: bool = False
     points: float = 100.0
     higher_is_better: bool = True
@@ -70,7 +74,8 @@ def _correct(predictions: Values, references: Values) -> Floats:
     return np.stack([right, np.ones_like(right)], axis=1)
 
 
-def _ratio(sums: Floats) -> Floats:
+def ratio(sums: Floats) -> Floats:
+    """The first of two sums over the second, 0 where that is 0."""
     return _divide(sums[..., 0], sums[..., 1])
 
 
@@ -301,12 +306,12 @@ def _losses(predictions: Values, _: Values) -> Floats:
 def _perplexity_finish(sums: Floats) -> Floats:
     # A loss whose exponential is no number any more is infinitely perplexed.
     with np.errstate(over="ignore"):
-        return np.exp(_ratio(sums))
+        return np.exp(ratio(sums))
 
 
 def _perplexity(predictions: Values, references: Values) -> dict[str, float]:
     sums = _losses(predictions, references).sum(0)
-    return {"perplexity": float(_perplexity_finish(sums)), "loss": float(_ratio(sums)), "tokens": float(sums[1])}
+    return {"perplexity": float(_perplexity_finish(sums)), "loss": float(ratio(sums)), "tokens": float(sums[1])}
 
 
 _AVERAGED = tuple(
@@ -319,10 +324,29 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     "numbers": ("spearmanr", "pearsonr", "mse"),
     "similarities": ("spearmanr", "pearsonr"),
     "tokens": ("perplexity",),
+    "boxes": ("map", "map_50", "map_75"),
+    "areas": ("mean_iou", "pixel_accuracy", "mean_accuracy"),
+    "depths": ("abs_rel", "delta1", "rmse"),
+    "pixels": ("psnr",),
+    "transcripts": ("wer", "cer"),
+    "frames": ("accuracy",),
+    "voices": ("eer",),
+    "rankings": ("ndcg@10", "mrr@10", "map"),
 }
 """The metrics that work offline, by what predictions are, the default first."""
 
+_MADE_BY = {
+    **dict.fromkeys(("boxes", "areas", "depths", "pixels"), "accel.measuring.accuracy.image_metrics:of_images"),
+    "transcripts": "accel.measuring.accuracy.rates:edit_rate",
+    "frames": "accel.measuring.accuracy.rates:frame_accuracy",
+    "voices": "accel.measuring.accuracy.rates:equal_error_rate",
+    "rankings": "accel.measuring.accuracy.ranking:ranked",
+}
+"""What makes the metrics of predictions that have a module of their own, from a metric's name."""
+
 _SYNONYMS = {
+    "miou": "mean_iou",
+    "map@50": "map_50",
     "spearman": "spearmanr",
     "pearson": "pearsonr",
     "mcc": "matthews_correlation",
@@ -358,18 +382,19 @@ def _shipped(name: str, kind: str, classes: int) -> Metric:
     which, _, average = name.partition("_")
     if which in ("f1", "precision", "recall"):
         return _class_metric(name, which, average or ("binary" if classes == 2 else "macro"))
+    if kind in _MADE_BY:
+        made: Metric = load(_MADE_BY[kind])(name)
+        return made
     if name == "accuracy" and kind == "tags":
         return Metric(name=name, key=name, compute=_token_accuracy, sums=_span_sums, finish=_token_share)
     return {
-        "accuracy": Metric(name=name, key=name, compute=_accuracy, sums=_correct, finish=_ratio, rowwise=True),
+        "accuracy": Metric(name=name, key=name, compute=_accuracy, sums=_correct, finish=ratio, rowwise=True),
         "matthews_correlation": Metric(
             name=name, key=name, compute=_matthews, sums=_class_sums, finish=_matthews_finish
         ),
         "seqeval": Metric(name=name, key="overall_f1", compute=_seqeval, sums=_span_sums, finish=_span_f1),
         "squad": Metric(name=name, key="f1", compute=_squad, sums=_answer_sums, finish=_squad_f1, points=1.0),
-        "exact_match": Metric(
-            name=name, key=name, compute=_exact_match, sums=_answer_sums, finish=_ratio, rowwise=True
-        ),
+        "exact_match": Metric(name=name, key=name, compute=_exact_match, sums=_answer_sums, finish=ratio, rowwise=True),
         "pearsonr": Metric(name=name, key=name, compute=_correlation(name), sums=_moments, finish=_pearson_finish),
         "spearmanr": Metric(name=name, key=name, compute=_correlation(name)),
         "perplexity": Metric(
@@ -382,7 +407,7 @@ def _shipped(name: str, kind: str, classes: int) -> Metric:
             higher_is_better=False,
         ),
         "mse": Metric(
-            name=name, key=name, compute=_mse, sums=_squares, finish=_ratio, points=1.0, higher_is_better=False
+            name=name, key=name, compute=_mse, sums=_squares, finish=ratio, points=1.0, higher_is_better=False
         ),
     }[name]
 

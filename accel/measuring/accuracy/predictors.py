@@ -368,5 +368,5 @@ def _takes(model: Model) -> set[str]:
     """Names of the inputs of a PyTorch model's forward, or of a generating model's."""
     if isinstance(model, ORTModel):
         return {"input_ids", "attention_mask"}
-    inner = model.model if isinstance(model, capture.SentenceEmbedder) else model
+    inner = model.unwrapped if isinstance(model, capture.Wrapper) else model
     return set(inspect.signature(inner.forward).parameters)

@@ -15,7 +15,7 @@ from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 from ...artifact.hub import HubOptions
 from ...errors import ConfigError, TaskError, did_you_mean
 from ...stages.resolving import resolve
-from ...tasks.infer import all_tasks, task_spec
+from ...tasks.infer import all_tasks, specs_for, task_spec
 from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
@@ -64,7 +64,7 @@ def pipeline(
         TaskError: The task is unknown, or the model does another one.
     """
     if model is None:
-        model, revision = _usual_model(task, revision)
+        model, revision = usual_model(task, revision)
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
@@ -88,19 +88,20 @@ def pipeline(
     impl: Any = ours or _stock(task)
     given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
     if isinstance(model, ORTModel):
-        given = {**_processors(model), **{name: value for name, value in given.items() if value is not None}}
+        given = {**_processors(model, impl), **{name: value for name, value in given.items() if value is not None}}
     given = {name: value for name, value in given.items() if value is not None}
     if batch_size is not None:
         given["batch_size"] = batch_size
     if ours is not None:
-        if "tokenizer" not in given:
-            raise ConfigError(f"The pipeline {task!r} needs a tokenizer.", fix="pass tokenizer=...")
+        needed = "image_processor" if "image" in task_spec(task).modalities else "tokenizer"
+        if needed not in given:
+            raise ConfigError(f"The pipeline {task!r} needs a {needed.replace('_', ' ')}.", fix=f"pass {needed}=...")
         return ours(model=model, task=task, **given, **kwargs)
     made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
     return made
 
 
-def _usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
+def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
     """transformers' default model of a task and the revision that is meant, or the one asked for.
 
     Raises:
@@ -118,15 +119,16 @@ def _usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
     return name, revision or usual
 
 
-def _processors(model: ORTModel) -> dict[str, Any]:
-    """The tokenizer and so on beside a model, as far as its inputs need them."""
+def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
+    """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them."""
     folder, found = model.artifact.path, {}
-    main = model.main_input_name
-    if main == "input_ids" or model.can_generate():
+    main, reads = model.main_input_name, model.input_names
+    sounds = main in ("input_values", "input_features")
+    if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
         found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if main == "pixel_values":
+    if "pixel_values" in reads:
         found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    if main == "input_features":
+    if sounds:
         found["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
     return found
 
@@ -152,7 +154,8 @@ def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, 
             if name in arguments
         }
     )
-    chosen = task_spec(task).name if task is not None else resolve(model, hub=hub).task
+    several = task is None or len({spec.model for spec in specs_for(task)}) > 1
+    chosen = resolve(model, task=task, hub=hub).task if several else task_spec(task or "").name
     # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
     cls: type[ORTModel] = load(task_spec(chosen).model)
     return cls.from_pretrained(model, **arguments)
@@ -180,7 +183,7 @@ def _stock(task: str) -> type[Pipeline]:
 
 def _check_model(task: str, model: ORTModel) -> None:
     wanted = task_spec(task)
-    if not isinstance(model, load(wanted.model)):
+    if not any(isinstance(model, load(spec.model)) for spec in specs_for(task)):
         raise TaskError(
             f"{type(model).__name__} does not serve the pipeline {task!r}.",
             fix=f"use {wanted.model_name}, or another task.",

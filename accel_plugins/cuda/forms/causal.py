@@ -29,6 +29,10 @@ _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
 _FIX = "open it on the CPU: backend='cpu'."
 
 
+class NoCausalForm(SessionError):
+    """A decoder whose graph has no such form."""
+
+
 @dataclass(frozen=True, slots=True)
 class CausalForm:
     """A decoder graph that takes lengths.
@@ -65,7 +69,7 @@ def causal_form(path: Path) -> CausalForm:
     """The decoder graph of a file in this form.
 
     Raises:
-        SessionError: Its attention sees something else than the last tokens, or its result depends on the mask
+        NoCausalForm: Its attention sees something else than the last tokens, or its result depends on the mask
             elsewhere.
     """
     model = read_graph(path)
@@ -74,13 +78,19 @@ def causal_form(path: Path) -> CausalForm:
     return CausalForm(serialized, windowed)
 
 
+def needs_form(path: Path) -> bool:
+    """Whether a decoder graph has attentions that ONNX Runtime's CUDA kernels compute in this form alone."""
+    attentions = nodes(read_graph(path), "GroupQueryAttention", domain=MICROSOFT)
+    return any(len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None for node in attentions)
+
+
 def take_lengths(model: ir.Model, name: str) -> bool:
     """Rewrite a decoder graph into this form; see `causal_form`. Returns whether a layer has a window."""
     graph = model.graph
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
     if not attentions or mask is None:
-        raise SessionError(
+        raise NoCausalForm(
             f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX
         )
     seen = [_seen_by(node, mask, name) for node in attentions]
@@ -96,7 +106,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     passes.RemoveUnusedNodesPass()(model)
     if mask.uses():
         users = sorted({use.node.op_type for use in mask.uses()})
-        raise SessionError(
+        raise NoCausalForm(
             f"The result of {name} depends on {mask.name} outside its attention ({', '.join(users)}), which the GPU's "
             "form of a decoder does not have.",
             fix=_FIX,
@@ -109,7 +119,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
     """What an attention sees.
 
     Raises:
-        SessionError: Something that the operator cannot say by itself.
+        NoCausalForm: Something that the operator cannot say by itself.
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     if bias is None:
@@ -120,7 +130,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
     if choice is not None and scalar(choice.inputs[1]) == 0.0 and low is not None and low <= -1e4:
         found = _read(choice.inputs[0], mask)
     if found is None or not (found.causal and found.padding):
-        raise SessionError(
+        raise NoCausalForm(
             f"An attention of {name} ({node.name}) has a bias that is more than causal order, padding and a window; ONNX "
             "Runtime's CUDA kernel takes none.",
             fix=_FIX,

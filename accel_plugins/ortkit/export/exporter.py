@@ -117,5 +117,6 @@ def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[st
         own_defaults=source.own_defaults,
         stateful=source.stateful,
         croppable=source.croppable,
+        continues=source.continues,
         domains=operator_domains(model),
     )

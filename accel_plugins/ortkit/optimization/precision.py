@@ -29,6 +29,10 @@ _TARGETS: Mapping[str, tuple[ir.DataType, float]] = {
 ISLANDS = ("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "Pow", "Exp", "Log", "CumSum", "Range", "Resize")
 """Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it."""
 _MOST_POSITION_NODES = 64
+# What takes values elsewhere and computes none.
+_MOVES = ("Slice", "Gather", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity")
+# A score that is added to a larger number loses digits that its Softmax would tell apart: float16 moves numbers beyond 8 by 0.004.
+_LARGEST_BIAS = 8.0
 # Constants beyond this are fills that stand for minus infinity, such as a mask's; the smallest finite value does as well.
 _FILL = 1e30
 _ALL_ROWS = 1 << 30
@@ -166,7 +170,7 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     in place.
 
     What stays float32: what makes or reads a value in `out_of_range`, `ISLANDS`, sums that scatter, what positions are
-    computed by, what has no half-precision form, and what holds a subgraph.
+    computed by, scores that large numbers are added to, what has no half-precision form, and what holds a subgraph.
 
     Returns:
         How many nodes were converted, and the names of those kept.
@@ -175,7 +179,8 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     target = _TARGETS[dtype][0]
     graph = model.graph
     opset = model.opset_imports.get("") or 18
-    kept = {id(node) for node in graph if _stays(node, out_of_range, opset, target)} | _position_nodes(model)
+    kept = {id(node) for node in graph if _stays(node, out_of_range, opset, target)}
+    kept |= _position_nodes(model) | _biased_scores(model)
     names = [str(node.name) for node in graph if id(node) in kept and _touches_float(node)]
     is_float = {id(v) for node in graph for v in node.outputs if v.dtype == _FLOAT}
     # Values as the other precision, made once.
@@ -283,6 +288,47 @@ def _position_nodes(model: ir.Model) -> set[int]:
         if len(behind) <= _MOST_POSITION_NODES:
             found |= behind
     return found
+
+
+def _biased_scores(model: ir.Model) -> set[int]:
+    """What adds a table of large numbers to scores, up to their Softmax, by identity: distances between tokens that are
+    counted from the end of the text (MPT) are largest where they matter most.
+    """
+    found: set[int] = set()
+    for softmax in nodes(model, "Softmax"):
+        chain, value = [softmax], softmax.inputs[0]
+        while value is not None and (node := value.producer()) is not None and node.op_type in ("Add", "Where"):
+            chain.append(node)
+            if node.op_type == "Where":
+                value = next((v for v in node.inputs[1:] if v is not None and v.producer() is not None), None)
+                continue
+            for bias, rest in (node.inputs, tuple(reversed(node.inputs))):
+                moved, table = _table_of(bias)
+                if table is not None and _is_large(table):
+                    found |= {id(kept) for kept in (*chain, *moved)}
+                if table is not None:
+                    value = rest
+                    break
+            else:
+                break
+    return found
+
+
+def _table_of(value: ir.Value | None) -> tuple[list[ir.Node], np.ndarray | None]:
+    """The constant that a value is a part of, if it is one, and what takes the part out of it."""
+    moved: list[ir.Node] = []
+    while value is not None and constant(value) is None:
+        node = value.producer()
+        if node is None or node.op_type not in _MOVES:
+            return [], None
+        moved.append(node)
+        value = node.inputs[0]
+    return moved, constant(value) if value is not None else None
+
+
+def _is_large(table: np.ndarray) -> bool:
+    finite = np.abs(table[np.abs(table) < _FILL])
+    return table.dtype.kind == "f" and bool(finite.size) and float(finite.max()) > _LARGEST_BIAS
 
 
 def _cache_inputs(graph: ir.Graph, kept: set[int]) -> list[ir.Value]:

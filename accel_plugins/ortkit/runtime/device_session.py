@@ -13,6 +13,7 @@ from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 
 from .session import OrtSession
+from .state import OrtState
 from .values import ort_value_as_tensor
 
 
@@ -45,10 +46,18 @@ class DeviceSession(OrtSession):
         # ONNX Runtime may use its memory again as soon as the value is gone: the caller gets a copy.
         return {name: out[name] if name in out else ort_value_as_tensor(values[name]).clone() for name in names}
 
+    def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
+        """As of any session; the values of ids on the GPU are looked at, as the call waits for them anyway."""
+        tensors = super()._checked(feeds, dtypes)
+        self._check_values.waiting(tensors)
+        return tensors
+
     def new_state(self, batch: int) -> State:
-        """These sessions keep no state.
+        """An empty cache in the GPU's memory.
 
         Raises:
-            SessionError: Always.
+            SessionError: The graph has none.
         """
-        raise no_state()
+        if not self._component.stateful:
+            raise no_state()
+        return OrtState(self.runtime, self._component, batch, self._where)

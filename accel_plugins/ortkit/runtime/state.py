@@ -1,4 +1,4 @@
-"""What a decoder keeps between calls, in host memory that ONNX Runtime reads and writes where it is."""
+"""What a decoder keeps between calls, in memory that ONNX Runtime reads and writes where it is: the host's, or a GPU's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_rows, check_step, grows
-from accel.backends.description import StateDescription
+from accel.backends.checks import check_crop, check_held, check_rows, check_step, grows
+from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds
+from accel.errors import InputError
 
 from .values import as_ort_value, ort_value_as_tensor
 
 # Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
 _MIN_CAPACITY = 256
 _GROWTH = 1.5
+HOST = torch.device("cpu")
 
 
 class OrtState(StateDescription):
@@ -29,8 +31,11 @@ class OrtState(StateDescription):
     after each step, which becomes the next one's past.
     """
 
-    def __init__(self, session: ort.InferenceSession, component: Component, batch: int) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, component: Component, batch: int, where: torch.device = HOST
+    ) -> None:
         check_rows(batch)
+        self._where = where
         self._session = session
         self._component = component
         super().__init__(batch)
@@ -40,9 +45,13 @@ class OrtState(StateDescription):
             spec.name for spec in self._pasts if grows(spec) and spec.shape == outputs[spec.pair or ""].shape
         )
         self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
-        self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
+        # The axis along which the cache grows.
+        self._growing = {s.name: _growing_axis(s, outputs[s.pair or ""]) for s in self._pasts if grows(s)}
+        self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
+        # ONNX Runtime's values behind them.
+        self._held: list[Any] = []
         self._binding: Any = None
         self._capacity = 0
 
@@ -57,28 +66,66 @@ class OrtState(StateDescription):
         if chosen == list(range(self._batch)):
             return
         self._batch = len(chosen)
-        rows = torch.tensor(chosen)
+        rows = torch.tensor(chosen, device=self._where)
         self._replace({name: buffer.index_select(0, rows) for name, buffer in self._buffers.items()})
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
-        check_crop(length, self._length, self._component)
+        check_crop(length, self._length, croppable=self._component.croppable)
+        if length < self._length:
+            # What a graph finds in its past is its past: nothing may be left behind the end. States begin again with zeros.
+            self._replace(
+                {
+                    name: buffer
+                    if name in self._in_place
+                    else buffer.narrow(self._growing[name], 0, length).contiguous()
+                    for name, buffer in self._buffers.items()
+                    if name in self._growing
+                }
+            )
         self._length = length
-        if not length:
-            self._replace({name: buffer for name, buffer in self._buffers.items() if name in self._in_place})
 
     def clone(self) -> OrtState:
         """An independent copy."""
-        copy = OrtState(self._session, self._component, self._batch)
+        copy = OrtState(self._session, self._component, self._batch, self._where)
         copy._length, copy._capacity = self._length, self._capacity
         copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
         return copy
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""
+        held = {}
+        for name, buffer in self._buffers.items():
+            filled = buffer.narrow(self._growing[name], 0, self._length) if name in self._in_place else buffer
+            held[kept_name(name)] = filled.clone()
+        return held
+
+    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
+        """Hold these instead; as `read` returns them, for `length` tokens.
+
+        Raises:
+            InputError: Other names or sizes than the graph has, or a graph that keeps more than keys and values.
+        """
+        if len(self._growing) != len(self._pasts):
+            raise InputError(
+                "The model keeps states of one size, which cannot be filled from elsewhere.",
+                fix="give it the whole text.",
+            )
+        pasts = {kept_name(spec.name): spec for spec in self._pasts}
+        check_held(values, {name: (spec.shape[1], spec.shape[3]) for name, spec in pasts.items()}, self._batch, length)
+        tensors = {spec.name: values[name].to(self._where, getattr(torch, spec.dtype)) for name, spec in pasts.items()}
+        replaced = {spec.name: tensors[spec.name] for spec in self._replaced}
+        self._buffers = {n: t.clone(memory_format=torch.contiguous_format) for n, t in replaced.items()}
+        self._binding, self._capacity, self._length = None, 0, length
+        self._reserve(length)
+        for name in self._in_place:
+            self._buffers[name].narrow(self._growing[name], 0, length).copy_(tensors[name])
 
     def run(self, feeds: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
 
         Args:
-            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, on the host, of the declared types.
+            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, where the state is, of the declared types.
             names: Outputs wanted, none of the cache.
         """
         new = check_step(self._component, feeds, self._batch, self._length)
@@ -90,14 +137,25 @@ class OrtState(StateDescription):
         for name, tensor in feeds.items():
             binding.bind_ortvalue_input(name, as_ort_value(tensor))
         for name in self._results:
-            binding.bind_output(name)
+            self._bind_output(binding, name)
+        if self._where != HOST:
+            # ONNX Runtime computes on a stream of its own, and is done when it returns.
+            torch.cuda.current_stream(self._where).synchronize()
         self._session.run_with_iobinding(binding)
         values = dict(zip(self._order, binding.get_outputs(), strict=True))
         self._length = total
+        found = {name: ort_value_as_tensor(values[name]) for name in names}
+        if self._where != HOST:
+            # There ONNX Runtime uses the memory of a value again as soon as that is gone.
+            found = {name: tensor.clone() for name, tensor in found.items()}
         if self._replaced:
             made = {spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
             self._replace({**self._buffers, **made})
-        return {name: ort_value_as_tensor(values[name]) for name in names}
+            self._held = [values[spec.pair or ""] for spec in self._replaced]
+        return found
+
+    def _bind_output(self, binding: Any, name: str | None) -> None:
+        binding.bind_output(name, self._where.type, self._where.index or 0)
 
     def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
         specs = {spec.name: spec for spec in self._component.inputs}
@@ -134,10 +192,10 @@ class OrtState(StateDescription):
         in_place = spec.name in self._in_place
         if not in_place and before is not None:
             return before
-        # A graph that grows the cache reads the first `length` tokens of its past: none of this one.
-        capacity = self._capacity if in_place else 1
-        sizes = [self._batch, *(size if isinstance(size, int) else capacity for size in spec.shape[1:])]
-        buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype))
+        sizes = [self._batch, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])]
+        if in_place:
+            sizes[self._growing[spec.name]] = self._capacity
+        buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype), device=self._where)
         if before is not None:
             buffer[:, :, : self._length] = before[:, :, : self._length]
         return buffer
@@ -157,6 +215,12 @@ class OrtState(StateDescription):
             if spec.name in self._in_place:
                 self._binding.bind_ortvalue_output(spec.pair, value)
             else:
-                self._binding.bind_output(spec.pair)
+                self._bind_output(self._binding, spec.pair)
             self._order.append(spec.pair)
         self._order += self._results
+
+
+def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
+    """The axis of the tokens: where past and present differ, and the third of buffers with room, which do not."""
+    pairs = zip(past.shape, present.shape, strict=True)
+    return next((i for i, (before, after) in enumerate(pairs) if before != after), 2)

@@ -1,0 +1,137 @@
+"""Sounds that a trace cannot misread: waveforms and frames of unequal length, padded, long enough for what a model strides over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..artifact.reading import read_json
+from ..errors import ExportError
+from .pooling import Tensors, Wrapper
+from .samples import IMAGE_AXES, SAMPLE_BATCH, Axes, parameters_of
+
+SOUND_AXES = ("samples", "frames")
+"""Axes of a waveform's samples and of a spectrogram's frames, which may have any length."""
+
+AXIS_STEPS = {**dict.fromkeys(IMAGE_AXES, 32), "samples": 4000, "frames": 100}
+"""Axes of which a few would not survive a model's halvings, and what their sizes are multiples of where any will do."""
+
+# Positions of what an encoder reads: half of them are still more than the 14 that the convolutions of x-vectors take away, and an
+# odd number lets SEW pad what it squeezed.
+_ENCODED = 49
+_SECOND = 16000  # samples, for models whose config does not say what they stride over
+# Lengths beside the sample's own, none a multiple of a stride.
+_LENGTHS = (0.77, 1.43, 1.13, 0.91, 1.29)
+_BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "num_mels", "n_mels", "input_dim")
+_PARTS = ("encoder_config", "audio_config", "encoder", "speech_encoder")
+
+
+def sound_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Inputs for a model that reads sounds: `input_values: (batch, samples)`, or `input_features: (batch, frames, bins)`; windows of
+    one length where the model has positions for that alone. With them `attention_mask`, where the model looks at it.
+
+    Raises:
+        ExportError: The model reads something else.
+    """
+    config: Any = getattr(module, "config", None)
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    main = getattr(inner, "main_input_name", None)
+    window = _window(config, main)
+    if window is not None:
+        return {str(main): torch.randn(SAMPLE_BATCH, *window)}, {str(main): {0: "batch"}}, ("attention_mask",)
+    shape: tuple[int, ...]
+    if main == "input_values":
+        shape, axes = (_samples(config),), {0: "batch", 1: "samples"}
+    elif main == "input_features" and (bins := _bins(config, folder)) is not None:
+        shape, axes = (_ENCODED * _stride_of_frames(config), bins), {0: "batch", 1: "frames"}
+    else:
+        reads = f"reads {main!r}" if main else "says not what it reads"
+        raise ExportError(
+            f"No sounds can be made for a {type(inner).__name__}, which {reads}.",
+            fix="pass sample={name: tensor} and axes={name: {0: 'batch', 1: 'samples'}}.",
+        )
+    example: Tensors = {main: torch.randn(SAMPLE_BATCH, *shape)}
+    if "attention_mask" not in parameters_of(module):
+        return example, {main: axes}, ()
+    mask = torch.ones(SAMPLE_BATCH, shape[0], dtype=torch.int64)
+    mask[1::2, (shape[0] + 1) // 2 :] = 0
+    return {**example, "attention_mask": mask}, {main: axes, "attention_mask": axes}, ()
+
+
+def sound_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
+    """Another length for the case `index`; nothing for a graph without such axes."""
+    factor = _LENGTHS[index % len(_LENGTHS)]
+    return {axis: max(2, round(size * factor)) for axis, size in sizes.items() if axis in SOUND_AXES}
+
+
+def usual_sounds(axes: Collection[str], config: Any) -> dict[str, int]:
+    """Lengths for a caller who names none: those that the model is traced with, about a second."""
+    found = {}
+    if "samples" in axes:
+        found["samples"] = _samples(config)
+    if "frames" in axes:
+        found["frames"] = _ENCODED * _stride_of_frames(config)
+    return found
+
+
+def _window(config: Any, main: str | None) -> tuple[int, int] | None:
+    """The sizes of a spectrogram whose length is fixed; `None` where it is not."""
+    bins: Any = getattr(config, "num_mel_bins", None)
+    positions: Any = getattr(config, "max_source_positions", None)
+    if main == "input_features" and bins and positions and not hasattr(config, "input_feat_per_channel"):
+        # Whisper's: bins before frames, of which there are twice the encoder's positions.
+        return int(bins), 2 * int(positions)
+    length: Any = getattr(config, "max_length", None)
+    if main == "input_values" and bins and length:
+        # The audio spectrogram transformer's: frames before bins.
+        return int(length), int(bins)
+    return None
+
+
+def _samples(config: Any) -> int:
+    """Samples of a waveform that an encoder of strided convolutions sees as `_ENCODED` positions."""
+    kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
+    if not isinstance(kernels, list | tuple) or not isinstance(strides, list | tuple):
+        return _SECOND
+    length = _ENCODED * _stride_of_adapter(config)
+    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
+        length = (length - 1) * int(stride) + int(kernel)
+    return length
+
+
+def _stride_of_adapter(config: Any) -> int:
+    if not getattr(config, "add_adapter", False):
+        return 1
+    stride, layers = int(config.adapter_stride), int(getattr(config, "num_adapter_layers", 1))
+    return int(stride**layers)
+
+
+def _stride_of_frames(config: Any) -> int:
+    """Frames that become one position."""
+    for part in _with_parts(config):
+        for name in ("subsampling_factor", "subsampling_conv_stride"):
+            if isinstance(value := getattr(part, name, None), int):
+                return max(4, value**2 if name.endswith("stride") else value)
+    return 4 * _stride_of_adapter(config)
+
+
+def _bins(config: Any, folder: Path | None) -> int | None:
+    """Bins of a frame: the model's own, else its feature extractor's."""
+    for part in _with_parts(config):
+        for name in _BINS:
+            if isinstance(value := getattr(part, name, None), int):
+                return value
+    if folder is not None and (folder / "preprocessor_config.json").is_file():
+        size = read_json(folder / "preprocessor_config.json").get("feature_size")
+        return int(size) if isinstance(size, int | float) and math.isfinite(size) else None
+    return None
+
+
+def _with_parts(config: Any) -> list[Any]:
+    parts = [part for name in _PARTS if (part := getattr(config, name, None)) is not None]
+    return [config, *(SimpleNamespace(**part) if isinstance(part, Mapping) else part for part in parts)]

@@ -1,0 +1,43 @@
+"""X-vector models in a form that a trace can follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .pooling import Tensors, Wrapper
+
+
+class VoiceEmbedder(Wrapper):
+    """A model with an x-vector head. Outside of a trace it is the model itself, whose code goes through the rows of a padded batch
+    one by one, as many as the sample has; in a trace it pools all of them at once.
+
+    Returns `logits: (batch, speakers)` and `embeddings: (batch, xvector_output_dim)`.
+    """
+
+    def forward(self, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor) -> Tensors:
+        """Mean and standard deviation of what is no padding, through transformers' own layers."""
+        model: Any = self.model
+        if attention_mask is None or not torch.compiler.is_exporting():
+            found = model(attention_mask=attention_mask, **inputs)
+            return {"logits": found.logits, "embeddings": found.embeddings}
+        weighted = bool(model.config.use_weighted_layer_sum)
+        encoder = getattr(model, model.base_model_prefix)
+        encoded = encoder(attention_mask=attention_mask, output_hidden_states=weighted, **inputs)
+        hidden = encoded.last_hidden_state
+        if weighted:
+            weights = torch.nn.functional.softmax(model.layer_weights, dim=-1).view(-1, 1, 1)
+            hidden = (torch.stack(encoded.hidden_states, dim=1) * weights).sum(dim=1)
+        hidden = model.projector(hidden)
+        for layer in model.tdnn:
+            hidden = layer(hidden)
+        lengths = model._get_feat_extract_output_lengths(attention_mask.sum(dim=1))
+        lengths = model._get_tdnn_output_lengths(lengths)
+        kept = (torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]).unsqueeze(-1)
+        count = kept.sum(dim=1)
+        mean = (hidden * kept).sum(dim=1) / count
+        squares = ((hidden - mean.unsqueeze(1)) ** 2 * kept).sum(dim=1)
+        pooled = torch.cat([mean, (squares / (count - 1)).sqrt()], dim=-1)
+        embeddings = model.feature_extractor(pooled)
+        return {"logits": model.classifier(embeddings), "embeddings": embeddings}

@@ -1,0 +1,276 @@
+"""Optimum's model classes: ours, with what Optimum's scripts ask of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from ...artifact.manifest import MANIFEST, Artifact
+from ...errors import InputError
+from ...models import base
+from ...models.saving import save_model
+from ...tasks.infer import task_spec
+
+logger = logging.getLogger(__name__)
+
+# Of builds for Azure's endpoints, where it is listed first: it computes what runs here on the CPU.
+_ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
+
+
+class Words(base.ORTModel):
+    """What Optimum's models do otherwise than ours: saving replaces what is there, and some arguments and attributes."""
+
+    _use_cache: bool | None = None
+    _use_io_binding: bool | None = None
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # Optimum's arguments come by keyword
+        cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any
+    ) -> Self:
+        """`from_pretrained` of our class of the same name, with Optimum's arguments.
+
+        `use_cache=False` is kept by the model: `generate` then computes each token from the whole text.
+        """
+        use_io_binding = arguments.pop("use_io_binding", None)
+        use_cache = arguments.get("use_cache")
+        if arguments.get("force_download") and Path(os.fspath(model_id)).is_dir():
+            # Of a folder there is nothing to download.
+            del arguments["force_download"]
+        made = super().from_pretrained(model_id, **cls._translated(arguments))
+        made.remember(use_cache, use_io_binding)
+        return made
+
+    def remember(self, use_cache: bool | None, use_io_binding: bool | None) -> None:
+        """Keep what was asked for at loading."""
+        self._use_cache, self._use_io_binding = use_cache, use_io_binding
+        if use_cache is not None and self.can_generate() and hasattr(self.config, "use_cache"):
+            self.config.use_cache = use_cache
+
+    @classmethod
+    def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that our `from_pretrained` lacks, in its words."""
+        given = dict(arguments)
+        if given.get("provider") in _ON_CPU:
+            given["provider"] = _ON_CPU[given["provider"]]
+        if given.get("providers"):
+            given["providers"] = [_ON_CPU.get(name, name) for name in given["providers"]]
+        if cls.task == "feature-extraction":
+            # Pooling of a sentence-transformers folder is done by who asks for hidden states.
+            given.setdefault("task", cls.task)
+        if given.get("file_name") is None:
+            given.pop("file_name", None)
+        return given
+
+    @property
+    def session(self) -> Any:
+        """The runtime's own session of the first graph.
+
+        Raises:
+            InputError: This backend shows none.
+        """
+        native = getattr(self._session, "runtime", None)
+        if native is None:
+            raise InputError(f"The backend {self.backend!r} shows no session.", fix="call the model itself.")
+        return native
+
+    @property
+    def model(self) -> Any:
+        """The same, by its older name."""
+        return self.session
+
+    @property
+    def use_io_binding(self) -> bool:
+        """What was asked for: sessions here decide themselves how tensors reach them."""
+        return True if self._use_io_binding is None else self._use_io_binding
+
+    @use_io_binding.setter
+    def use_io_binding(self, value: bool) -> None:
+        self._use_io_binding = value
+
+    @property
+    def can_use_cache(self) -> bool:
+        """Whether the graphs keep keys and values between calls, and were not loaded with `use_cache=False`."""
+        return super().can_use_cache and self._use_cache is not False
+
+    def save_pretrained(  # type: ignore[override]  # Optimum's argument
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **settings: Any
+    ) -> None:
+        """Write the model into a folder, over what was there; tokenizers that are saved beside it later are fine.
+
+        Args:
+            save_directory: May hold other files, which stay.
+            push_to_hub: Upload it as well; `repository_id` and so on as in `push_to_hub`.
+            **settings: Of `push_to_hub`.
+        """
+        target = Path(save_directory)
+        self._save_pretrained(target)
+        if self.config is not None and not (target / "config.json").exists():
+            self.config.save_pretrained(target)
+        if push_to_hub:
+            settings.setdefault("repo_id", settings.pop("repository_id", target.name))
+            known = ("repo_id", "token", "private", "revision", "commit_message")
+            self.push_to_hub(**{name: value for name, value in settings.items() if name in known})
+
+    def _save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
+        """Write the artifact; other libraries replace this to have it in a subfolder."""
+        target = Path(save_directory).absolute()
+        if target.resolve() == self.artifact.path.resolve() and (target / MANIFEST).is_file():
+            # It is there already; the config may have changed.
+            if self.config is not None:
+                self.config.save_pretrained(target)
+            return
+        config, generation = self.config, self.generation_config
+        save_model(self.artifact, config, target, generation_config=generation, overwrite=True, companions=False)
+
+
+class ORTModel(Words):
+    """Any task: `from_pretrained` gives the class of the model's task."""
+
+    _any_task = True
+
+    @classmethod
+    def _for_task(cls, task: str) -> type[Any]:
+        return ort_class(task_spec(task).model_name) if cls is ORTModel else super()._for_task(task)
+
+
+class OVModel(Words):
+    """The same for OpenVINO: its graphs, made when a folder holds PyTorch weights alone."""
+
+    _any_task = True
+    ov_config: dict[str, Any]
+
+    @classmethod
+    def _for_task(cls, task: str) -> type[Any]:
+        return ov_class(task_spec(task).model_name) if cls is OVModel else super()._for_task(task)
+
+    @classmethod
+    def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
+        """`from_pretrained` with `backend="openvino"`, and the arguments of optimum-intel.
+
+        `quantization_config` and `load_in_8bit` quantize the graph on the way, into a folder that lives as long as the model.
+        """
+        from .openvino import quantized_on_the_way
+
+        ov_config = dict(arguments.get("ov_config") or {})
+        config, eight = arguments.pop("quantization_config", None), arguments.pop("load_in_8bit", None)
+        rows = arguments.pop("calibration_dataset", None)
+        made = super().from_pretrained(model_id, **arguments)
+        made.ov_config = ov_config
+        return quantized_on_the_way(made, config, load_in_8bit=eight, calibration=rows)
+
+    @classmethod
+    def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        from .openvino import translated
+
+        return translated(super()._translated(arguments))
+
+    @property
+    def model(self) -> Any:
+        """OpenVINO's model of the first graph, as it was compiled."""
+        return self.session.get_runtime_model()
+
+    @property
+    def request(self) -> Any:
+        """The compiled model."""
+        return self.session
+
+    def compile(self) -> None:
+        """Does nothing: a model is compiled when it is opened."""
+
+    def clear_requests(self) -> None:
+        """Does nothing: requests are kept by the session."""
+
+    def reshape(self, batch_size: int, sequence_length: int, *_: int) -> Self:
+        """Pad texts to one length, for which the graph is compiled; -1 leaves it free. Any batch runs."""
+        from dataclasses import replace
+
+        from ...config import SessionOptions
+
+        buckets = (sequence_length,) if sequence_length > 0 else ()
+        self._settings = replace(
+            self._settings, options=replace(self._settings.options or SessionOptions(), buckets=buckets)
+        )
+        self.close()
+        self._open()
+        return self
+
+    def to(self, device: Any) -> Self:
+        """Move to a device, in OpenVINO's words too (`"CPU"`, `"GPU.0"`)."""
+        return super().to(device.lower().replace(".", ":") if isinstance(device, str) else device)
+
+    def replace_artifact(self, artifact: Artifact) -> None:
+        """Run another artifact from now on."""
+        self.close()
+        self.artifact = artifact
+        self._open()
+
+
+def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
+    made = type(name, (kind, original), {"__module__": __name__, "__doc__": original.__doc__, "_any_task": False})
+    made.task = original.task
+    # Found by pickle, and by whoever looks for the class of a pickled model.
+    globals()[name] = made
+    return made
+
+
+@functools.cache
+def ort_class(name: str) -> type[Any]:
+    """Our class of that name with Optimum's words."""
+    return _of_kind(name, ORTModel, getattr(importlib.import_module("accel"), name))
+
+
+@functools.cache
+def ov_class(name: str) -> type[Any]:
+    """The class of that name (`ORTModelFor...`) for OpenVINO, as `OVModelFor...`."""
+    return _of_kind("OV" + name.removeprefix("ORT"), OVModel, getattr(importlib.import_module("accel"), name))
+
+
+def __getattr__(name: str) -> Any:
+    # Classes are made when they are first asked for; a pickled model names its class so.
+    if name.startswith(("ORTModelFor", "OVModelFor")):
+        make = ov_class if name.startswith("OV") else ort_class
+        original = "ORT" + name.removeprefix("OV").removeprefix("ORT")
+        if hasattr(importlib.import_module("accel"), original):
+            return make(original)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def pipeline(
+    task: str | None = None,
+    model: Any = None,
+    *,
+    accelerator: str | None = "ort",
+    model_kwargs: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Optimum's `pipeline`: `accel.pipeline`, with `accelerator="ort"` or `"ov"` for a model given by id or folder."""
+    from ...models.pipelines.opening import pipeline as ours
+    from ...models.pipelines.opening import usual_model
+
+    kind: type[Words] = OVModel if accelerator in ("ov", "openvino") else ORTModel
+    settings = {name: value for name, value in settings.items() if name != "use_fast"}
+    if model is None:
+        model, settings["revision"] = usual_model(task, settings.get("revision"))
+    if isinstance(model, str | os.PathLike):
+        hub = {
+            name: settings.pop(name)
+            for name in ("revision", "token", "trust_remote_code", "device")
+            if name in settings
+        }
+        cls: Any = kind
+        if task is not None:
+            name = task_spec(task).model_name
+            cls = ov_class(name) if kind is OVModel else ort_class(name)
+        model = cls.from_pretrained(model, **hub, **(model_kwargs or {}))
+    return ours(task, model, **settings)
+
+
+def names(prefix: str) -> Sequence[str]:
+    """Names of all task classes, `ORTModelFor...` or `OVModelFor...`."""
+    ours = importlib.import_module("accel").__all__
+    return [prefix + name.removeprefix("ORT") for name in ours if name.startswith("ORTModelFor")]

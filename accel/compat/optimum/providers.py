@@ -1,0 +1,32 @@
+"""Optimum's words for where a graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...backends import registry
+from ...errors import ConfigError
+
+
+def get_device_for_provider(provider: str, provider_options: Mapping[str, Any]) -> torch.device:
+    """Where a provider of ONNX Runtime has its tensors."""
+    if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider", "ROCMExecutionProvider"):
+        return torch.device("cuda", int(provider_options.get("device_id", 0)))
+    return torch.device("cpu")
+
+
+def get_provider_for_device(device: torch.device) -> str:
+    """ONNX Runtime's provider for a device, of the backends that are known here.
+
+    Raises:
+        ConfigError: None has such a device.
+    """
+    for spec in registry.describe_all()[0]:
+        capability = spec.capability("run", "onnx")
+        names = [name for name in spec.aliases if name.endswith("ExecutionProvider")]
+        if capability is not None and names and capability.devices[0] == device.type:
+            return names[0]
+    raise ConfigError(f"No provider has {device}.", fix="use 'cpu' or 'cuda'.")

@@ -1,0 +1,592 @@
+"""`ORTQuantizer`, its settings and its calibration, over our quantization."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from ...artifact.manifest import Artifact
+from ...artifact.writing import scratch
+from ...config import QuantizeConfig
+from ...errors import ConfigError, InputError, QuantizeError
+from ...stages.quantize_once import quantize
+from .placing import place, source_of
+from .records import ORTConfig
+
+logger = logging.getLogger(__name__)
+
+
+class QuantFormat(Enum):
+    """How quantized values stand in a graph."""
+
+    QOperator = 0
+    QDQ = 1
+
+
+class QuantizationMode(Enum):
+    """Which integer operators a graph gets."""
+
+    IntegerOps = 0
+    QLinearOps = 1
+
+
+class QuantType(Enum):
+    """Types of 8-bit values."""
+
+    QInt8 = 0
+    QUInt8 = 1
+
+
+class CalibrationMethod(Enum):
+    """How activation ranges are found."""
+
+    MinMax = 0
+    Entropy = 1
+    Percentile = 2
+
+
+class ORTQuantizableOperator(Enum):
+    """Operators that can be quantized."""
+
+    Gather = "Gather"
+    Transpose = "Transpose"
+    EmbedLayerNormalization = "EmbedLayerNormalization"
+    Conv = "Conv"
+    MatMul = "MatMul"
+    Gemm = "Gemm"
+    Add = "Add"
+    Mul = "Mul"
+    Relu = "Relu"
+    Clip = "Clip"
+    LeakyRelu = "LeakyRelu"
+    Sigmoid = "Sigmoid"
+    MaxPool = "MaxPool"
+    GlobalAveragePool = "GlobalAveragePool"
+    Split = "Split"
+    Pad = "Pad"
+    Reshape = "Reshape"
+    Squeeze = "Squeeze"
+    Unsqueeze = "Unsqueeze"
+    Resize = "Resize"
+    AveragePool = "AveragePool"
+    Concat = "Concat"
+    Attention = "Attention"
+    LSTM = "LSTM"
+
+
+def _member(kind: type[Enum], value: Any) -> Any:
+    """A member by its name; ONNX Runtime's own, which have the same names, are kept."""
+    name = value if isinstance(value, str) else getattr(value, "name", None)
+    if name not in kind.__members__:
+        raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
+    return kind[name] if isinstance(value, str) else value
+
+
+@dataclass
+class QuantizationConfig:
+    """Optimum's settings of quantization; what each becomes is in the guide "Coming from Optimum".
+
+    Attributes:
+        is_static: Whether activation ranges come from calibration data.
+        format: `QDQ` or `QOperator`, for static quantization.
+        mode: `QLinearOps` for static, `IntegerOps` for dynamic quantization.
+        activations_dtype: Type of activations.
+        activations_symmetric: Follows from the type here: signed ones are symmetric.
+        weights_dtype: Recorded; weights are signed here, which all kernels take at full speed.
+        weights_symmetric: Whether weights are symmetric.
+        per_channel: One scale for each output channel.
+        reduce_range: Whether weights keep 7 bits.
+        nodes_to_quantize: Only these; all others stay float.
+        nodes_to_exclude: All but these.
+        operators_to_quantize: Operator types; empty for those that the target has fast kernels for.
+        qdq_add_pair_to_weight: With `qdq_dedicated_pair`: Q/DQ pairs as TensorRT reads them.
+        qdq_dedicated_pair: As above.
+        qdq_op_type_per_channel_support_to_axis: Recorded; the axis follows from the operator.
+    """
+
+    is_static: bool
+    format: Any = QuantFormat.QDQ
+    mode: Any = QuantizationMode.QLinearOps
+    activations_dtype: Any = QuantType.QUInt8
+    activations_symmetric: bool = False
+    weights_dtype: Any = QuantType.QInt8
+    weights_symmetric: bool = True
+    per_channel: bool = False
+    reduce_range: bool = False
+    nodes_to_quantize: list[str] = field(default_factory=list)
+    nodes_to_exclude: list[str] = field(default_factory=list)
+    operators_to_quantize: list[Any] = field(default_factory=list)
+    qdq_add_pair_to_weight: bool = False
+    qdq_dedicated_pair: bool = False
+    qdq_op_type_per_channel_support_to_axis: dict[str, int] = field(default_factory=lambda: {"MatMul": 1})
+
+    def __post_init__(self) -> None:
+        self.format = _member(QuantFormat, self.format)
+        self.mode = _member(QuantizationMode, self.mode)
+        self.activations_dtype = _member(QuantType, self.activations_dtype)
+        self.weights_dtype = _member(QuantType, self.weights_dtype)
+        # Not a field: Optimum's record has no such key.
+        self.target: str | None = None
+        signed = self.activations_dtype.name == "QInt8"
+        if not self.is_static and self.mode.name == "QLinearOps":
+            raise ConfigError("Dynamic quantization has no mode QLinearOps.", fix="use QuantizationMode.IntegerOps.")
+        if not self.is_static and signed:
+            raise ConfigError("Dynamic quantization has unsigned activations.", fix="use QuantType.QUInt8.")
+        if self.is_static and signed and self.weights_dtype.name == "QUInt8":
+            raise ConfigError("Signed activations go with signed weights.", fix="use weights_dtype=QuantType.QInt8.")
+
+    @property
+    def use_symmetric_calibration(self) -> bool:
+        """Whether ranges are symmetric around zero."""
+        return self.activations_symmetric and self.weights_symmetric
+
+    @property
+    def preset(self) -> str:
+        """The target in our words: the one that was named, or one with the same types."""
+        if self.target is not None:
+            return self.target
+        if self.is_static and self.activations_dtype.name == "QInt8":
+            return "tensorrt" if self.qdq_dedicated_pair else "arm64"
+        return "avx2" if self.reduce_range else "avx512_vnni"
+
+    def to_accel(self, calibration: CalibrationConfig | None = None) -> QuantizeConfig:
+        """The same in our settings, without `nodes_to_quantize`, which needs the graph."""
+        if self.weights_dtype.name == "QUInt8" and self.target is None:
+            logger.warning("Weights are signed here, not QUInt8: all kernels take them so at full speed.")
+        if self.activations_symmetric and self.activations_dtype.name == "QUInt8":
+            logger.warning("Unsigned activations keep a zero point here: activations_symmetric=True changes nothing.")
+        operators = tuple(one.value if isinstance(one, Enum) else str(one) for one in self.operators_to_quantize)
+        values: dict[str, Any] = {
+            "scheme": "static-int8" if self.is_static else "dynamic-int8",
+            "preset": self.preset,
+            "per_channel": self.per_channel,
+            "symmetric": self.weights_symmetric,
+            "operators": operators or None,
+            "exclude": tuple(self.nodes_to_exclude),
+        }
+        if self.is_static:
+            values["format"] = self.format.name.lower()
+            values |= calibration.to_accel() if calibration is not None else {}
+        return QuantizeConfig.from_dict(values)
+
+    def __str__(self) -> str:
+        words = {"QInt8": "s8", "QUInt8": "u8"}
+        schema = f"{words[self.activations_dtype.name]}/{words[self.weights_dtype.name]}"
+        return f"{self.format} (mode: {self.mode}, schema: {schema}, channel-wise: {self.per_channel})"
+
+
+class AutoQuantizationConfig:
+    """Settings by processor; ours of the same name decide the types."""
+
+    @staticmethod
+    def arm64(is_static: bool, **settings: Any) -> QuantizationConfig:
+        """For ARM."""
+        return _for("arm64", is_static, **settings)
+
+    @staticmethod
+    def avx2(is_static: bool, **settings: Any) -> QuantizationConfig:
+        """For x86 with AVX2: weights keep 7 bits, which its sums need."""
+        return _for("avx2", is_static, **{"weights_dtype": QuantType.QUInt8, **settings})
+
+    @staticmethod
+    def avx512(is_static: bool, **settings: Any) -> QuantizationConfig:
+        """For x86 with AVX-512: weights keep 7 bits, which its sums need."""
+        return _for("avx512", is_static, **settings)
+
+    @staticmethod
+    def avx512_vnni(is_static: bool, **settings: Any) -> QuantizationConfig:
+        """For x86 with VNNI."""
+        return _for("avx512_vnni", is_static, **settings)
+
+    @staticmethod
+    def ppc64le(is_static: bool, **settings: Any) -> QuantizationConfig:
+        """For POWER."""
+        return _for("ppc64le", is_static, **settings)
+
+    @staticmethod
+    def tensorrt(per_channel: bool = True, **settings: Any) -> QuantizationConfig:
+        """For TensorRT: static, signed and symmetric."""
+        signed = {"activations_dtype": QuantType.QInt8, "use_symmetric_activations": True}
+        pairs = {"qdq_add_pair_to_weight": True, "qdq_dedicated_pair": True}
+        return _for("tensorrt", True, per_channel=per_channel, **signed, **pairs, **settings)
+
+
+def _for(
+    preset: str,
+    is_static: bool,
+    *,
+    use_symmetric_activations: bool = False,
+    use_symmetric_weights: bool = True,
+    per_channel: bool = True,
+    nodes_to_quantize: Sequence[str] | None = None,
+    nodes_to_exclude: Sequence[str] | None = None,
+    operators_to_quantize: Sequence[Any] | None = None,
+    **settings: Any,
+) -> QuantizationConfig:
+    made = QuantizationConfig(
+        is_static=is_static,
+        format=QuantFormat.QDQ if is_static else QuantFormat.QOperator,
+        mode=QuantizationMode.QLinearOps if is_static else QuantizationMode.IntegerOps,
+        activations_symmetric=use_symmetric_activations,
+        weights_symmetric=use_symmetric_weights,
+        per_channel=per_channel,
+        nodes_to_quantize=list(nodes_to_quantize or ()),
+        nodes_to_exclude=list(nodes_to_exclude or ()),
+        operators_to_quantize=list(operators_to_quantize or ()),
+        **settings,
+    )
+    made.target = preset
+    return made
+
+
+@dataclass
+class CalibrationConfig:
+    """Optimum's settings of calibration.
+
+    Attributes:
+        dataset_name: The data set, for the record.
+        dataset_config_name: Its configuration.
+        dataset_split: Its split.
+        dataset_num_samples: Its rows.
+        method: How activation ranges are found.
+        num_bins: Chosen here by method.
+        num_quantized_bins: Likewise.
+        percentile: For `Percentile`: the share of values kept, in percent.
+        moving_average: For `MinMax`: averages of the batches' ranges.
+        averaging_constant: Chosen here.
+    """
+
+    dataset_name: str | None
+    dataset_config_name: str | None
+    dataset_split: str | None
+    dataset_num_samples: int
+    method: Any
+    num_bins: int | None = None
+    num_quantized_bins: int | None = None
+    percentile: float | None = None
+    moving_average: bool | None = None
+    averaging_constant: float | None = None
+
+    def __post_init__(self) -> None:
+        self.method = _member(CalibrationMethod, self.method)
+
+    def to_accel(self) -> dict[str, Any]:
+        """The same in our settings."""
+        for name in ("num_bins", "num_quantized_bins", "averaging_constant"):
+            if getattr(self, name) is not None:
+                logger.debug("%s=%r changes nothing here.", name, getattr(self, name))
+        method = self.method.name.lower()
+        if method == "minmax" and self.moving_average:
+            method = "moving_average"
+        values: dict[str, Any] = {"calibration": method}
+        if method == "percentile" and self.percentile is not None:
+            values["percentile"] = self.percentile
+        return values
+
+
+class AutoCalibrationConfig:
+    """Settings of calibration by method."""
+
+    @staticmethod
+    def minmax(dataset: Any, moving_average: bool = False, averaging_constant: float = 0.01) -> CalibrationConfig:
+        """The smallest and the largest value."""
+        if moving_average and not 0 <= averaging_constant <= 1:
+            raise ConfigError(f"averaging_constant is {averaging_constant}.", fix="use a number from 0 to 1.")
+        return _described(
+            dataset,
+            method=CalibrationMethod.MinMax,
+            moving_average=moving_average,
+            averaging_constant=averaging_constant,
+        )
+
+    @staticmethod
+    def entropy(dataset: Any, num_bins: int = 128, num_quantized_bins: int = 128) -> CalibrationConfig:
+        """The range that loses the least information."""
+        _check_bins(num_bins, num_quantized_bins)
+        return _described(
+            dataset, method=CalibrationMethod.Entropy, num_bins=num_bins, num_quantized_bins=num_quantized_bins
+        )
+
+    @staticmethod
+    def percentiles(dataset: Any, num_bins: int = 2048, percentile: float = 99.999) -> CalibrationConfig:
+        """The range that holds a share of the values, in percent."""
+        _check_bins(num_bins)
+        if not 0 <= percentile <= 100:
+            raise ConfigError(f"percentile is {percentile}.", fix="use a number from 0 to 100.")
+        return _described(dataset, method=CalibrationMethod.Percentile, num_bins=num_bins, percentile=percentile)
+
+
+def _check_bins(*counts: int) -> None:
+    for count in counts:
+        if count <= 0:
+            raise ConfigError(f"A histogram has {count} bins.", fix="use at least 1.")
+
+
+def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
+    info = getattr(dataset, "info", None)
+    return CalibrationConfig(
+        dataset_name=getattr(info, "builder_name", None),
+        dataset_config_name=getattr(info, "config_name", None),
+        dataset_split=str(getattr(dataset, "split", None)),
+        dataset_num_samples=len(dataset),
+        **settings,
+    )
+
+
+@dataclass(frozen=True)
+class CalibrationRanges:
+    """What `ORTQuantizer.fit` returns: the rows to calibrate with and how; ranges are computed where they are used.
+
+    Attributes:
+        batches: Inputs by name, `(batch, ...)` each.
+        config: How ranges are found.
+    """
+
+    batches: tuple[dict[str, Any], ...]
+    config: CalibrationConfig
+
+
+class _Recorded(list[dict[str, Any]]):
+    """Batches that say in the manifest what they are."""
+
+    def __init__(self, ranges: CalibrationRanges) -> None:
+        super().__init__(ranges.batches)
+        config = ranges.config
+        self.record = {"data": config.dataset_name, "split": config.dataset_split, "rows": config.dataset_num_samples}
+
+
+class ORTQuantizer:
+    """Optimum's quantizer: `from_pretrained`, for static quantization `fit`, then `quantize`."""
+
+    def __init__(self, model: Any) -> None:
+        self._source = source_of(model)
+        self._batches: list[dict[str, Any]] = []
+        self._config: CalibrationConfig | None = None
+
+    @classmethod
+    def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any, file_name: str | None = None) -> Self:
+        """For a model that is open, or a folder with a graph.
+
+        Raises:
+            ArtifactNotFoundError: There is no such graph.
+        """
+        return cls(source_of(model_or_path, file_name))
+
+    def get_calibration_dataset(
+        self,
+        dataset_name: str,
+        num_samples: int | None = 100,
+        dataset_config_name: str | None = None,
+        dataset_split: str | None = None,
+        preprocess_function: Callable[..., Any] | None = None,
+        preprocess_batch: bool = True,
+        seed: int = 2016,
+        token: bool | str | None = None,
+    ) -> Any:
+        """A data set of the Hub or of files, shuffled, cut and preprocessed: a `datasets.Dataset` of the graph's inputs."""
+        return calibration_rows(
+            self._source,
+            dataset_name,
+            num_samples=num_samples,
+            name=dataset_config_name,
+            split=dataset_split,
+            preprocess=preprocess_function,
+            batched=preprocess_batch,
+            seed=seed,
+            token=token,
+        )
+
+    def clean_calibration_dataset(self, dataset: Any) -> Any:
+        """The data set with the graph's inputs alone."""
+        return only_inputs(self._source, dataset)
+
+    def fit(self, dataset: Any, calibration_config: CalibrationConfig, **settings: Any) -> CalibrationRanges:
+        """Take rows to calibrate with; `batch_size=1` rows a call. See `partial_fit`."""
+        self._batches = []
+        self.partial_fit(dataset, calibration_config, **settings)
+        return self.compute_ranges()
+
+    def partial_fit(
+        self,
+        dataset: Any,
+        calibration_config: CalibrationConfig,
+        onnx_augmented_model_name: str | Path = "augmented_model.onnx",
+        operators_to_quantize: Sequence[str] | None = None,
+        batch_size: int = 1,
+        use_external_data_format: bool = False,
+        use_gpu: bool = False,
+        force_symmetric_range: bool = False,
+    ) -> None:
+        """Add rows to calibrate with.
+
+        Args:
+            dataset: Rows of token ids and so on by the graph's names.
+            calibration_config: How ranges are found.
+            onnx_augmented_model_name: No such file is written here.
+            operators_to_quantize: Those of the `QuantizationConfig` are taken.
+            batch_size: Rows a call; those of one call are of one length.
+            use_external_data_format: Has no meaning here.
+            use_gpu: Calibration runs on the CPU.
+            force_symmetric_range: Follows from the target.
+        """
+        del onnx_augmented_model_name, operators_to_quantize, use_external_data_format
+        for name, value in (("use_gpu", use_gpu), ("force_symmetric_range", force_symmetric_range)):
+            if value:
+                logger.debug("%s=%r changes nothing here.", name, value)
+        self._batches.extend(batches_of(self._source, dataset, batch_size))
+        self._config = calibration_config
+
+    def compute_ranges(self) -> CalibrationRanges:
+        """What was given so far, for `quantize(calibration_tensors_range=...)`.
+
+        Raises:
+            QuantizeError: Nothing was.
+        """
+        if self._config is None or not self._batches:
+            raise QuantizeError("There are no rows to calibrate with.", fix="call fit(dataset, config) first.")
+        return CalibrationRanges(tuple(self._batches), self._config)
+
+    def quantize(
+        self,
+        quantization_config: QuantizationConfig,
+        save_dir: str | os.PathLike[str],
+        file_suffix: str | None = "quantized",
+        calibration_tensors_range: CalibrationRanges | None = None,
+        use_external_data_format: bool = False,
+        preprocessor: Any = None,
+    ) -> Path:
+        """Write the quantized graph into `save_dir` as `model_<suffix>.onnx`, and return the folder.
+
+        Args:
+            quantization_config: How.
+            save_dir: May hold other files, which stay.
+            file_suffix: What the files are called; empty for the original's names.
+            calibration_tensors_range: What `fit` returned, for static quantization.
+            use_external_data_format: Decided here by size.
+            preprocessor: Refused: pass `nodes_to_exclude`.
+
+        Raises:
+            QuantizeError: Static quantization without calibration, or a graph that is quantized already.
+            ConfigError: Ranges that `fit` did not make.
+        """
+        if preprocessor is not None:
+            raise ConfigError("There are no preprocessors here.", fix="name nodes_to_exclude in the configuration.")
+        ranges = calibration_tensors_range
+        if ranges is not None and not isinstance(ranges, CalibrationRanges):
+            raise ConfigError(
+                f"calibration_tensors_range is a {type(ranges).__name__}.", fix="pass what fit(...) returned."
+            )
+        if quantization_config.is_static and ranges is None:
+            raise QuantizeError(
+                "Static quantization was asked for, and there are no calibration ranges.",
+                fix="pass calibration_tensors_range=quantizer.fit(dataset, config), or use dynamic quantization.",
+            )
+        static = quantization_config.is_static and ranges is not None
+        config = quantization_config.to_accel(ranges.config if static and ranges else None)
+        if quantization_config.nodes_to_quantize:
+            others = _other_nodes(self._source, quantization_config.nodes_to_quantize)
+            config = QuantizeConfig.from_dict({**config.to_dict(), "exclude": (*config.exclude, *others)})
+        calibration = _Recorded(ranges) if static and ranges else None
+        with scratch() as folder:
+            made = quantize(self._source, folder / "made", calibration=calibration, config=config)
+            target = place(made, save_dir, file_suffix)
+        ORTConfig(quantization=quantization_config, use_external_data_format=use_external_data_format).save_pretrained(
+            target
+        )
+        return target
+
+
+def _other_nodes(artifact: Artifact, wanted: Sequence[str]) -> list[str]:
+    """Names of all nodes but the wanted ones.
+
+    Raises:
+        ConfigError: A name that no node has.
+    """
+    import onnx
+
+    names = [
+        node.name
+        for component in artifact.components
+        for node in onnx.load(str(artifact.path / component.file), load_external_data=False).graph.node
+    ]
+    missing = sorted(set(wanted) - set(names))
+    if missing:
+        raise ConfigError(f"The graph has no node {missing[0]!r}.", fix="check nodes_to_quantize.")
+    return [name for name in names if name and name not in wanted]
+
+
+def calibration_rows(
+    artifact: Artifact,
+    dataset_name: str,
+    *,
+    num_samples: int | None,
+    name: str | None,
+    split: str | None,
+    preprocess: Callable[..., Any] | None,
+    batched: bool,
+    seed: int,
+    token: bool | str | None,
+) -> Any:
+    """A data set, shuffled, cut, preprocessed, with the graph's inputs alone.
+
+    Raises:
+        ConfigError: No split was named, and there are several.
+    """
+    import datasets
+
+    loaded = datasets.load_dataset(dataset_name, name=name, split=split, token=token)
+    if not isinstance(loaded, datasets.Dataset):
+        raise ConfigError(
+            f"{dataset_name} has the splits {', '.join(map(str, loaded))}.",
+            fix="pass dataset_split=... with one of them.",
+        )
+    if num_samples is not None:
+        loaded = loaded.shuffle(seed=seed).select(range(min(num_samples, len(loaded))))
+    if preprocess is not None:
+        loaded = loaded.map(preprocess, batched=batched)
+    return only_inputs(artifact, loaded)
+
+
+def only_inputs(artifact: Artifact, dataset: Any) -> Any:
+    """A data set with the graph's inputs alone."""
+    inputs = {spec.name for spec in artifact.components[0].inputs}
+    return dataset.remove_columns([name for name in dataset.column_names if name not in inputs])
+
+
+def batches_of(artifact: Artifact, dataset: Any, batch_size: int) -> Iterator[dict[str, Any]]:
+    """Rows of a `datasets.Dataset`, or dictionaries, as batches of tensors by the graph's names.
+
+    Raises:
+        InputError: No column is an input, or rows of one batch are of unequal length.
+    """
+    import torch
+
+    types = {spec.name: getattr(torch, spec.dtype) for spec in artifact.components[0].inputs if spec.pair is None}
+    rows: list[dict[str, Any]] = []
+
+    def batch() -> dict[str, Any]:
+        names = [name for name in types if name in rows[0]]
+        if not names:
+            raise InputError(
+                f"The rows have {sorted(rows[0])}; the graph takes {sorted(types)}.",
+                fix="preprocess them: dataset.map(lambda row: tokenizer(row['text'])).",
+            )
+        try:
+            return {name: torch.tensor([row[name] for row in rows], dtype=types[name]) for name in names}
+        except ValueError as error:
+            raise InputError(
+                f"Rows of one batch are of unequal length: {error}", fix="pad them to one, or pass batch_size=1."
+            ) from error
+
+    for row in dataset:
+        rows.append(row)
+        if len(rows) == batch_size:
+            yield batch()
+            rows = []
+    if rows:
+        yield batch()

@@ -1,0 +1,89 @@
+"""What models that read sounds predict: transcripts, a class for each frame, whether two voices are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...data.labels import label_ids, numbers, texts
+from ...errors import InputError
+from .predictors import Model, Predictor
+
+
+class Transcripts(Predictor):
+    """The likeliest letters of a row, by its processor."""
+
+    kind = "transcripts"
+
+    def _longest(self, limit: int | None, asked: int | None) -> int | None:
+        return None
+
+    def _references(self) -> list[Any]:
+        return texts(self.rows, "text")
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Texts."""
+        return self._by_row(model, what, lambda logits, _: self.processor.batch_decode(logits.argmax(-1)))
+
+
+class Frames(Predictor):
+    """The likeliest class of each frame, as its number."""
+
+    kind = "frames"
+
+    def _references(self) -> list[Any]:
+        return label_ids(self.rows, "tags", self.config)
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Class numbers, one list a row.
+
+        Raises:
+            InputError: A row has another number of labels than of frames.
+        """
+        return self._by_row(model, what, self._frames)
+
+    def _frames(self, logits: torch.Tensor, part: Sequence[int]) -> list[list[int]]:
+        for row in part:
+            if len(self.references[row]) != logits.shape[1]:
+                raise InputError(
+                    f"Row {row} has {len(self.references[row])} labels, and the model answers with {logits.shape[1]} frames.",
+                    fix="give one label for each of the model's frames.",
+                )
+        found: list[list[int]] = logits.argmax(-1).tolist()
+        return found
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Share of frames."""
+        return super().agreement([one for row in first for one in row], [one for row in second for one in row])
+
+
+class Voices(Predictor):
+    """The cosine of the embeddings of a row's two voices; what is right is 1 for one speaker and 0 for two."""
+
+    kind = "voices"
+
+    def _references(self) -> list[Any]:
+        found = numbers(self.rows, "label")
+        if set(found) - {0.0, 1.0}:
+            raise InputError(
+                f"The labels of {self.rows.sample.source} are not 0 and 1 alone.",
+                fix="give 1 for two sounds of one speaker, 0 for those of two.",
+            )
+        return found
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Cosines."""
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(self.encoded)
+        for part, _, output in self.batches(model, what):
+            for i, row in zip(part, output["embeddings"].float().cpu(), strict=True):
+                rows[i] = row
+        embeddings = torch.stack(rows)
+        first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
+        found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
+        return found
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Numbers are hardly ever the same."""
+        return None

@@ -1,0 +1,48 @@
+"""Models of one graph that read sounds: waveforms as `input_values: (batch, samples)`, spectrograms as `input_features`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import ORTModel
+
+
+class _SoundEncoder(ORTModel):
+    """What they share: the signature that pipelines read.
+
+    Without `attention_mask: (batch, samples)` or `(batch, frames)` no row is padded, as in transformers.
+    """
+
+    def forward(
+        self, input_values: Any = None, attention_mask: Any = None, input_features: Any = None, **inputs: Any
+    ) -> Any:
+        """Run the graph on whichever of the two it takes; the first argument is either, by position."""
+        sounds = input_values if input_features is None else input_features
+        given = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
+        if input_values is not None and input_features is not None:
+            given["input_values"] = input_values
+        return self._run({name: value for name, value in given.items() if value is not None})
+
+
+class ORTModelForCTC(_SoundEncoder):
+    """Speech to text by frames (connectionist temporal classification): `logits: (batch, frames, vocab_size)`."""
+
+    task = "ctc"
+
+
+class ORTModelForAudioClassification(_SoundEncoder):
+    """Sounds to classes: `logits: (batch, num_labels)`."""
+
+    task = "audio-classification"
+
+
+class ORTModelForAudioFrameClassification(_SoundEncoder):
+    """A class for each frame, such as who speaks: `logits: (batch, frames, num_labels)`."""
+
+    task = "audio-frame-classification"
+
+
+class ORTModelForAudioXVector(_SoundEncoder):
+    """Voices: `embeddings: (batch, xvector_output_dim)` to compare by their cosine, and `logits: (batch, speakers)`."""
+
+    task = "audio-xvector"

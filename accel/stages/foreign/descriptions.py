@@ -1,0 +1,101 @@
+"""Other tools' own manifests: transformers' `export.json`, onnxruntime-genai's `genai_config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...artifact.reading import read_json
+from ...errors import ArtifactNotFoundError
+from ...tasks.infer import infer_task, read_config
+from .files import Part, checked_file
+
+EXPORT, GENAI = "export.json", "genai_config.json"
+# transformers' names of the graphs of a decoder.
+_PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "following"}
+_FORMATS = ("onnx", "openvino")
+# Parts of a model of onnxruntime-genai's beside a decoder of text.
+_OTHERS = ("encoder", "encoder_decoder_init", "vision", "speech", "embedding", "joiner")
+_SIZES = ("head_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a folder says of itself.
+
+    Attributes:
+        config: As in `config.json`.
+        files: Its ONNX graphs by part, where a manifest names them.
+        written: Files that transformers reads, for a folder that has none of its own.
+    """
+
+    config: dict[str, Any]
+    files: dict[Part, str] = field(default_factory=dict)
+    written: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def task(self, folder: Path) -> str:
+        """The task, as far as it can be told."""
+        if self.written:
+            # A folder of onnxruntime-genai's that has a decoder alone.
+            return "text-generation"
+        return infer_task(self.config, folder)
+
+
+def describe(folder: Path) -> Description:
+    """The config of a folder, and what a manifest in it names.
+
+    Raises:
+        IntegrityError: A file is not JSON.
+        ArtifactNotFoundError: It names graphs that are not there, or of kinds that nothing here reads.
+    """
+    config = read_config(folder)
+    if (folder / EXPORT).is_file():
+        return Description(config, _exported(folder))
+    if (folder / GENAI).is_file():
+        return _genai(folder, config)
+    return Description(config)
+
+
+def _exported(folder: Path) -> dict[Part, str]:
+    values = read_json(folder / EXPORT)
+    kind, components = str(values.get("export_format")), values.get("components")
+    names = {
+        str(name): str(entry.get("file")) for name, entry in (components.items() if isinstance(components, dict) else ())
+        if isinstance(entry, dict)
+    }  # fmt: skip
+    if kind not in _FORMATS or not names or not set(names) <= set(_PARTS):
+        raise ArtifactNotFoundError(
+            f"{folder / EXPORT} names {sorted(names) or 'no graphs'} in the format {kind!r}; read are a model, or prefill and "
+            f"decode, in {' or '.join(_FORMATS)}.",
+            fix="export the model with accel: `accel export MODEL OUT`.",
+        )
+    if kind != "onnx":
+        return {}
+    return {_PARTS[name]: checked_file(folder, file) for name, file in names.items()}
+
+
+def _genai(folder: Path, config: dict[str, Any]) -> Description:
+    model = read_json(folder / GENAI).get("model")
+    decoder = model.get("decoder") if isinstance(model, dict) else None
+    others = [name for name in _OTHERS if isinstance(model, dict) and model.get(name)]
+    file = decoder.get("filename") if isinstance(decoder, dict) else None
+    if not isinstance(model, dict) or not isinstance(decoder, dict) or not isinstance(file, str) or others:
+        have = f"is of a model with {', '.join(others)}" if others else "names no decoder's graph"
+        raise ArtifactNotFoundError(
+            f"{folder / GENAI} {have}; of onnxruntime-genai's folders those of decoders alone are read.",
+            fix="run it with onnxruntime-genai, or export the original: `accel export MODEL OUT`.",
+        )
+    files: dict[Part, str] = {"model": checked_file(folder, file)}
+    if config:
+        return Description(config, files)
+    tokens = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
+    made = {
+        "model_type": model.get("type"),
+        "vocab_size": model.get("vocab_size"),
+        "max_position_embeddings": model.get("context_length"),
+        **tokens,
+        **{{"head_size": "head_dim"}.get(key, key): decoder[key] for key in _SIZES if decoder.get(key) is not None},
+    }
+    made = {key: value for key, value in made.items() if value is not None}
+    return Description(made, files, {"config.json": made, "generation_config.json": tokens})

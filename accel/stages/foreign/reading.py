@@ -1,0 +1,213 @@
+"""What stands in an ONNX file of another tool's: inputs and outputs, weights beside it, operators, precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ...artifact.checksums import FileRecord
+from ...artifact.manifest import MARK, Quantization, lost_manifest
+from ...artifact.tensors import TensorSpec
+from ...errors import IntegrityError
+
+if TYPE_CHECKING:
+    import onnx
+
+AXES = {
+    "batch_size": "batch",
+    "sequence_length": "sequence",
+    "seq_len": "sequence",
+    "seq_length": "sequence",
+    "num_choices": "choices",
+    "encoder_sequence_length": "encoder_sequence",
+}
+_INTEGER_OPERATORS = {
+    "DynamicQuantizeLinear",
+    "QuantizeLinear",
+    "MatMulInteger",
+    "QLinearMatMul",
+    "DynamicQuantizeMatMul",
+}
+_BLOCK_OPERATORS = {"MatMulNBits", "MatMulBnb4"}
+_HALF = {10: "float16", 16: "bfloat16"}
+_WORDS = {"float": "float32", "double": "float64"}
+# What `torch.export` calls an axis: `s72`.
+_SYMBOL = re.compile(r"s\d+\Z")
+_TEXT = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence"))
+_TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
+_NUMBER = re.compile(r"\d+\Z")
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """The graph of a file; weights beside it stay there.
+
+    Raises:
+        IntegrityError: It is not ONNX, or one of ours without its manifest.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, OSError, ValueError) as error:
+        raise IntegrityError(
+            f"{path} cannot be read as ONNX: {error}.", fix="copy or export the file again."
+        ) from error
+    if not model.graph.output:
+        raise IntegrityError(f"{path} holds no graph: truncated?", fix="copy or export the file again.")
+    if any(entry.key == MARK for entry in model.metadata_props):
+        raise lost_manifest(path)
+    return model
+
+
+def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and all graphs in its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from graphs_in(inner)
+
+
+def external_files(model: onnx.ModelProto, folder: Path, name: str) -> list[str]:
+    """Files with the weights, relative to the folder.
+
+    Raises:
+        IntegrityError: One of them is missing, too short, or not beside the graph.
+    """
+    parent, ends = PurePosixPath(name).parent, dict[str, int]()
+    for tensor in (one for graph in graphs_in(model.graph) for one in graph.initializer):
+        if tensor.data_location != tensor.EXTERNAL:
+            continue
+        place, offset, length = external_place(tensor)
+        if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts or not place:
+            raise IntegrityError(
+                f"{folder / name} keeps its weights in {place!r}, which is not beside it.",
+                fix="use a model that keeps its weights beside the graph.",
+            )
+        ends[place] = max(ends.get(place, 0), offset + length)
+    for place, end in ends.items():
+        path = folder / parent / place
+        if not path.is_file():
+            raise IntegrityError(
+                f"{folder / name} keeps its weights in {place!r}, which is missing.",
+                fix="copy that file beside the graph.",
+            )
+        if path.stat().st_size < end:
+            raise IntegrityError(
+                f"{path} has {path.stat().st_size} bytes; {name} reads {end} of it: truncated?",
+                fix="copy or download the file again.",
+            )
+    return sorted((parent / place).as_posix() for place in ends)
+
+
+def external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
+    """File, offset and length in bytes of a weight that lies beside its graph; a length of 0 where the graph does not say."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    numbers = [entries.get(key) or "0" for key in ("offset", "length")]
+    if not all(map(_NUMBER.match, numbers)):
+        raise IntegrityError(
+            f"The weight {tensor.name!r} lies at {numbers[0]!r}, which is no place.", fix="export the model again."
+        )
+    return entries.get("location", ""), int(numbers[0]), int(numbers[1])
+
+
+def stamp(folder: Path, name: str) -> FileRecord:
+    """A record that identifies a file without reading it; adopted folders have no checksums to compare with."""
+    stat = (folder / name).stat()
+    return FileRecord(name=name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
+
+
+def dtype_word(elem_type: int) -> str:
+    """torch's word for one of ONNX' element types."""
+    import onnx
+
+    word = onnx.TensorProto.DataType.Name(elem_type).lower()
+    return _WORDS.get(word, word)
+
+
+def dimensions(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
+    """Sizes, and the names of axes that vary, as the file has them; a name that is a number is one. Never evaluated."""
+    return tuple(
+        int(dim.dim_param)
+        if _NUMBER.match(dim.dim_param)
+        else dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else f"{value.name}_{i}")
+        for i, dim in enumerate(value.type.tensor_type.shape.dim)
+    )
+
+
+def axes_of(inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
+    """Our names for a file's names of axes: by the inputs of transformers' models that have them, and as other tools call them."""
+    found = dict(AXES)
+    for value in inputs:
+        for size, axis in zip(dimensions(value), _TEXT.get(value.name, ()), strict=False):
+            if isinstance(size, str) and _SYMBOL.match(size):
+                found.setdefault(size, axis)
+    return found
+
+
+def named_specs(
+    values: Iterable[onnx.ValueInfoProto],
+    axes: Mapping[str, str] | None = None,
+    pad: int = 0,
+    stored: Collection[str] = (),
+) -> tuple[TensorSpec, ...]:
+    """Inputs or outputs with our names for their axes; none of what is stored in the file."""
+    axes = AXES if axes is None else axes
+    return tuple(
+        TensorSpec(
+            value.name,
+            dtype_word(value.type.tensor_type.elem_type),
+            tuple(axes.get(size, size) if isinstance(size, str) else size for size in dimensions(value)),
+            role="mask" if value.name == "attention_mask" else "data",
+            pad_value=pad if value.name == "input_ids" else 0,
+        )
+        for value in values
+        if value.name not in stored
+    )
+
+
+def precision(models: Iterable[onnx.ModelProto]) -> tuple[str, Quantization | None]:
+    """The type that graphs compute in, and how they are quantized, by their weights and operators."""
+    types, operators = set[int](), set[str]()
+    for model in models:
+        for graph in graphs_in(model.graph):
+            types |= {tensor.data_type for tensor in graph.initializer}
+            operators |= {node.op_type for node in graph.node}
+        types |= {value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)} & set(_HALF)
+    scheme = "int8" if operators & _INTEGER_OPERATORS else "weight-int4" if operators & _BLOCK_OPERATORS else None
+    dtype = next((_HALF[kind] for kind in _HALF if kind in types and 1 not in types), "float32")
+    return dtype, Quantization(scheme=scheme) if scheme else None
+
+
+def opset(model: onnx.ModelProto) -> int | None:
+    """The version of the standard's operators."""
+    return next((item.version for item in model.opset_import if item.domain in ("", "ai.onnx")), None)
+
+
+def operator_domains(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Domains of the operators that a graph uses; functions that the file itself defines count by what they use."""
+    own = {(function.domain, function.name) for function in model.functions}
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    found = set()
+    while nodes:
+        node = nodes.pop()
+        if (node.domain, node.op_type) not in own:
+            found.add("" if node.domain == "ai.onnx" else node.domain)
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                nodes.extend(graph.node)
+    return tuple(sorted(found))
+
+
+def max_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """The length limit of models with learned absolute positions, from their config."""
+    limit = config.get("max_position_embeddings")
+    rotary = "rope_theta" in config or "rope_parameters" in config or config.get("position_biased_input") is False
+    if not isinstance(limit, int) or rotary:
+        return {}
+    # Their tables start counting behind the padding row (transformers, modeling_roberta.py).
+    shifted = config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
+    return {"sequence": limit - int(config.get("pad_token_id", 1)) - 1 if shifted else limit}

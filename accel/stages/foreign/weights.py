@@ -1,0 +1,121 @@
+"""Weights of graphs that are written anew: each once, and those that lie beside their graph where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...artifact.manifest import MANIFEST, MARK
+from .reading import external_place, graphs_in
+
+if TYPE_CHECKING:
+    import onnx
+
+WEIGHTS = "weights.data"
+_LARGE_BYTES = 256
+# Elements have to be aligned where runtimes map the file.
+_ALIGNMENT = 64
+_BLOCK = 1 << 24
+
+
+def is_large(tensor: onnx.TensorProto) -> bool:
+    """Whether a weight is worth a place in a file of weights: not a shape, an axis or a scale."""
+    return tensor.data_location == tensor.EXTERNAL or len(tensor.raw_data) >= _LARGE_BYTES or _typed(tensor)
+
+
+def _typed(tensor: onnx.TensorProto) -> bool:
+    """Whether values are many, and stored in another field than raw bytes."""
+    size = 1
+    for dim in tensor.dims:
+        size *= dim
+    return not tensor.raw_data and size * 4 >= _LARGE_BYTES and tensor.data_type != tensor.STRING
+
+
+def content(tensor: onnx.TensorProto, folder: Path) -> str:
+    """What makes two weights one: type, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.data_type} {list(tensor.dims)} ".encode())
+    if tensor.data_location != tensor.EXTERNAL:
+        digest.update(_bytes(tensor))
+        return digest.hexdigest()
+    place, offset, length = external_place(tensor)
+    with (folder / place).open("rb") as file:
+        file.seek(offset)
+        left = length or os.fstat(file.fileno()).st_size - offset
+        while left > 0 and (block := file.read(min(left, _BLOCK))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: onnx.TensorProto) -> bytes:
+    from onnx import numpy_helper
+
+    return tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+
+
+def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) -> dict[str, list[str]]:
+    """Write graphs by file name into one folder, with the weights that stood in them in one file beside, each once.
+
+    Args:
+        graphs: Each with the folder in which it kept weights beside it. Changed.
+        out: Where to write.
+
+    Returns:
+        The files that each needs beside it.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    linked: dict[Path, str] = {}
+    beside: dict[str, list[str]] = {}
+    with (out / WEIGHTS).open("wb") as file:
+        for name, (model, folder) in graphs.items():
+            needs = set[str]()
+            for tensor in (one for graph in graphs_in(model.graph) for one in graph.initializer):
+                if tensor.data_location == tensor.EXTERNAL:
+                    place, *_ = external_place(tensor)
+                    source = (folder / place).resolve()
+                    linked.setdefault(source, _linked(source, out, f"{len(linked)}-{Path(place).name}"))
+                    _point(tensor, linked[source])
+                    needs.add(linked[source])
+                elif is_large(tensor):
+                    key = content(tensor, folder)
+                    if key not in places:
+                        raw = _bytes(tensor)
+                        file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+                        places[key] = (file.tell(), len(raw))
+                        file.write(raw)
+                    _point(tensor, WEIGHTS, *places[key])
+                    needs.add(WEIGHTS)
+            model.metadata_props.add(key=MARK, value=MANIFEST)
+            (out / name).write_bytes(model.SerializeToString())
+            beside[name] = sorted(needs)
+    if not places:
+        (out / WEIGHTS).unlink()
+    return beside
+
+
+def _linked(source: Path, out: Path, name: str) -> str:
+    """The file under a name in `out`: without a copy, where both are on one disk."""
+    if not (out / name).exists():
+        try:
+            os.link(source, out / name)
+        except OSError:
+            shutil.copyfile(source, out / name)
+    return name
+
+
+def _point(tensor: onnx.TensorProto, place: str, offset: int | None = None, length: int | None = None) -> None:
+    """Let a weight lie in a file; without an offset, where it lies there already."""
+    entries: dict[str, str] = {entry.key: entry.value for entry in tensor.external_data}
+    entries["location"] = place
+    if offset is not None:
+        entries |= {"offset": str(offset), "length": str(length)}
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+        tensor.ClearField(field)  # type: ignore[arg-type]
+    del tensor.external_data[:]
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=value)
+    tensor.data_location = tensor.EXTERNAL

@@ -1,0 +1,10 @@
+"""What sentence-transformers imports from `optimum.onnxruntime.configuration`, by accel."""
+
+from accel.compat.optimum import (
+    AutoOptimizationConfig,
+    AutoQuantizationConfig,
+    OptimizationConfig,
+    QuantizationConfig,
+)
+
+__all__ = ["AutoOptimizationConfig", "AutoQuantizationConfig", "OptimizationConfig", "QuantizationConfig"]

@@ -1,0 +1,108 @@
+"""`past_key_values` in both directions, and NumPy, for models that generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache
+
+import accel
+from accel.errors import InputError
+
+IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
+# The cache holds projections of float32 activations of order 1.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(params=["cpu", "openvino"])
+def models(request: pytest.FixtureRequest, generator: Any) -> tuple[Any, Any]:
+    artifact = generator("llama", request.param)
+    original = transformers.AutoModelForCausalLM.from_pretrained(artifact.manifest.source.id)
+    return accel.ORTModelForCausalLM(artifact), original.eval()
+
+
+def test_the_cache_can_be_read(models: tuple[Any, Any]) -> None:
+    model, original = models
+    cache = model(input_ids=IDS).past_key_values
+    with torch.no_grad():
+        wanted = original(input_ids=IDS).past_key_values
+    assert len(cache.layers) == len(wanted.layers)
+    for layer, expected in zip(cache.layers, wanted.layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, **CLOSE)
+        torch.testing.assert_close(layer.values, expected.values, **CLOSE)
+
+
+def test_reading_follows_the_order_of_rows(models: tuple[Any, Any]) -> None:
+    model, _ = models
+    cache = model(input_ids=IDS).past_key_values
+    before = cache.layers[0].keys
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.layers[0].keys, before[[1, 0]])
+
+
+def test_a_cache_that_pytorch_filled_is_continued(models: tuple[Any, Any]) -> None:
+    model, original = models
+    cache, wanted = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        original(input_ids=IDS[:, :3], past_key_values=cache)
+        original(input_ids=IDS[:, :3], past_key_values=wanted)
+        expected = original(input_ids=IDS[:, 3:], past_key_values=wanted).logits
+    output = model(input_ids=IDS[:, 3:], past_key_values=cache)
+    torch.testing.assert_close(output.logits, expected, **CLOSE)
+    # In place, as in transformers: the user goes on with the same object.
+    assert output.past_key_values is cache
+    assert cache.get_seq_length() == 4
+    torch.testing.assert_close(cache.layers[1].values, wanted.layers[1].values, **CLOSE)
+
+
+def test_generate_takes_a_dynamic_cache_and_fills_it(models: tuple[Any, Any]) -> None:
+    model, original = models
+    cache, wanted = DynamicCache(), DynamicCache()
+    asked = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(
+        model.generate(IDS, past_key_values=cache, **asked), original.generate(IDS, past_key_values=wanted, **asked)
+    )
+    assert cache.get_seq_length() == wanted.get_seq_length()
+    torch.testing.assert_close(cache.layers[0].keys, wanted.layers[0].keys, **CLOSE)
+
+
+def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
+    model, original = models
+    cache = model(input_ids=IDS[:, :3]).past_key_values.to_dynamic()
+    with torch.no_grad():
+        continued = original(input_ids=IDS[:, 3:], past_key_values=cache).logits[:, -1]
+        whole = original(input_ids=IDS).logits[:, -1]
+    torch.testing.assert_close(continued, whole, **CLOSE)
+
+
+def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
+    model, _ = models
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), 0)
+    with pytest.raises(InputError, match="this model keeps"):
+        model(input_ids=IDS, past_key_values=cache)
+
+
+def test_an_encoder_s_answer_is_in_no_dynamic_cache(generator: Any) -> None:
+    model = accel.ORTModelForSeq2SeqLM(generator("t5"))
+    with pytest.raises(InputError, match="nothing of the encoder"):
+        model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_numpy_in_and_out(generator: Any, family: str) -> None:
+    model = accel.ORTModel.from_pretrained(generator(family).path)
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    if family == "t5":
+        given["decoder_input_ids"] = IDS[:, :1]
+    arrays = {name: tensor.numpy() for name, tensor in given.items()}
+    logits = model(**arrays).logits
+    assert isinstance(logits, np.ndarray)
+    assert np.array_equal(logits, model(**given).logits.numpy())
+    tokens = model.generate(arrays["input_ids"], max_new_tokens=3)
+    assert isinstance(tokens, np.ndarray)
+    assert np.array_equal(tokens, model.generate(IDS, max_new_tokens=3).numpy())

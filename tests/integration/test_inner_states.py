@@ -1,0 +1,64 @@
+"""Hidden states and attentions in the graph when asked for: tuples, as transformers returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.errors import InputError, TaskError
+
+TEXTS = ["where is my card", "help"]
+BOTH = {"output_hidden_states": True, "output_attentions": True}
+
+
+def compare(model: accel.ORTModel, folder: Path, auto: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    theirs = getattr(transformers, auto).from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected, found = theirs(**inputs, **BOTH), model(**inputs, **BOTH)
+    for name in ("hidden_states", "attentions"):
+        assert isinstance(found[name], tuple)
+        assert len(found[name]) == len(expected[name])
+        for one, other in zip(found[name], expected[name], strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "pytorch", pytest.param("openvino", marks=pytest.mark.thorough)])
+def test_tuples(backend: str, tiny_folder: Callable[..., Path]) -> None:
+    folder = tiny_folder("bert", "text-classification")
+    model = accel.ORTModelForSequenceClassification.from_pretrained(folder, backend=backend, **BOTH)
+    compare(model, folder, "AutoModelForSequenceClassification")
+
+
+@pytest.mark.thorough
+def test_beside_embeddings_and_behind_fusions(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_folder("bert", "feature-extraction")
+    made = accel.export(folder, tmp_path / "one", task="sentence-similarity", **BOTH)
+    plain = accel.ORTModelForFeatureExtraction(made)
+    assert "sentence_embedding" in plain(**plain_inputs(folder))
+    compare(plain, folder, "AutoModel")
+    compare(accel.ORTModelForFeatureExtraction(accel.optimize(made, tmp_path / "two")), folder, "AutoModel")
+
+
+def plain_inputs(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(transformers.AutoTokenizer.from_pretrained(folder)(TEXTS, padding=True, return_tensors="pt"))
+
+
+def test_not_without_having_been_asked(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Path]) -> None:
+    model = accel.ORTModelForSequenceClassification(tiny_artifact())
+    with pytest.raises(InputError, match="export it with output_attentions=True"):
+        model(**plain_inputs(tiny_folder()), output_attentions=True)
+
+
+def test_generating_models_refuse(shared: Callable[..., Path], tmp_path: Path) -> None:
+    from accel.testing.generators import save_generator
+
+    folder = shared("generator-llama", lambda out: save_generator(out, "llama"))
+    with pytest.raises(TaskError, match="no hidden states"):
+        accel.export(folder, tmp_path / "out", task="text-generation", output_hidden_states=True)

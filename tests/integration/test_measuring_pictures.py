@@ -1,0 +1,225 @@
+"""Models of images are measured with the metric of their task, on data in the forms that data sets have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from test_pictures import original, picture, processors
+
+import accel
+from accel.data.batches import calibration_batches
+from accel.errors import InputError
+from accel.testing.pictures import PICTURES
+
+SIZES = ((60, 80), (96, 64), (64, 64))
+
+
+def answers(folder: Path, task: str, image: Any) -> Any:
+    """PyTorch's outputs for an image."""
+    with torch.inference_mode():
+        return original(folder, task)(**processors(folder)["image_processor"](image, return_tensors="pt"))
+
+
+def measured(family: str, folder: Path, rows: Any, **options: Any) -> accel.measuring.accuracy.evaluation.Evaluation:
+    return accel.evaluate(folder, rows, backend="pytorch", task=PICTURES[family][0], **options)
+
+
+class TestDetection:
+    TASK = "object-detection"
+
+    def rows(self, folder: Path) -> list[dict[str, Any]]:
+        """Images with the boxes that PyTorch is surest of, as COCO writes them."""
+        made = []
+        for seed, (height, width) in enumerate(SIZES):
+            image = picture(height, width, seed)
+            processor = processors(folder)["image_processor"]
+            found = processor.post_process_object_detection(
+                answers(folder, self.TASK, image), threshold=0.0, target_sizes=[(height, width)]
+            )[0]
+            left, top, right, bottom = found["boxes"].unbind(1)
+            boxes = torch.stack([left, top, right - left, bottom - top], 1).tolist()
+            made.append({"image": image, "objects": {"bbox": boxes, "category": found["labels"].tolist()}})
+        return made
+
+    def test_own_boxes_are_found(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("detr", self.TASK)
+        result = measured("detr", folder, self.rows(folder), batch_size=1)
+        assert result.metric == "map"
+        assert result.value == pytest.approx(1.0)
+        assert set(result.scores) == {"map", "map_50", "map_75"}
+
+    def test_names_of_classes_and_objects_one_by_one(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("detr", self.TASK)
+        rows = [
+            {
+                "image": row["image"],
+                "annotations": [
+                    {"bbox": box, "label": f"LABEL_{label}", "iscrowd": 0}
+                    for box, label in zip(row["objects"]["bbox"], row["objects"]["category"], strict=True)
+                ],
+            }
+            for row in self.rows(folder)
+        ]
+        assert measured("detr", folder, rows, batch_size=1, metric="map_50").value == pytest.approx(1.0)
+
+    @pytest.mark.parametrize(
+        ("boxes", "message"),
+        [
+            ([[50.0, 40.0, 78.0, 58.0]] * 3, "end outside their images"),
+            ([[0.1, 0.1, 0.3, 0.2]], "shorter than a pixel"),
+            ([[10.0, 10.0, -5.0, 5.0]], "A box of row 0"),
+        ],
+        ids=["corners", "shares", "negative"],
+    )
+    def test_boxes_of_another_form(self, boxes: Any, message: str, tiny_folder: Callable[..., Path]) -> None:
+        objects = {"bbox": boxes, "category": [0] * len(boxes)}
+        with pytest.raises(InputError, match=message):
+            measured(
+                "detr", tiny_folder("detr", self.TASK), [{"image": picture(60, 80), "objects": objects}], batch_size=1
+            )
+
+    def test_objects_without_boxes(self, tiny_folder: Callable[..., Path]) -> None:
+        rows = [{"image": picture(60, 80), "objects": {"category": [0]}}]
+        with pytest.raises(InputError, match=r"none of bbox"):
+            measured("detr", tiny_folder("detr", self.TASK), rows)
+
+
+class TestSegmentation:
+    TASK = "image-segmentation"
+
+    def rows(self, folder: Path) -> list[dict[str, Any]]:
+        processor = processors(folder)["image_processor"]
+        made = []
+        for seed, size in enumerate(SIZES):
+            image = picture(*size, seed)
+            (classes,) = processor.post_process_semantic_segmentation(
+                answers(folder, self.TASK, image), target_sizes=[size]
+            )
+            made.append({"image": image, "annotation": Image.fromarray(classes.numpy().astype(np.uint8))})
+        return made
+
+    def test_own_classes_are_right(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("segformer", self.TASK)
+        result = measured("segformer", folder, self.rows(folder), batch_size=2)
+        assert (result.metric, result.value) == ("mean_iou", 1.0)
+
+    def test_pixels_that_are_not_measured(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("segformer", self.TASK)
+        rows = self.rows(folder)
+        wrong = np.asarray(rows[0]["annotation"]).copy()
+        wrong[:20] = (wrong[:20] + 1) % 3
+        rows[0]["annotation"] = Image.fromarray(wrong)
+        assert measured("segformer", folder, rows).value < 1
+        wrong[:20] = 255
+        rows[0]["annotation"] = Image.fromarray(wrong)
+        assert measured("segformer", folder, rows).value == 1.0
+
+    def test_classes_that_the_model_has_not(self, tiny_folder: Callable[..., Path]) -> None:
+        rows = [{"image": picture(60, 80), "annotation": Image.new("L", (80, 60), 7)}]
+        with pytest.raises(InputError, match="holds the classes"):
+            measured("segformer", tiny_folder("segformer", self.TASK), rows)
+
+    def test_masks_of_another_size(self, tiny_folder: Callable[..., Path]) -> None:
+        rows = [{"image": picture(60, 80), "annotation": Image.new("L", (40, 30))}]
+        with pytest.raises(InputError, match="30 x 40 pixels; 60 x 80 were expected"):
+            measured("segformer", tiny_folder("segformer", self.TASK), rows)
+
+
+class TestDepth:
+    TASK = "depth-estimation"
+
+    def depths(self, folder: Path, image: Any) -> np.ndarray:
+        processor = processors(folder)["image_processor"]
+        (found,) = processor.post_process_depth_estimation(
+            answers(folder, self.TASK, image), [(image.height, image.width)]
+        )
+        return found["predicted_depth"].numpy()
+
+    def test_metres(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("glpn", self.TASK)
+        images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+        rows = [{"image": one, "depth": Image.fromarray(self.depths(folder, one) / 1.1)} for one in images]
+        result = measured("glpn", folder, rows)
+        assert result.metric == "abs_rel"
+        assert result.value == pytest.approx(0.1, abs=1e-3)
+        assert result.scores["delta1"] == 1.0
+
+    def test_relative_depths_are_fitted(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("dpt", self.TASK)
+        image = picture(64, 64)
+        inverse = self.depths(folder, image)
+        # An inverse depth of another scale and origin.
+        true = 1 / (3 * (inverse - inverse.min()) + 0.5)
+        result = measured("dpt", folder, [{"image": image, "depth": true.tolist()}])
+        assert result.value == pytest.approx(0.0, abs=1e-3)
+
+    def test_depths_without_a_unit(self, tiny_folder: Callable[..., Path]) -> None:
+        rows = [{"image": picture(60, 80), "depth": Image.new("L", (80, 60), 9)}]
+        with pytest.raises(InputError, match="whole numbers, whose unit is not known"):
+            measured("glpn", tiny_folder("glpn", self.TASK), rows)
+
+
+class TestImageToImage:
+    TASK = "image-to-image"
+
+    def test_decibels(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("swin2sr", self.TASK)
+        image = picture(24, 32)
+        made = answers(folder, self.TASK, image).reconstruction[0, :, :48, :64].clamp(0, 1).numpy().transpose(1, 2, 0)
+        target = Image.fromarray((made * 255).round().astype(np.uint8))
+        found = measured("swin2sr", folder, [{"image": image, "target": target}])
+        # Rounding to 8 bits leaves an error of 1/12 of a step squared.
+        assert found.metric == "psnr"
+        assert found.value > 55
+        with pytest.raises(InputError, match="48 x 64 were expected"):
+            measured("swin2sr", folder, [{"image": image, "target": image}])
+
+
+class TestZeroShot:
+    TASK = "zero-shot-image-classification"
+    NAMES = ("my card", "cash", "a bank in london")
+
+    def rows(self, folder: Path) -> Any:
+        pipe = transformers.pipeline(self.TASK, model=original(folder, self.TASK), **processors(folder))
+        images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+        best = [pipe(one, candidate_labels=list(self.NAMES))[0]["label"] for one in images]
+        return [{"image": one, "label": name} for one, name in zip(images, best, strict=True)]
+
+    def test_by_the_names_of_classes(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("clip", self.TASK)
+        rows = self.rows(folder)
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(self.NAMES))})
+        data = datasets.Dataset.from_list(
+            [{**row, "label": self.NAMES.index(row["label"])} for row in rows], features=features
+        )
+        result = measured("clip", folder, data, batch_size=2)
+        assert (result.metric, result.value) == ("accuracy", 1.0)
+
+    def test_numbers_say_nothing(self, tiny_folder: Callable[..., Path]) -> None:
+        with pytest.raises(InputError, match="numbers without names"):
+            measured("clip", tiny_folder("clip", self.TASK), [{"image": picture(40, 40), "label": 1}])
+
+
+ROWS: Mapping[str, dict[str, Any]] = {"clip": {"text": "my card"}}
+
+
+@pytest.mark.parametrize("family", ["clip", "detr", "segformer", "glpn"])
+def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None:
+    """Images alone are enough; of a model of images and texts, texts beside them."""
+    from accel.stages.export import weights_of
+    from accel.stages.resolving import resolve
+
+    artifact = weights_of(resolve(tiny_folder(family, PICTURES[family][0])))
+    rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
+    batches = list(calibration_batches(artifact, rows, batch_size=2))
+    assert all(set(batch) == {spec.name for spec in artifact.components[0].inputs} for batch in batches)
+    # GLPN's processor keeps the sizes of images, which then do not share a batch.
+    assert [len(batch["pixel_values"]) for batch in batches] == ([1, 1, 1] if family == "glpn" else [2, 1])

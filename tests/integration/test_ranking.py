@@ -1,0 +1,95 @@
+"""Cross-encoders: scores as PyTorch's, documents in their order, rankings measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import InputError, TaskError
+from accel.stages.export import export
+from accel.tasks.infer import infer_task
+from accel.testing.models import tiny_model, tiny_tokenizer
+
+QUERY = "where is my card"
+DOCUMENTS = ["the bank", "i lost my card in paris and can not pay", "help", "your new phone is here", "top up"]
+
+
+@pytest.fixture(scope="module")
+def source(shared: Callable[..., Path]) -> Path:
+    def make(folder: Path) -> None:
+        model = tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0})
+        model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+
+    return shared("cross-encoder", make)
+
+
+@pytest.fixture(scope="module")
+def artifact(source: Path, shared: Callable[..., Path]) -> Artifact:
+    return Artifact.load(shared("cross-encoder-onnx", lambda folder: export(source, folder)))
+
+
+def logits(source: Path, pairs: list[tuple[str, str]]) -> np.ndarray:
+    """PyTorch's, each pair alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
+    with torch.inference_mode():
+        return np.array([float(model(**tokenizer(*pair, return_tensors="pt")).logits) for pair in pairs])
+
+
+def test_what_sentence_transformers_writes_says_the_task(source: Path, artifact: Artifact) -> None:
+    assert artifact.task == "text-ranking"
+    assert infer_task({"architectures": ["BertForSequenceClassification"]}) == "text-classification"
+    assert accel.pipeline(model=artifact.path).task == "text-classification"
+
+
+def test_scores_and_order(source: Path, artifact: Artifact) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
+    pairs = [(QUERY, text) for text in DOCUMENTS]
+    expected = logits(source, pairs)
+    np.testing.assert_allclose(model.predict(pairs, batch_size=2), expected, atol=1e-5)
+    assert model.predict(pairs[0]) == pytest.approx(expected[0], abs=1e-5)
+    found = model.predict(pairs, activation_fn=torch.sigmoid)
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-expected)), atol=1e-5)
+    ranked = model.rank(QUERY, DOCUMENTS, top_k=3, return_documents=True)
+    assert [one["corpus_id"] for one in ranked] == np.argsort(-expected)[:3].tolist()
+    assert [one["text"] for one in ranked] == [DOCUMENTS[one["corpus_id"]] for one in ranked]
+    np.testing.assert_allclose([one["score"] for one in ranked], np.sort(expected)[::-1][:3], atol=1e-5)
+
+
+def test_rankings_are_measured(source: Path, artifact: Artifact) -> None:
+    """With what the model likes best as the relevant document, and then with what it likes least."""
+    order = np.argsort(-logits(source, [(QUERY, text) for text in DOCUMENTS])).tolist()
+    best, worst = DOCUMENTS[order[0]], DOCUMENTS[order[-1]]
+    for right, expected in ((best, 1.0), (worst, 1 / len(DOCUMENTS))):
+        rows = [{"query": QUERY, "positive": right, "negative": [one for one in DOCUMENTS if one != right]}]
+        found = accel.evaluate(artifact, rows, metric="mrr@10", against=source)
+        assert found.value == pytest.approx(expected)
+        assert found.comparison is not None
+        assert found.comparison.agreement == 1.0
+
+
+def test_refusals(artifact: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
+    with pytest.raises(TaskError, match="one output"):
+        accel.ORTModelForSequenceClassification(tiny_artifact()).rank(QUERY, DOCUMENTS)
+    model = accel.ORTModelForSequenceClassification(artifact)
+    with pytest.raises(InputError, match="list of documents"):
+        model.rank(QUERY, "the bank")
+    with pytest.raises(InputError, match="pairs of texts"):
+        model.predict([QUERY, "one", "two"])
+    with pytest.raises(InputError, match="relevant documents"):
+        accel.evaluate(
+            artifact,
+            [
+                {"query": QUERY, "positive": ["the bank"], "negative": []},
+                {"query": "a", "positive": ["b"], "negative": ["c"]},
+            ],
+        )

@@ -1,0 +1,228 @@
+"""Models that read sounds: the stock pipelines, padded batches, data, metrics and stages give what PyTorch gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import InputError, TaskError
+from accel.tasks.infer import fitting_task, infer_task, specs_for
+from accel.testing.sounds import RATE, tiny_sound
+
+BACKENDS = ["cpu", "openvino", "pytorch"]
+# An export costs seconds.
+SOME = ["cpu", pytest.param("openvino", marks=pytest.mark.thorough), "pytorch"]
+AUTO = {
+    "ctc": "AutoModelForCTC",
+    "audio-classification": "AutoModelForAudioClassification",
+    "audio-frame-classification": "AutoModelForAudioFrameClassification",
+    "audio-xvector": "AutoModelForAudioXVector",
+}
+SOUNDS = [tiny_sound(seconds, seed) for seed, seconds in enumerate((1.0, 0.613, 1.377))]
+
+
+@pytest.fixture(scope="session")
+def source(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
+    """Transformers folders of tiny models that read sounds."""
+    return tiny_folder
+
+
+@pytest.fixture(scope="session")
+def artifact(
+    tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact], source: Any
+) -> Callable[..., Any]:
+    """Their exports; PyTorch runs the folders as they are."""
+
+    def get(family: str, task: str, backend: str = "cpu") -> Any:
+        return {"cpu": tiny_artifact, "openvino": tiny_ir, "pytorch": source}[backend](family, task)
+
+    return get
+
+
+def path_of(made: Any) -> Path:
+    return Path(getattr(made, "path", made))
+
+
+def original(folder: Path, task: str) -> Any:
+    return getattr(transformers, AUTO[task]).from_pretrained(folder).eval()
+
+
+def padded(folder: Path) -> dict[str, torch.Tensor]:
+    """A batch of sounds of unequal length with its mask."""
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
+    return dict(extractor(SOUNDS, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="pt"))
+
+
+def largest(found: Any, expected: Any, names: tuple[str, ...]) -> float:
+    return max(float((found[name] - expected[name]).abs().max()) for name in names)
+
+
+THOROUGH = {"marks": pytest.mark.thorough}
+CASES = [
+    *(("wav2vec2", "ctc", ("logits",), backend) for backend in BACKENDS),
+    ("wav2vec2-layer", "audio-classification", ("logits",), "cpu"),
+    ("wav2vec2-layer", "audio-classification", ("logits",), "pytorch"),
+    pytest.param("wav2vec2-layer", "audio-classification", ("logits",), "openvino", **THOROUGH),
+    *(pytest.param("wavlm", "audio-xvector", ("logits", "embeddings"), backend, **THOROUGH) for backend in BACKENDS),
+    *(pytest.param("hubert", "ctc", ("logits",), backend, **THOROUGH) for backend in BACKENDS),
+    *(pytest.param("wav2vec2", "audio-frame-classification", ("logits",), backend, **THOROUGH) for backend in BACKENDS),
+]
+
+
+@pytest.mark.parametrize(("family", "task", "names", "backend"), CASES)
+def test_padded_batches_with_and_without_their_mask(
+    family: str, task: str, names: tuple[str, ...], backend: str,
+    source: Callable[..., Path], artifact: Callable[..., Artifact],
+) -> None:  # fmt: skip
+    inputs = padded(source(family, task))
+    theirs = original(source(family, task), task)
+    with (
+        accel.ORTModel.from_pretrained(path_of(artifact(family, task, backend)), backend=backend) as ours,
+        torch.inference_mode(),
+    ):
+        # Float32 sums in another order: 1e-6; a mask that is lost changes the logits by 0.1 and more.
+        assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
+        # Extractors of models with group normalisation give none.
+        del inputs["attention_mask"]
+        assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speech_recognition(backend: str, source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
+    folder = source("wav2vec2", "ctc")
+    given: dict[str, Any] = {
+        "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
+    }
+    word = "automatic-speech-recognition"
+    theirs = transformers.pipeline(word, model=original(folder, "ctc"), **given)
+    model = accel.ORTModelForCTC.from_pretrained(path_of(artifact("wav2vec2", "ctc", backend)), backend=backend)
+    ours = [transformers.pipeline(word, model=model, **given), accel.pipeline(word, model=model)]
+    calls: list[Callable[[Any], Any]] = [
+        lambda pipe: pipe(SOUNDS[0]),
+        lambda pipe: pipe([{"array": sound, "sampling_rate": RATE} for sound in SOUNDS]),
+        lambda pipe: pipe(SOUNDS[2], chunk_length_s=0.4, stride_length_s=0.1, return_timestamps="char"),
+    ]
+    for call in calls:
+        expected = call(theirs)
+        assert "" not in [one["text"] for one in (expected if isinstance(expected, list) else [expected])]
+        for pipe in ours:
+            assert call(pipe) == expected
+
+
+@pytest.mark.parametrize("backend", SOME)
+def test_audio_classification(backend: str, source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
+    task = "audio-classification"
+    folder = source("wav2vec2-layer", task)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
+    theirs = transformers.pipeline(task, model=original(folder, task), feature_extractor=extractor)
+    ours = accel.pipeline(task, model=path_of(artifact("wav2vec2-layer", task, backend)), backend=backend)
+    for found, expected in zip(ours(SOUNDS), theirs(SOUNDS), strict=True):
+        assert [one["label"] for one in found] == [one["label"] for one in expected]
+        np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in expected], atol=1e-4)
+
+
+# Which of two kinds a model is
+
+
+def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
+    word = "automatic-speech-recognition"
+    assert [spec.name for spec in specs_for(word)] == [word, "ctc"]
+    assert fitting_task(word, {"architectures": ["Wav2Vec2ForCTC"]}) == "ctc"
+    assert fitting_task(word, {"architectures": ["WhisperForConditionalGeneration"]}) == word
+    made = artifact("wav2vec2", "ctc")
+    assert type(accel.ORTModel.from_pretrained(made.path, task=word)) is accel.ORTModelForCTC
+    with pytest.raises(TaskError, match="ORTModelForCTC"):
+        accel.ORTModelForSpeechSeq2Seq.from_pretrained(made.path)
+    with pytest.raises(TaskError, match="no AutoModelForSpeechSeq2Seq"):
+        accel.ORTModelForSpeechSeq2Seq.from_pretrained(source("wav2vec2", "ctc"))
+
+
+@pytest.mark.parametrize("task", sorted(AUTO))
+def test_task_by_architecture(task: str) -> None:
+    table = getattr(transformers, AUTO[task])._model_mapping._model_mapping
+    assert {name: infer_task({"architectures": [name]}) for name in table.values()} == dict.fromkeys(
+        table.values(), task
+    )
+
+
+# Data and metrics
+
+
+@pytest.fixture(scope="module")
+def spoken(source: Callable[..., Path]) -> list[dict[str, Any]]:
+    """Sounds with what PyTorch hears in them, the last one with other words behind it."""
+    folder = source("wav2vec2", "ctc")
+    given: dict[str, Any] = {
+        "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
+    }
+    hear = transformers.pipeline("automatic-speech-recognition", model=original(folder, "ctc"), **given)
+    rows = [{"audio": {"array": one, "sampling_rate": RATE}, "text": hear(one.copy())["text"]} for one in SOUNDS]
+    rows[-1]["text"] += " and more"
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["cpu", "pytorch"])
+def test_word_error_rate(backend: str, spoken: list[dict[str, Any]], artifact: Callable[..., Artifact]) -> None:
+    found = accel.evaluate(path_of(artifact("wav2vec2", "ctc", backend)), spoken, backend=backend)
+    words = sum(len(row["text"].split()) for row in spoken)
+    assert found.metric == "wer"
+    assert found.value == pytest.approx(2 / words)
+    assert found.scores["edits"] == 2
+
+
+@pytest.mark.parametrize("scheme", ["dynamic-int8", "static-int8"])
+def test_quantized(
+    scheme: str, spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    calibration = spoken if scheme.startswith("static") else None
+    made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme=scheme, calibration=calibration)
+    if calibration:
+        assert made.manifest.quantization is not None
+        assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
+    inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
+    plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
+    found = accel.ORTModelForCTC(made)(**inputs).logits
+    # Eight bits change every value, and none by as much as a tenth of the largest.
+    assert 0 < float((found - plain).abs().max()) < 0.1 * float(plain.abs().max())
+
+
+def test_optimized(artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    made = accel.optimize(artifact("wav2vec2", "ctc"), tmp_path / "o2", level="O2")
+    inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
+    plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
+    assert torch.allclose(accel.ORTModelForCTC(made)(**inputs).logits, plain, atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_voices(artifact: Callable[..., Artifact]) -> None:
+    """The model hears noise over the same sound as one voice, another sound as another."""
+    draw = np.random.default_rng(0)
+    noisy = [one + 0.01 * draw.standard_normal(len(one)).astype(np.float32) for one in SOUNDS]
+    pairs = [(one, other, 1) for one, other in zip(SOUNDS, noisy, strict=True)]
+    pairs += [(one, other, 0) for one, other in zip(SOUNDS, reversed(SOUNDS), strict=True) if one is not other]
+    rows = [{"audio1": list(map(float, a)), "audio2": list(map(float, b)), "same": label} for a, b, label in pairs]
+    found = accel.evaluate(artifact("wavlm", "audio-xvector").path, rows)
+    assert (found.metric, found.value) == ("eer", 0.0)
+
+
+def test_inputs_that_are_no_sound(artifact: Callable[..., Artifact]) -> None:
+    model = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))
+    with pytest.raises(InputError):
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    rows: list[Mapping[str, Any]] = [{"audio": "nowhere.wav", "text": "a"}]
+    with pytest.raises(InputError, match="no sound file"):
+        accel.evaluate(model, copy.deepcopy(rows))

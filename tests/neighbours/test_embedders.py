@@ -1,0 +1,92 @@
+"""Embedders of LangChain and Haystack over `ORTModelForFeatureExtraction`, by sentence-transformers' backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.testing.models import save_tiny
+
+st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+modules = pytest.importorskip("sentence_transformers.models")
+pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
+
+TEXTS = ["where is my card", "the account is not open"]
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("embedder")
+    transformer = modules.Transformer(str(save_tiny(base / "bert", "bert", "feature-extraction")))
+    pooling = modules.Pooling(transformer.get_embedding_dimension(), "mean")
+    st.SentenceTransformer(modules=[transformer, pooling], device="cpu").save(str(base / "saved"))
+    return base / "saved"
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> Any:
+    return st.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+
+
+def test_langchain(folder: Path, wanted: Any) -> None:
+    langchain = pytest.importorskip("langchain_huggingface", reason="needs langchain-huggingface")
+    embedder = langchain.HuggingFaceEmbeddings(
+        model_name=str(folder), model_kwargs={"backend": "onnx", "device": "cpu"}
+    )
+    np.testing.assert_allclose(embedder.embed_documents(TEXTS), wanted, **CLOSE)
+    np.testing.assert_allclose(embedder.embed_query(TEXTS[0]), wanted[0], **CLOSE)
+
+
+def test_our_model_inside_a_langchain_embedder(folder: Path, wanted: Any) -> None:
+    core = pytest.importorskip("langchain_core.embeddings", reason="needs langchain-core")
+    import accel
+
+    class Accelerated(core.Embeddings):
+        def __init__(self) -> None:
+            self.model = accel.ORTModelForFeatureExtraction.from_pretrained(folder)
+
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            return self.model.encode(texts).tolist()
+
+        def embed_query(self, text: str) -> list[float]:
+            return self.model.encode(text).tolist()
+
+    stores = pytest.importorskip("langchain_core.vectorstores")
+    store = stores.InMemoryVectorStore.from_texts(TEXTS, Accelerated())
+    np.testing.assert_allclose(Accelerated().embed_documents(TEXTS), wanted, **CLOSE)
+    assert store.similarity_search(TEXTS[1], k=1)[0].page_content == TEXTS[1]
+
+
+def test_haystack(folder: Path, wanted: Any) -> None:
+    pytest.importorskip("haystack", reason="needs haystack-ai")
+    try:
+        from haystack.components.embedders import (  # newer lines have it in an integration of its own
+            SentenceTransformersDocumentEmbedder,
+            SentenceTransformersTextEmbedder,
+        )
+    except ImportError:
+        place = "haystack_integrations.components.embedders.sentence_transformers"
+        integration = pytest.importorskip(place, reason="needs sentence-transformers-haystack")
+        SentenceTransformersDocumentEmbedder = integration.SentenceTransformersDocumentEmbedder  # noqa: N806
+        SentenceTransformersTextEmbedder = integration.SentenceTransformersTextEmbedder  # noqa: N806
+    from haystack import Document
+    from haystack.utils import ComponentDevice
+
+    settings = {
+        "model": str(folder),
+        "backend": "onnx",
+        "device": ComponentDevice.from_str("cpu"),
+        "progress_bar": False,
+        "local_files_only": True,
+    }
+    text = SentenceTransformersTextEmbedder(**settings)
+    text.warm_up()
+    np.testing.assert_allclose(text.run(text=TEXTS[0])["embedding"], wanted[0], **CLOSE)
+    documents = SentenceTransformersDocumentEmbedder(**settings)
+    documents.warm_up()
+    made = documents.run(documents=[Document(content=one) for one in TEXTS])["documents"]
+    np.testing.assert_allclose([one.embedding for one in made], wanted, **CLOSE)

@@ -1,0 +1,66 @@
+"""`optimum-cli accel ...` with the real Optimum, which finds our command by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from accel.artifact import Artifact
+from accel.testing.models import save_tiny
+
+pytest.importorskip("optimum.commands.base", reason="needs optimum", exc_type=ImportError)
+pytest.importorskip("optimum.commands.register.register_accel", reason="needs distributions/optimum-cli")
+
+
+def optimum_cli(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
+    entry = next(one for one in metadata.entry_points(group="console_scripts") if one.name == "optimum-cli")
+    module, _, function = entry.value.partition(":")
+    call = f"from {module} import {function} as main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", call, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ACCEL_HOME": str(home), "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("optimum-cli")
+    source = save_tiny(base / "bert", "bert")
+    done = optimum_cli("accel", "export", str(source), str(base / "onnx"), "--json", home=base)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    return base
+
+
+def test_export(made: Path) -> None:
+    assert Artifact.load(made / "onnx").task == "text-classification"
+
+
+@pytest.mark.parametrize("words", [("optimize", "--level", "O1"), ("quantize", "--scheme", "dynamic-int8")])
+def test_optimize_and_quantize(made: Path, words: tuple[str, ...]) -> None:
+    out = made / words[0]
+    done = optimum_cli("accel", words[0], str(made / "onnx"), str(out), *words[1:], home=made)
+    assert done.returncode == 0, done.stderr
+    assert Artifact.load(out).manifest.steps[-1].stage == words[0]
+
+
+def test_help_and_mistakes_are_those_of_accel(made: Path) -> None:
+    done = optimum_cli("accel", "tune", "--help", home=made)
+    assert done.returncode == 0
+    assert "optimum-cli accel tune" in done.stdout
+    failed = optimum_cli("accel", "export", str(made / "nothing"), str(made / "out"), home=made)
+    assert failed.returncode == 1
+    assert "Fix:" in failed.stderr
+
+
+def test_the_command_is_listed(made: Path) -> None:
+    assert "accel" in optimum_cli("--help", home=made).stdout

@@ -1,0 +1,144 @@
+"""sentence-transformers' backends "onnx" and "openvino" over `distributions/sentence-transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.testing.models import save_tiny
+
+st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+modules = pytest.importorskip("sentence_transformers.models")
+pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
+
+TEXTS = ["where is my card", "the account is not open, can you help me please", "lost"]
+PAIRS = [("where is my card", "my card is lost"), ("where is my card", "open an account in london please")]
+BACKENDS = ["onnx", "openvino"]
+# Float32 sums in another order than PyTorch's.
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+QUANTIZED = 0.2  # 8 bits, relative to vectors of length 1 of a model with random weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bi-encoder as sentence-transformers saves it: mean of the tokens, of length 1."""
+    base = tmp_path_factory.mktemp("bi-encoder")
+    source = save_tiny(base / "bert", "bert", "feature-extraction")
+    transformer = modules.Transformer(str(source))
+    pooling = modules.Pooling(transformer.get_embedding_dimension(), "mean")
+    st.SentenceTransformer(modules=[transformer, pooling, modules.Normalize()], device="cpu").save(str(base / "saved"))
+    return base / "saved"
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> Any:
+    return st.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bi_encoder(folder: Path, wanted: Any, backend: str) -> None:
+    model = st.SentenceTransformer(str(folder), backend=backend, device="cpu")
+    assert type(model.transformers_model).__module__.startswith("accel.")
+    np.testing.assert_allclose(model.encode(TEXTS), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_saved_model_is_loaded_without_another_export(
+    folder: Path, wanted: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    st.SentenceTransformer(str(folder), backend=backend, device="cpu").save_pretrained(str(tmp_path / "saved"))
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    model = st.SentenceTransformer(str(tmp_path / "saved"), backend=backend, device="cpu")
+    np.testing.assert_allclose(model.encode(TEXTS), wanted, **CLOSE)
+    assert not (tmp_path / "home").exists()
+    assert (tmp_path / "saved" / backend / ("model.onnx" if backend == "onnx" else "openvino_model.xml")).is_file()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cross_encoder(tmp_path_factory: pytest.TempPathFactory, backend: str) -> None:
+    source = save_tiny(tmp_path_factory.mktemp("cross") / "bert", "bert", num_labels=1)
+    wanted = st.CrossEncoder(str(source), device="cpu").predict(PAIRS)
+    found = st.CrossEncoder(str(source), backend=backend, device="cpu").predict(PAIRS)
+    np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_encoder(tmp_path_factory: pytest.TempPathFactory, backend: str) -> None:
+    source = save_tiny(tmp_path_factory.mktemp("sparse") / "bert", "bert", "fill-mask")
+
+    def encode(**settings: Any) -> Any:
+        return st.SparseEncoder(str(source), device="cpu", **settings).encode(TEXTS).to_dense().numpy()
+
+    wanted = encode()
+    assert wanted.any()
+    np.testing.assert_allclose(encode(backend=backend), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_export_optimized_onnx_model(folder: Path, wanted: Any, level: str) -> None:
+    model = st.SentenceTransformer(str(folder), backend="onnx", device="cpu")
+    st.export_optimized_onnx_model(model, level, str(folder))
+    kwargs = {"file_name": f"model_{level}.onnx"}
+    again = st.SentenceTransformer(str(folder), backend="onnx", device="cpu", model_kwargs=kwargs)
+    assert again.transformers_model.path.name == f"model_{level}.onnx"
+    # O3 approximates GELU.
+    atol = 1e-5 if level == "O1" else 1e-2
+    np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=atol)
+
+
+def test_export_dynamic_quantized_onnx_model(folder: Path, wanted: Any) -> None:
+    model = st.SentenceTransformer(str(folder), backend="onnx", device="cpu")
+    st.export_dynamic_quantized_onnx_model(model, "avx512_vnni", str(folder))
+    kwargs = {"file_name": "onnx/model_qint8_avx512_vnni.onnx"}
+    again = st.SentenceTransformer(str(folder), backend="onnx", device="cpu", model_kwargs=kwargs)
+    assert again.transformers_model.artifact.manifest.quantization.scheme == "int8"
+    found = again.encode(TEXTS)
+    assert not np.allclose(found, wanted, **CLOSE)
+    np.testing.assert_allclose(found, wanted, rtol=0.0, atol=QUANTIZED)
+
+
+def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_path: Path) -> None:
+    # Its helper takes a data set by name: a local one, and rows as long as this model has positions.
+    (tmp_path / "data").mkdir()
+    rows = "\n".join(["text", *(f'"{text}"' for text in TEXTS)])
+    (tmp_path / "data" / "train.csv").write_text(rows + "\n", encoding="utf-8")
+    model = st.SentenceTransformer(str(folder), backend="openvino", device="cpu")
+    tokenizer = model.tokenizer
+
+    class Short:
+        """The helper asks for 384 tokens; this model has 96 positions."""
+
+        def __call__(self, texts: Any, **settings: Any) -> Any:
+            return tokenizer(texts, **{**settings, "max_length": 32})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(model), "tokenizer", property(lambda self: Short()))
+        st.export_static_quantized_openvino_model(
+            model,
+            None,
+            str(folder),
+            dataset_name=str(tmp_path / "data"),
+            dataset_config_name="default",
+            dataset_split="train",
+            column_name="text",
+        )
+    kwargs = {"file_name": "openvino/openvino_model_qint8_quantized.xml"}
+    again = st.SentenceTransformer(str(folder), backend="openvino", device="cpu", model_kwargs=kwargs)
+    assert again.transformers_model.artifact.manifest.quantization.scheme == "static-int8"
+    np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=QUANTIZED)
+
+
+def test_names_are_those_that_sentence_transformers_imports() -> None:
+    import ast
+    import importlib
+
+    asked: dict[str, set[str]] = {}
+    for path in (Path(st.__file__).parent / "backend").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optimum."):
+                asked.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+    assert asked
+    assert {name: set(importlib.import_module(name).__all__) for name in asked} == asked

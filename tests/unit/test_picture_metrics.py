@@ -1,0 +1,142 @@
+"""Metrics of what models see in images, beside numbers worked out by hand or by the field's own scripts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from accel.measuring.accuracy.comparing import Scored, compare
+from accel.measuring.accuracy.image_metrics import METRICS
+from accel.measuring.accuracy.metrics import OFFERED, metric_for
+
+SQUARE = (10.0, 10.0, 50.0, 50.0)
+
+
+def at(score: float, *corners: float, label: int = 0) -> tuple[float, ...]:
+    return (label, score, *corners)
+
+
+def object_at(*corners: float, label: int = 0, crowd: int = 0) -> tuple[float, ...]:
+    return (label, *corners, crowd)
+
+
+def precision(predictions: list[list[tuple[float, ...]]], references: list[list[tuple[float, ...]]]) -> float:
+    return METRICS["map_50"].compute(predictions, references)["map_50"]
+
+
+class TestBoxes:
+    def test_all_found(self) -> None:
+        scores = METRICS["map"].compute([[at(0.9, *SQUARE)]], [[object_at(*SQUARE)]])
+        assert scores == pytest.approx({"map": 1.0, "map_50": 1.0, "map_75": 1.0})
+
+    def test_overlap_decides_which_thresholds_count(self) -> None:
+        # 40 x 40 against 40 x 30 inside it: an overlap of 0.75, which 6 of the 10 thresholds accept.
+        scores = METRICS["map"].compute([[at(0.9, 10, 10, 50, 40)]], [[object_at(*SQUARE)]])
+        assert scores == pytest.approx({"map": 0.6, "map_50": 1.0, "map_75": 1.0})
+
+    def test_a_surer_wrong_box_halves_the_precision(self) -> None:
+        found = [[at(0.9, 60, 60, 90, 90), at(0.8, *SQUARE)]]
+        assert precision(found, [[object_at(*SQUARE)]]) == pytest.approx(0.5)
+
+    def test_an_object_is_found_once(self) -> None:
+        found = [[at(0.9, *SQUARE), at(0.8, *SQUARE)], [at(0.7, *SQUARE)]]
+        # Of two objects: right, wrong, right. Precision 1 up to a recall of 1/2, then 2/3.
+        expected = (51 * 1 + 50 * 2 / 3) / 101
+        assert precision(found, [[object_at(*SQUARE)]] * 2) == pytest.approx(expected)
+
+    def test_another_label_is_wrong(self) -> None:
+        assert precision([[at(0.9, *SQUARE, label=1)]], [[object_at(*SQUARE)]]) == 0.0
+
+    def test_classes_count_alike(self) -> None:
+        true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, label=1)]]
+        assert precision([[at(0.9, *SQUARE)]], true) == pytest.approx(0.5)
+
+    def test_what_hits_a_crowd_does_not_count(self) -> None:
+        true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, crowd=1)]]
+        found = [[at(0.9, 60, 60, 75, 75), at(0.8, 70, 70, 90, 90), at(0.7, *SQUARE)]]
+        assert precision(found, true) == pytest.approx(1.0)
+
+    def test_as_the_script_of_coco(self) -> None:
+        """Forty images of four classes; pycocotools 2.0.11 finds 0.10818997, 0.27711247 and 0.06834247."""
+        draw = np.random.default_rng(0)
+        references, predictions = [], []
+        for _ in range(40):
+            true, found = [], []
+            for _ in range(draw.integers(0, 7)):
+                label = int(draw.integers(4))
+                (x, y), (w, h) = draw.uniform(0, 60, 2), draw.uniform(5, 40, 2)
+                true.append((label, x, y, x + w, y + h, int(draw.random() < 0.12)))
+                for _ in range(draw.integers(0, 3)):
+                    n = draw.normal(0, 2.5, 4)
+                    kept = label if draw.random() < 0.85 else int(draw.integers(4))
+                    score = float(np.round(draw.random(), 2))
+                    found.append((kept, score, x + n[0], y + n[1], x + w + abs(n[2]), y + h + abs(n[3])))
+            for _ in range(draw.integers(0, 4)):
+                label = int(draw.integers(4))
+                (x, y), (w, h) = draw.uniform(0, 60, 2), draw.uniform(5, 40, 2)
+                found.append((label, float(draw.random()), x, y, x + w, y + h))
+            references.append(true)
+            predictions.append(found)
+        scores = METRICS["map"].compute(predictions, references)
+        assert scores == pytest.approx({"map": 0.10818997, "map_50": 0.27711247, "map_75": 0.06834247}, abs=1e-8)
+
+    def test_rows_drawn_twice_count_twice(self) -> None:
+        predictions = [[at(0.9, *SQUARE)], [at(0.8, 60, 60, 90, 90)], [at(0.7, *SQUARE)]]
+        references = [[object_at(*SQUARE)]] * 3
+        value = METRICS["map"].resampled
+        assert value is not None
+        (weighted,) = value(predictions, references)(np.array([[2.0, 1.0, 0.0]]))
+        drawn = [predictions[i] for i in (0, 0, 1)]
+        assert weighted == pytest.approx(METRICS["map"].compute(drawn, references)["map"])
+
+    def test_two_detectors_are_compared(self) -> None:
+        good, bad = [[at(0.9, *SQUARE)]] * 20, [[at(0.9, *SQUARE)], [at(0.9, 60, 60, 90, 90)]] * 10
+        references = [[object_at(*SQUARE)]] * 20
+        metric = METRICS["map"]
+        scored = [
+            Scored(value=metric.compute(one, references)["map"], scores={}, predictions=tuple(one), seconds=1.0)
+            for one in (good, bad)
+        ]
+        comparison = compare(metric, *scored, references, against="good", agreement=None)
+        low, high = comparison.drop_interval
+        assert low <= comparison.drop <= high
+        assert low > 0
+
+
+class TestAreas:
+    # Class, right, predicted, true: overlaps of 2/4, 6/8 and 0/1.
+    ROWS = ([(0, 2, 3, 3), (1, 6, 7, 7)], [(2, 0, 1, 0)])
+
+    def test_mean_iou(self) -> None:
+        scores = METRICS["mean_iou"].compute(self.ROWS, [None, None])
+        assert scores["mean_iou"] == pytest.approx((2 / 4 + 6 / 8 + 0) / 3)
+        assert scores["pixel_accuracy"] == pytest.approx(8 / 10)
+        assert scores["mean_accuracy"] == pytest.approx((2 / 3 + 6 / 7) / 2)
+
+    def test_sums_are_the_metric(self) -> None:
+        for name in OFFERED["areas"]:
+            metric = METRICS[name]
+            assert metric.sums is not None
+            assert metric.finish is not None
+            value = metric.finish(metric.sums(self.ROWS, [None, None]).sum(0))
+            assert value == pytest.approx(metric.compute(self.ROWS, [None, None])[name])
+
+
+def test_depths() -> None:
+    rows = [(0.1, 0.9, 4.0), (0.3, 0.5, 0.0)]
+    scores = METRICS["abs_rel"].compute(rows, [None, None])
+    assert scores == pytest.approx({"abs_rel": 0.2, "delta1": 0.7, "rmse": 2.0**0.5})
+    assert METRICS["abs_rel"].drop(0.1, 0.2) == pytest.approx(10)
+    assert METRICS["delta1"].drop(0.9, 0.8) == pytest.approx(10)
+
+
+def test_decibels() -> None:
+    assert METRICS["psnr"].compute([20.0, 30.0], [None, None]) == {"psnr": 25.0}
+    assert METRICS["psnr"].drop(30.0, 29.5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", ["boxes", "areas", "depths", "pixels"])
+def test_found_by_name(kind: str) -> None:
+    assert metric_for(None, kind).name == OFFERED[kind][0]
+    for name in OFFERED[kind]:
+        assert metric_for(name, kind).name == name
