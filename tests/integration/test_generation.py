@@ -65,7 +65,7 @@ def opened(artifact: Artifact) -> Any:
 
 
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
-USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "llava", "whisper", "lfm2", "openai-gpt")
+USUAL = ("gemma3", "gpt2", "llama", "qwen3", "bart", "t5", "vit-gpt2", "llava", "whisper", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
 

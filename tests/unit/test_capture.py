@@ -15,9 +15,9 @@ from accel.artifact.manifest import Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import Source, split
 from accel.capture.attention import CacheLayer, _Trace
-from accel.capture.generation import _layer_shapes
 from accel.capture.references import own_defaults_of
 from accel.capture.samples import has_position_table, max_sizes_of
+from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes
 from accel.errors import ExportError
 from accel.stages.checking import _without_padding
@@ -83,7 +83,21 @@ def test_values_that_the_model_made_others_of_are_no_caches() -> None:
 def test_a_pair_of_caches_is_read_without_an_encoder() -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     cache.self_attention_cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5), 0)
-    assert _layer_shapes(torch.nn.Identity(), cache) == [(2, 4, 5)]
+    assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 4)), "value": Kept((2, TOKENS, 5))}]
+
+
+def test_what_a_layer_keeps_beside_what_is_known_is_refused() -> None:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    cache.layers[0].compressed = torch.zeros(1, 2)
+    with pytest.raises(ExportError, match="Model keeps DynamicLayer between tokens"):
+        described(cache, "Model")
+
+
+def test_a_sliding_window_keeps_keys_and_values() -> None:
+    cache = DynamicCache(config=transformers.MistralConfig(**{**TINY, "num_key_value_heads": 2}, sliding_window=4))
+    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 8)), "value": Kept((2, TOKENS, 8))}]
 
 
 @pytest.mark.parametrize(
