@@ -15,7 +15,7 @@ from accel.backends.forms import FormChecks
 from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
-from accel.errors import ConfigError
+from accel.errors import ConfigError, SessionError
 
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.optimization.fusions import CUDA
@@ -89,6 +89,8 @@ class CudaBackend:
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
         """
+        for component in artifact.components:
+            _check_cache(artifact, component)
         checked = read_options(request.options, request.device)
         if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
@@ -134,6 +136,20 @@ class CudaBackend:
         if found is None:
             found = self._runtimes[key] = kind(path, component, device, options, session, checks)
         return found
+
+
+def _check_cache(artifact: Artifact, component: Component) -> None:
+    """Refuse a decoder of another tool's whose cache is a longer tensor after each call.
+
+    Raises:
+        SessionError: It is.
+    """
+    presents = {spec.name: spec.shape for spec in component.outputs}
+    if any(spec.pair is not None and presents[spec.pair] != spec.shape for spec in component.inputs):
+        raise SessionError(
+            f"{artifact.path / component.file} returns a longer cache at each call; on a GPU it is written where it is.",
+            fix="run it with backend='cpu', or export the original: accel export MODEL OUT --dtype float16.",
+        )
 
 
 def _compute_dtype(artifact: Artifact, component: Component, options: CudaOptions) -> str:
