@@ -397,6 +397,12 @@ class DecoderRuntime(Runtime):
                 f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",
             )
+        presents = {spec.name: spec.shape for spec in component.outputs}
+        if any(spec.shape != presents[spec.pair or ""] for spec in kept):
+            raise NoCausalFormError(
+                f"{path.name} returns a longer cache at each call; the GPU's form of a decoder writes it where it is.",
+                fix="export the original: accel export MODEL OUT --dtype float16.",
+            )
         dtype = kept[0].dtype
         if dtype not in _CACHE_TYPES:
             raise NoCausalFormError(

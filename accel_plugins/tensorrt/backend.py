@@ -14,7 +14,7 @@ from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantize
 from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.capture import usual_sizes_in
 from accel.config import ExportConfig, SessionOptions
-from accel.errors import ConfigError
+from accel.errors import ConfigError, SessionError
 
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.runtime.device_session import DeviceSession
@@ -83,6 +83,11 @@ class TensorrtBackend:
             raise ConfigError(
                 f"The graph computes in {artifact.dtype}, which TensorRT cannot change to {request.session.compute_dtype}.",
                 fix="make such an artifact: accel optimize --backend tensorrt --level O4 (float16).",
+            )
+        if any(component.stateful for component in artifact.components):
+            raise SessionError(
+                f"{artifact.path} is a decoder with a cache, which TensorRT does not run here.",
+                fix="run it with backend='cpu'; in float16 with our own export, with backend='cuda'.",
             )
         machine = Machine.of(request.device, self.probe().versions)
         if artifact.format == FORMAT:

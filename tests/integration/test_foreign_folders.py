@@ -20,7 +20,17 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.errors import AccelError, ArtifactNotFoundError, InputError, IntegrityError, SessionError
+from accel.backends import registry
+from accel.backends.interfaces import OpenRequest
+from accel.backends.specs import DeviceSpec
+from accel.errors import (
+    AccelError,
+    ArtifactNotFoundError,
+    BackendUnavailableError,
+    InputError,
+    IntegrityError,
+    SessionError,
+)
 from accel.stages.foreign import adopt_onnx
 from accel.stages.validate import validate
 
@@ -449,3 +459,14 @@ def test_the_manifest_of_ours_is_still_needed(opened: Any, tmp_path: Path) -> No
     (saved / "accel.json").unlink()
     with pytest.raises(IntegrityError, match=r"accel\.json is missing"):
         accel.ORTModelForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("name", ["cuda", "tensorrt"])
+def test_a_gpu_says_that_it_does_not_run_a_growing_cache(name: str, folders: Path) -> None:
+    artifact = adopt_onnx(folders / "optimum/gpt2-past", task="text-generation")
+    try:
+        backend = registry.load(registry.describe(name))
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    with pytest.raises(SessionError, match="cache"):
+        backend.open(artifact, OpenRequest(device=DeviceSpec("cuda")))
