@@ -67,10 +67,8 @@ _CONSTANT = re.compile(
     r"constant \((?P<size>\d+)\)"
 )
 # ResNet's, ConvNeXt's and SegFormer's traces have up to 11 and take seconds. Swin pads each stage to whole windows: 29 in its
-# second stage, 61 in its third, and minutes for each further operation. What is long alone because much is added up, as RT-DETR
-# adds the pixels of three levels, takes no longer.
+# second stage, 61 in its third, and minutes for each further operation.
 _MOST_OPERATIONS = 20
-_MOST_OPERATIONS_OF_A_TERM = 10
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(
     r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
@@ -183,12 +181,6 @@ def _answers(source: Source) -> tuple[bool, ...]:
         return ()
 
 
-def _longest_term(formula: Any) -> int:
-    """Operations of the longest of the terms and factors that a formula is made of."""
-    parts = formula.args if formula.is_Add or formula.is_Mul else ()
-    return max(map(_longest_term, parts)) if parts else int(formula.count_ops())
-
-
 class _SimpleSizes(TorchFunctionMode):
     """Ends a trace whose sizes become long formulas of an image's height and width."""
 
@@ -205,7 +197,7 @@ class _SimpleSizes(TorchFunctionMode):
             if formula is None or formula in self._seen:
                 continue
             self._seen.add(formula)
-            if formula.count_ops() > _MOST_OPERATIONS and _longest_term(formula) > _MOST_OPERATIONS_OF_A_TERM:
+            if formula.count_ops() > _MOST_OPERATIONS:
                 raise ExportError(
                     f"A trace of {self._architecture} with images of any size takes too long: sizes in it are formulas of more "
                     f"than {_MOST_OPERATIONS} operations.",

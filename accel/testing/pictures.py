@@ -156,7 +156,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
     "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
         "depth-estimation", _depth_anything, "DPTImageProcessorPil",
-        {"size": {"height": 56, "width": 56}, "keep_aspect_ratio": True, "ensure_multiple_of": 14},
+        {"size": {"height": 56, "width": 56}, "ensure_multiple_of": 14},
     ),
     "glpn": ("depth-estimation", _glpn, "GLPNImageProcessorPil", {"size_divisor": 32}),
     "swin2sr": ("image-to-image", _swin2sr, "Swin2SRImageProcessorPil", {"size_divisor": 8}),

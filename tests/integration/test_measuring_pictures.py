@@ -15,8 +15,11 @@ from PIL import Image
 from test_pictures import original, picture, processors
 
 import accel
+from accel.capture import feeds_for
 from accel.data.batches import calibration_batches
 from accel.errors import InputError
+from accel.tasks.infer import task_spec
+from accel.tasks.spec import load
 from accel.testing.pictures import PICTURES
 
 SIZES = ((60, 80), (96, 64), (64, 64))
@@ -225,3 +228,21 @@ def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None
     assert all(set(batch) == {spec.name for spec in artifact.components[0].inputs} for batch in batches)
     # GLPN's processor keeps the sizes of images, which then do not share a batch.
     assert [len(batch["pixel_values"]) for batch in batches] == ([1, 1, 1] if family == "glpn" else [2, 1])
+
+
+@pytest.mark.parametrize("family", ["clip", "detr"])
+def test_eight_bits_calibrated_on_rows(
+    family: str, tiny_artifact: Callable[..., accel.Artifact], tmp_path: Path
+) -> None:
+    """Rows as a user has them are enough for scales, and the answers stay near."""
+    artifact = tiny_artifact(family, PICTURES[family][0])
+    rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
+    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    assert made.manifest.quantization is not None
+    sizes = {"height": 64, "width": 96, "sequence": 6}
+    feeds = feeds_for(artifact.components[0].inputs, sizes, seed=0, folder=artifact.path)
+    exact, rounded = (load(task_spec(one.task).model)(one)(**feeds) for one in (artifact, made))
+    name = next(iter(exact))
+    error = (rounded[name] - exact[name]).abs().max() / exact[name].abs().max()
+    # Of random weights; measured: 0.11 and 0.06.
+    assert 0 < error < 0.35

@@ -125,7 +125,7 @@ def test_images_made_of_images(backend: str, tiny_folder: Callable[..., Path], t
     assert np.abs(np.asarray(made) / 255 - expected.transpose(1, 2, 0)).max() <= 0.5 / 255 + TOLERANCE
 
 
-FREE = ("detr", "rt-detr", "yolos", "segformer", "maskformer", "dpt", "depth-anything", "glpn")
+FREE = ("detr", "yolos", "segformer", "maskformer", "glpn")
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.values[0] in FREE])
