@@ -25,8 +25,8 @@ class CalibrationMethod(Enum):
 def member(kind: type[Enum], value: Any) -> Any:
     """A member by its name; ONNX Runtime's own, which have the same names, are kept."""
     name = value if isinstance(value, str) else str(getattr(value, "name", value))
-    if name not in kind._members__:
-        raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind._members__)}.")
+    if name not in kind.__members__:
+        raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
     return kind[value] if isinstance(value, str) else value
 
 
