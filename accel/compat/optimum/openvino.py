@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -13,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ...artifact.reading import read_json
 from ...config import QuantizeConfig, SessionOptions
-from ...errors import ArtifactNotFoundError, ConfigError, QuantizeError, did_you_mean
+from ...errors import ConfigError, QuantizeError, did_you_mean
 from ...models.arguments import session_options_of
 from ...stages.quantize_once import quantize
 from ...tuning.budget import quantize as quantize_with_data
 from .calibration import batches_of, calibration_rows, only_inputs
 from .placing import without_mark
+from .records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +262,7 @@ def settings_from(config: Any) -> Quantization:
     return OVQuantizationConfig(**values) if static else OVWeightQuantizationConfig(**values)
 
 
-class OVConfig:
+class OVConfig(Record):
     """optimum-intel's record of settings, `openvino_config.json`.
 
     Attributes:
@@ -282,25 +281,6 @@ class OVConfig:
         config = self.quantization_config
         values = {**config.to_dict(), "weight_only": isinstance(config, OVWeightQuantizationConfig)} if config else None
         return {"dtype": self.dtype, "quantization_config": values}
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write `openvino_config.json` into a folder."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
-        (folder / self.CONFIG_NAME).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
-        """Read it from a folder.
-
-        Raises:
-            ArtifactNotFoundError: There is none.
-        """
-        path = Path(folder) / cls.CONFIG_NAME
-        if not path.is_file():
-            raise ArtifactNotFoundError(f"{folder} has no {cls.CONFIG_NAME}.", fix="check the folder.")
-        return cls(**read_json(path))
 
 
 class OVQuantizer:

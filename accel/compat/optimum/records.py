@@ -1,4 +1,4 @@
-"""`ort_config.json`: the record of settings that Optimum writes beside its graphs."""
+"""Records of settings that Optimum writes beside its graphs: `ort_config.json`, and what others are made of."""
 
 from __future__ import annotations
 
@@ -24,7 +24,36 @@ def as_json(value: Any) -> Any:
     return [as_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-class ORTConfig:
+class Record:
+    """Settings in a file of a folder."""
+
+    CONFIG_NAME: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        raise NotImplementedError
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write the record into a folder."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
+        (folder / self.CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
+        """Read it from a folder.
+
+        Raises:
+            ArtifactNotFoundError: There is none.
+        """
+        path = Path(folder) / cls.CONFIG_NAME
+        if not path.is_file():
+            raise ArtifactNotFoundError(f"{folder} has no {cls.CONFIG_NAME}.", fix="check the folder.")
+        return cls(**read_json(path))
+
+
+class ORTConfig(Record):
     """What a graph was made with.
 
     Attributes:
@@ -62,22 +91,3 @@ class ORTConfig:
             "optimization": as_json(self.optimization or {}),
             "quantization": as_json(self.quantization or {}),
         }
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write `ort_config.json` into a folder."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        (folder / self.CONFIG_NAME).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
-        """Read it from a folder.
-
-        Raises:
-            ArtifactNotFoundError: There is none.
-        """
-        path = Path(folder) / cls.CONFIG_NAME
-        if not path.is_file():
-            raise ArtifactNotFoundError(f"{folder} has no {cls.CONFIG_NAME}.", fix="check the folder.")
-        return cls(**read_json(path))

@@ -243,7 +243,34 @@ def _accepted(value: Any, rows: Rows) -> list[str]:
     )
 
 
-class Similarities(Predictor):
+class Cosines(Predictor):
+    """The cosine of the embeddings of a row's two entries: the first ones of all rows stand before the second ones."""
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Cosines."""
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(self.encoded)
+        for part, feeds, output in self.batches(model, what):
+            for i, row in zip(part, self._embeddings(feeds, output), strict=True):
+                rows[i] = row
+        embeddings = torch.stack(rows)
+        first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
+        found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
+        return found
+
+    def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
+        """`(rows, size)` on the host."""
+        return _on_host(output["embeddings"])
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Numbers are hardly ever the same."""
+        return None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().cpu()
+
+
+class Similarities(Cosines):
     """The cosine of the embeddings of a row's two texts."""
 
     kind = "similarities"
@@ -257,26 +284,13 @@ class Similarities(Predictor):
             found = self.processor(both, truncation=self.max_length is not None, max_length=self.max_length)
         return from_tokenizer(found, self.processor)
 
-    def predict(self, model: Model, what: str) -> list[Any]:
-        """Cosines."""
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(self.encoded)
-        for part, feeds, output in self.batches(model, what):
-            if "sentence_embedding" in output:
-                pooled = output["sentence_embedding"].float().cpu()
-            else:
-                hidden = output["last_hidden_state"].float().cpu()
-                mask = feeds["attention_mask"].unsqueeze(-1).float()
-                pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-            for i, row in zip(part, pooled, strict=True):
-                rows[i] = row
-        embeddings = torch.stack(rows)
-        first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
-        found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
+    def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
+        if "sentence_embedding" in output:
+            return _on_host(output["sentence_embedding"])
+        hidden = _on_host(output["last_hidden_state"])
+        mask = feeds["attention_mask"].unsqueeze(-1).float()
+        found: torch.Tensor = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         return found
-
-    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Numbers are hardly ever the same."""
-        return None
 
 
 class NextTokens(Predictor):

@@ -9,7 +9,7 @@ import torch
 
 from ...data.labels import label_ids, numbers, texts
 from ...errors import InputError
-from .predictors import Model, Predictor
+from .predictors import Cosines, Model, Predictor
 
 
 class Transcripts(Predictor):
@@ -59,7 +59,7 @@ class Frames(Predictor):
         return super().agreement([one for row in first for one in row], [one for row in second for one in row])
 
 
-class Voices(Predictor):
+class Voices(Cosines):
     """The cosine of the embeddings of a row's two voices; what is right is 1 for one speaker and 0 for two."""
 
     kind = "voices"
@@ -72,18 +72,3 @@ class Voices(Predictor):
                 fix="give 1 for two sounds of one speaker, 0 for those of two.",
             )
         return found
-
-    def predict(self, model: Model, what: str) -> list[Any]:
-        """Cosines."""
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(self.encoded)
-        for part, _, output in self.batches(model, what):
-            for i, row in zip(part, output["embeddings"].float().cpu(), strict=True):
-                rows[i] = row
-        embeddings = torch.stack(rows)
-        first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
-        found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
-        return found
-
-    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Numbers are hardly ever the same."""
-        return None
