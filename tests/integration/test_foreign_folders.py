@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -246,6 +247,60 @@ def test_a_variant_is_what_runs(words: dict[str, str], opened: Any, folders: Pat
     model = opened("optimum/bert-web", **words)
     assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
     assert model.artifact.manifest.quantization.scheme == "int8"
+
+
+def with_ending(path: Path, ending: str) -> Any:
+    """A graph as the tools of transformers.js' folders make it for an ending of its name."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.matmul_bnb4_quantizer import MatMulBnb4Quantizer
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = onnx.load(path)
+    if ending in ("int8", "uint8"):
+        made = path.with_name("made.onnx")
+        quantize_dynamic(path, made, weight_type=QuantType.QInt8 if ending == "int8" else QuantType.QUInt8)
+        return onnx.load(made)
+    if ending.startswith("q4"):
+        blocks = MatMulNBitsQuantizer(model, block_size=16, is_symmetric=True)
+        blocks.process()
+        model = blocks.model.model
+    if ending == "bnb4":
+        four = MatMulBnb4Quantizer(model, 1, 64)
+        four.process()
+        return four.model.model
+    # Keys and values are float16 as well; the logits stay what callers read.
+    return (
+        convert_float_to_float16(model, keep_io_types=["logits"])
+        if ending.endswith("f16") or ending == "fp16"
+        else model
+    )
+
+
+@pytest.mark.parametrize("ending", ["fp16", "q4", "q4f16", "bnb4", "int8", "uint8"])
+def test_decoders_in_every_ending(ending: str, folders: Path, tmp_path: Path) -> None:
+    """Answers are those of ONNX Runtime on the file itself, and a cache changes nothing."""
+    source = folders / "optimum/gpt2-past"
+    for file in ("config.json", "generation_config.json"):
+        shutil.copyfile(source / file, tmp_path / file)
+    (tmp_path / "onnx").mkdir()
+    name = "decoder_model_merged" if ending == "fp16" else "model"
+    graph = tmp_path / "onnx" / f"{name}_{ending}.onnx"
+    onnx.save(with_ending(source / "model.onnx", ending), graph)
+    model = accel.ORTModelForCausalLM.from_pretrained(tmp_path, variant=ending)
+    inputs = inputs_of("optimum/gpt2-past")
+    session = onnxruntime.InferenceSession(graph)
+    given = {"position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0), **inputs}
+    feeds = {name: given[name].numpy() for name in given if name in [one.name for one in session.get_inputs()]}
+    for one in session.get_inputs():
+        if one.name.startswith("past"):
+            kind = np.float16 if one.type == "tensor(float16)" else np.float32
+            feeds[one.name] = np.zeros((3, one.shape[1], 0, one.shape[3]), kind)
+    (expected,) = session.run(["logits"], feeds)
+    found = model(**inputs, position_ids=given["position_ids"]).logits
+    assert difference(found, torch.from_numpy(expected)) < CLOSE
+    tokens = [model.generate(**inputs, max_new_tokens=6, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*tokens) or ending in ("int8", "uint8", "q4f16", "fp16"), "scales and sums are of other tokens"
 
 
 def test_a_variant_of_two_graphs(opened: Any, folders: Path) -> None:

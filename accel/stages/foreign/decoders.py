@@ -131,8 +131,10 @@ def adopt_decoders(
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, _Read], Continues]:
-    if "model" in read or set(read) == {"first"}:
-        one = read.get("model") or read["first"]
+    # Newer folders of transformers.js call a graph without branches merged, too.
+    plain = "merged" in read and all(value.name != surgery.BRANCH for value in read["merged"].model.graph.input)
+    if "model" in read or set(read) == {"first"} or plain:
+        one = read.get("model") or read["merged" if plain else "first"]
         inputs = {value.name for value in one.model.graph.input}
         if surgery.BRANCH in inputs:
             return {"model": _joined(folder, *_branches(folder, one))}, "one"
