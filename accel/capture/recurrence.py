@@ -274,7 +274,9 @@ def recurrent(model: torch.nn.Module, *, symbolic: bool = False) -> Iterator[Non
         model: Whose modules' functions are meant.
         symbolic: Whether the operator is left in the trace as a node of ONNX, to be lowered there.
     """
-    modules = [sys.modules[name] for name in sorted({type(one).__module__ for one in model.modules()})]
+    names = sorted({type(one).__module__ for one in model.modules()})
+    # A class may outlive the module that it was made in.
+    modules = [module for name in names if (module := sys.modules.get(name)) is not None]
     replaced = [
         (module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def tiny_processor(family: str) -> Any:
         return images
     both, names = _PROCESSORS[family]
     tokenizer = tiny_tokenizer().__class__(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, model_max_length=_TEXT["max_position_embeddings"],
+        tokenizer_object=copy.deepcopy(tiny_tokenizer().backend_tokenizer), model_max_length=_TEXT["max_position_embeddings"],
         pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", eos_token="[SEP]", unk_token="[UNK]",
         model_input_names=names,
     )  # fmt: skip

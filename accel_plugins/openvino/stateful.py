@@ -14,6 +14,7 @@ from accel.artifact import Component, TensorSpec
 from accel.backends.checks import check_crop, check_held, check_rows, check_step
 from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds
+from accel.errors import InputError
 
 BEAM_INDEX = "beam_idx"
 
@@ -92,28 +93,48 @@ class OpenVinoState(StateDescription):
         # The rows of the variables that the next call starts from.
         self._order = np.arange(batch, dtype=np.int32)
         self._outputs = {spec.name: spec for spec in component.outputs}
+        # For each row the first one with the same encoder's keys and values.
+        self._alike: np.ndarray | None = None
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine."""
+        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine.
+
+        Raises:
+            InputError: Another number of rows, of a graph that keeps its encoder's keys and values: OpenVINO (2026.4) would
+                compute later texts with this number of rows.
+        """
         chosen = check_rows(self._batch, index)
-        if self._length and chosen != list(range(self._batch)):
-            # Of other tools' decoders: an encoder's keys and values, which the graph does not put in order.
-            fixed = {name: value[chosen] for name, value in self._values().items() if not _is_cache(name)}
-            self._set(fixed)
+        encoded = [state.name for state in self._request.query_state() if not _is_cache(state.name)]
+        if self._length and encoded and chosen != list(range(self._batch)):
+            if len(chosen) != self._batch:
+                raise InputError(
+                    f"The graph keeps its encoder's keys and values for {self._batch} rows, not {len(chosen)}.",
+                    fix="begin a new cache with the rows wanted.",
+                )
+            self._move_encoded(chosen, encoded)
         self._order = self._order[chosen]
         self._batch = len(chosen)
+
+    def _move_encoded(self, chosen: list[int], names: list[str]) -> None:
+        """Put an encoder's keys and values in order, which a graph of another tool does not do; beams of one text have the same."""
+        if self._alike is None or (self._alike[chosen] != self._alike).any():
+            values = self._values()
+            if self._alike is None:
+                rows = [[values[name][row].tobytes() for name in names] for row in range(self._batch)]
+                self._alike = np.array([rows.index(row) for row in rows])
+            if (self._alike[chosen] != self._alike).any():
+                self._set({name: values[name][chosen] for name in names})
+                self._alike = self._alike[chosen]
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         check_crop(length, self._length, croppable=self._component.croppable)
-        if length == self._length:
-            return
-        if self._component.croppable:
+        if not length:
+            self._request.reset_state()
+            self._order, self._alike = np.arange(self._batch, dtype=np.int32), None
+        elif length < self._length:
             cut = {n: _shortened(n, value, length) for n, value in self._values().items() if _is_cache(n)}
             self._set(cut)
-        else:
-            self._request.reset_state()
-            self._order = np.arange(self._batch, dtype=np.int32)
         self._length = length
 
     def clone(self) -> OpenVinoState:
@@ -121,7 +142,7 @@ class OpenVinoState(StateDescription):
         copy = OpenVinoState(self._compiled, self._component, self._batch)
         if self._length:
             copy._set(self._values())
-        copy._length, copy._order = self._length, self._order.copy()
+        copy._length, copy._order, copy._alike = self._length, self._order.copy(), self._alike
         return copy
 
     def run(self, tensors: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
