@@ -89,9 +89,9 @@ FAMILIES = [
     ("bert", "feature-extraction"),
     ("bert", "multiple-choice"),
     ("bert", "question-answering"),
-    ("distilbert", "text-classification"),
-    ("electra", "text-classification"),
-    ("mpnet", "text-classification"),
+    pytest.param("distilbert", "text-classification", marks=pytest.mark.thorough),
+    pytest.param("electra", "text-classification", marks=pytest.mark.thorough),
+    pytest.param("mpnet", "text-classification", marks=pytest.mark.thorough),
     ("roberta", "text-classification"),
     ("vit", "image-classification"),
     pytest.param("distilbert", "question-answering", marks=pytest.mark.thorough),
@@ -125,7 +125,7 @@ def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
         assert found["EmbedLayerNormalization"] == 1
 
 
-@pytest.mark.parametrize("family", ["deberta-v2", "modernbert"])
+@pytest.mark.parametrize("family", ["deberta-v2", pytest.param("modernbert", marks=pytest.mark.thorough)])
 def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
     """Attention that the fused operators do not compute stays as it is, or is fused with a bias; it stays right."""
     original = tiny_artifact(family)
@@ -208,7 +208,7 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
     [
         ("bert", "text-classification"),
         ("roberta", "text-classification"),
-        ("distilbert", "text-classification"),
+        pytest.param("distilbert", "text-classification", marks=pytest.mark.thorough),
         ("bert", "feature-extraction"),
         ("bert", "question-answering"),
         pytest.param("distilbert", "token-classification", marks=pytest.mark.thorough),
@@ -216,7 +216,7 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         pytest.param("electra", "question-answering", marks=pytest.mark.thorough),
         # An activation that is spelled out, and residuals around the norms.
         ("albert", "text-classification"),
-        ("megatron-bert", "text-classification"),
+        pytest.param("megatron-bert", "text-classification", marks=pytest.mark.thorough),
         pytest.param("megatron-bert", "feature-extraction", marks=pytest.mark.thorough),
     ],
 )

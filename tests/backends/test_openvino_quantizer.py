@@ -255,6 +255,8 @@ def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
 # Accuracy control
 
 
+# NNCF tries layer after layer: a minute. The matrix has one such chain in every run.
+@pytest.mark.thorough
 def test_accuracy_control_keeps_the_budget(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
     cases = rows(24, seed=3)
     session = open_artifact(ir).sessions["model"]
