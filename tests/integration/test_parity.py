@@ -77,10 +77,7 @@ def test_images(tiny_artifact: Callable[..., Artifact]) -> None:
 
 
 # The repair knows no families: three for every run.
-CARELESS = [
-    pytest.param(name, marks=() if name in ("bert", "modernbert", "roberta") else pytest.mark.thorough)
-    for name in TEXT_FAMILIES
-]
+CARELESS = [pytest.param(name, marks=() if name == "bert" else pytest.mark.thorough) for name in TEXT_FAMILIES]
 
 
 @pytest.mark.parametrize(
