@@ -6,6 +6,7 @@ are near zero, and a wrong graph goes unnoticed.
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,16 @@ def tiny_model(family: str, task: str = "text-classification", seed: int = 0, **
     return rescale(model, seed).eval()
 
 
-@functools.cache
 def tiny_tokenizer(roberta_like: bool = False) -> Any:
-    """A word-level tokenizer for the tiny models: lower case, `[CLS] … [SEP]`, unknown words by character."""
+    """A word-level tokenizer for the tiny models: lower case, `[CLS] … [SEP]`, unknown words by character.
+
+    Each caller's own: a tokenizer remembers how it was told to truncate and pad.
+    """
+    return copy.deepcopy(_tokenizer(roberta_like))
+
+
+@functools.cache
+def _tokenizer(roberta_like: bool) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     special = ["<s-unused>", "[PAD]", "[CLS]", "[SEP]"] if roberta_like else ["[PAD]", "<unused>", "[CLS]", "[SEP]"]
