@@ -93,7 +93,8 @@ class OpenVinoState(StateDescription):
         # The rows of the variables that the next call starts from.
         self._order = np.arange(batch, dtype=np.int32)
         self._outputs = {spec.name: spec for spec in component.outputs}
-        # For each row the first one with the same encoder's keys and values.
+        # An encoder's keys and values, and for each row the first one with the same.
+        self._encoded = [state.name for state in self._request.query_state() if not _is_cache(state.name)]
         self._alike: np.ndarray | None = None
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -104,26 +105,25 @@ class OpenVinoState(StateDescription):
                 compute later texts with this number of rows.
         """
         chosen = check_rows(self._batch, index)
-        encoded = [state.name for state in self._request.query_state() if not _is_cache(state.name)]
-        if self._length and encoded and chosen != list(range(self._batch)):
+        if self._length and self._encoded and chosen != list(range(self._batch)):
             if len(chosen) != self._batch:
                 raise InputError(
                     f"The graph keeps its encoder's keys and values for {self._batch} rows, not {len(chosen)}.",
                     fix="begin a new cache with the rows wanted.",
                 )
-            self._move_encoded(chosen, encoded)
+            self._move_encoded(chosen)
         self._order = self._order[chosen]
         self._batch = len(chosen)
 
-    def _move_encoded(self, chosen: list[int], names: list[str]) -> None:
+    def _move_encoded(self, chosen: list[int]) -> None:
         """Put an encoder's keys and values in order, which a graph of another tool does not do; beams of one text have the same."""
         if self._alike is None or (self._alike[chosen] != self._alike).any():
             values = self._values()
             if self._alike is None:
-                rows = [[values[name][row].tobytes() for name in names] for row in range(self._batch)]
+                rows = [[values[name][row].tobytes() for name in self._encoded] for row in range(self._batch)]
                 self._alike = np.array([rows.index(row) for row in rows])
             if (self._alike[chosen] != self._alike).any():
-                self._set({name: values[name][chosen] for name in names})
+                self._set({name: values[name][chosen] for name in self._encoded})
                 self._alike = self._alike[chosen]
 
     def crop(self, length: int) -> None:
