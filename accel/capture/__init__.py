@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .generation import cache_argument, split
 from .loading import load_source
-from .pooling import SentenceEmbedder, Tensors, Wrapper
+from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
@@ -35,6 +35,7 @@ from .tracing import (
     strip_provenance,
     usual_sizes_in,
 )
+from .wrapper import Tensors, Wrapper
 
 __all__ = [
     "AXIS_STEPS",

@@ -23,11 +23,11 @@ from ..errors import ExportError
 from ..tasks.infer import task_spec
 from ..tasks.spec import TaskSpec
 from .attention import CacheLayer, FusedAttention, tracing
-from .pooling import Tensors, Wrapper
 from .recurrence import recurrent
 from .samples import has_position_table
 from .source import Source
 from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .wrapper import Tensors, Wrapper
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 ENCODER_MASK = "encoder_attention_mask"

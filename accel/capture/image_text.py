@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from .pooling import Tensors
 from .samples import SAMPLE_SEQUENCE, Axes, image_sample, resize, text_config, text_inputs
+from .wrapper import Tensors
 
 SAMPLE_TEXTS = 3
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from .pooling import Tensors, Wrapper
+from .wrapper import Tensors, Wrapper
 
 
 class WithInnerStates(Wrapper):
@@ -62,3 +62,8 @@ def plain_attention(model: Any, wanted: bool) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def inner_states(found: Mapping[str, torch.Tensor]) -> Tensors:
+    """Hidden states and attentions of single layers, where they were asked for."""
+    return {name: value for name, value in found.items() if name.startswith(("hidden_states_", "attentions_"))}

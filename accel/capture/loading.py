@@ -21,11 +21,13 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
+from .answering import Answering
 from .inner import WithInnerStates
-from .pooling import Answering, SentenceEmbedder, Tensors
+from .pooling import SentenceEmbedder
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
+from .wrapper import Tensors
 
 
 def load_source(

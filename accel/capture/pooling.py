@@ -1,40 +1,11 @@
-"""A model with something behind it, pooling or a choice of its outputs, as one module that can be traced."""
+"""A model with pooling behind it, as one module that can be traced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
-Tensors = dict[str, torch.Tensor]
-
-
-class Wrapper(torch.nn.Module):
-    """A module around a transformers model, traced in its place."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    @property
-    def unwrapped(self) -> torch.nn.Module:
-        """The transformers model itself."""
-        return self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
-
-
-class Answering(Wrapper):
-    """A model of which only some outputs are kept: what its task is about, as far as the model returns it."""
-
-    def __init__(self, model: torch.nn.Module, keeps: Sequence[str]) -> None:
-        super().__init__(model)
-        self.keeps = tuple(keeps)
-
-    def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Run the model; everything that is a tensor where it returns none of what is kept."""
-        found = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
-        kept = {name: found[name] for name in self.keeps if name in found}
-        return {**kept, **_inner(found)} if kept else found
+from .inner import inner_states
+from .wrapper import Tensors, Wrapper
 
 
 class SentenceEmbedder(Wrapper):
@@ -66,9 +37,4 @@ class SentenceEmbedder(Wrapper):
             pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         if self.normalize:
             pooled = torch.nn.functional.normalize(pooled, dim=1)
-        return {"last_hidden_state": hidden, "sentence_embedding": pooled, **_inner(found)}
-
-
-def _inner(found: Mapping[str, torch.Tensor]) -> Tensors:
-    """Hidden states and attentions of single layers, where they were asked for."""
-    return {name: value for name, value in found.items() if name.startswith(("hidden_states_", "attentions_"))}
+        return {"last_hidden_state": hidden, "sentence_embedding": pooled, **inner_states(found)}

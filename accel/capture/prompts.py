@@ -9,11 +9,11 @@ import torch
 from ..chatter import quiet
 from ..errors import ExportError
 from .generation import ENCODER_MASK, CrossAttention, CrossDecoder, Encoder, split, vision_language
-from .pooling import Tensors
 from .references import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source
 from .tracing import first_lines, graph_name
+from .wrapper import Tensors
 
 
 def cases_by_part(source: Source) -> dict[str, list[Case]]:

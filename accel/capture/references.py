@@ -11,11 +11,11 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
-from .pooling import Tensors
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
 from .tracing import first_lines, graph_name
+from .wrapper import Tensors
 
 
 @dataclass(frozen=True, slots=True)

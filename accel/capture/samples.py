@@ -13,7 +13,7 @@ import torch
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
-from .pooling import Tensors, Wrapper
+from .wrapper import Tensors, Wrapper
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5

@@ -12,8 +12,8 @@ import torch
 
 from ..artifact.manifest import Origin
 from .inner import TracedPlainly
-from .pooling import Tensors, Wrapper
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
+from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from transformers.cache_utils import DummyLayer, DynamicCache, LinearAttentionCa
 
 from ..errors import ExportError
 from .attention import CacheLayer
-from .pooling import Tensors
 from .recurrence import read_state
+from .wrapper import Tensors
 
 TOKENS = "capacity"
 """The axis of a kept tensor that grows with the text."""

@@ -20,12 +20,12 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
-from .pooling import Tensors
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
+from .wrapper import Tensors
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .pooling import Tensors, Wrapper
+from .wrapper import Tensors, Wrapper
 
 
 class VoiceEmbedder(Wrapper):
