@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from ...artifact.writing import scratch
 from ...config import QuantizeConfig, SessionOptions
 from ...errors import ConfigError, QuantizeError, did_you_mean
 from ...models.arguments import session_options_of
@@ -375,10 +374,10 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
     Raises:
         QuantizeError: Activations in 8 bits, and no rows.
     """
-    temporary = Path(tempfile.mkdtemp(prefix="accel-quantized-"))
-    # As long as the model lives, or the process.
-    weakref.finalize(model, shutil.rmtree, temporary, ignore_errors=True)
-    target, ours = temporary / "model", config.to_accel()
+    # As long as the model lives, or the process; what is left by a killed one is removed by the next.
+    lifetime = contextlib.ExitStack()
+    target, ours = lifetime.enter_context(scratch()) / "model", config.to_accel()
+    weakref.finalize(model, lifetime.close)
     if rows is None and config.dataset is not None:
         texts = config.dataset
         if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):

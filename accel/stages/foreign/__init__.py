@@ -2,8 +2,8 @@
 onnxruntime-genai's, or a lone ONNX file.
 
 `files` says which graphs of a folder are meant, `reading` what stands in one of them; `plain` makes an artifact of one graph
-where it lies, `decoders` of those that generate, which `surgery` and `attention` bring to our form and `writing` keeps under
-`ACCEL_HOME`; `descriptions` reads other tools' own manifests. Formats that a backend owns (OpenVINO's) that backend adopts. A new
+where it lies, `decoders` of those that generate, which `surgery` and `attention` bring to our form, `weights` writes and
+`ACCEL_HOME` keeps; `descriptions` reads other tools' own manifests. Formats that a backend owns (OpenVINO's) that backend adopts. A new
 layout of ONNX files is a row in `files`.
 """
 
