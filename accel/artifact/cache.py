@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OutputFolderError
 from .home import SEARCHES, accel_home
-from .writing import STAGING_PREFIX, discard
+from .writing import STAGING_PREFIX, discard, held
+
+_GATE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,8 @@ def entries() -> list[Entry]:
 def clear(name: str | None = None) -> list[Entry]:
     """Remove what is kept; and where nothing is named, what was found when files and forms were checked.
 
+    What searches keep stays while one runs.
+
     Args:
         name: Only entries whose name starts with this.
 
@@ -44,6 +51,7 @@ def clear(name: str | None = None) -> list[Entry]:
 
     Raises:
         ConfigError: No entry has that name.
+        OutputFolderError: It is named, and a running search uses it.
     """
     kept = entries()
     removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
@@ -51,12 +59,49 @@ def clear(name: str | None = None) -> list[Entry]:
         raise ConfigError(
             f"The cache holds nothing whose name starts with {name!r}.", fix="`accel cache list` shows what it holds."
         )
-    for entry in removed:
-        discard(entry.path)
+    for entry in list(removed):
+        if entry.name != SEARCHES:
+            discard(entry.path)
+            continue
+        with alone_with_searches() as alone:
+            if alone:
+                discard(entry.path)
+            elif name is not None:
+                raise OutputFolderError("A search is running, which uses what searches keep.", fix="wait for its end.")
+            else:
+                removed.remove(entry)
     if name is None:
         for remembered in ("verified.json", "forms.json"):
             (accel_home() / remembered).unlink(missing_ok=True)
     return removed
+
+
+@contextmanager
+def using_searches() -> Iterator[Path]:
+    """For the time of a search: what searches keep is not removed meanwhile. Gives the file that says so."""
+    mine = accel_home() / SEARCHES / "running" / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
+    with ExitStack() as running:
+        with _gate():
+            running.enter_context(held(mine))
+        yield mine
+
+
+@contextmanager
+def alone_with_searches(mine: Path | None = None) -> Iterator[bool]:
+    """Whether no search runs, but the one of that file; none begins within the block."""
+    with _gate() as entered:
+        others = [path for path in (accel_home() / SEARCHES / "running").glob("*.lock") if path != mine]
+        yield entered and all(_is_free(path) for path in others)
+
+
+def _gate() -> AbstractContextManager[bool]:
+    # Beside the folder, which may be removed behind it.
+    return held(accel_home() / f"{SEARCHES}.lock", _GATE_S, keep=True)
+
+
+def _is_free(lock: Path) -> bool:
+    with held(lock) as free:
+        return free
 
 
 def _exports() -> Iterator[Entry]:

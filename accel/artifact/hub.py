@@ -37,6 +37,19 @@ class Location:
     root: Path | None = None
 
 
+def as_folder(name: str | os.PathLike[str]) -> Path | None:
+    """The folder that a name means; `None` where it may be an id.
+
+    Raises:
+        ArtifactNotFoundError: A path that this user may not look at.
+    """
+    path = Path(name).expanduser()
+    try:
+        return path if path.is_dir() else None
+    except PermissionError as error:
+        raise ArtifactNotFoundError(f"{path} cannot be read: {error}.", fix="ask for the right to read it.") from error
+
+
 def locate(name: str | os.PathLike[str], options: HubOptions, *, want_graph: bool | None = None) -> Location:
     """The folder of a path or Hub id; an id is downloaded if it is not in the cache.
 
@@ -50,14 +63,13 @@ def locate(name: str | os.PathLike[str], options: HubOptions, *, want_graph: boo
         ArtifactNotFoundError: Neither a folder nor a repository that can be reached.
     """
     text = os.fspath(name)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    if (path := as_folder(text)) is not None:
         folder = path / options.subfolder if options.subfolder else path
         if not folder.is_dir():
             raise ArtifactNotFoundError(f"{path} has no subfolder {options.subfolder!r}.", fix="check subfolder=...")
         # Absolute: the manifest keeps it, and a relative one would read as a Hub id from another folder.
         return Location(str(folder.absolute()), folder.absolute(), root=path.absolute())
-    if path.is_file():
+    if (path := Path(text).expanduser()).is_file():
         raise ArtifactNotFoundError(
             f"{path} is a file, not a folder.", fix="pass its folder, and the file as file_name=..."
         )

@@ -123,9 +123,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
         # Held open: the number of a folder that was removed is not given to another one meanwhile.
         held, owner = os.open(temporary, os.O_RDONLY), os.getpid()
     except OSError as error:
-        raise OutputFolderError(
-            f"{target} cannot be made: {error}.", fix="name a folder that can be written."
-        ) from error
+        raise _cannot_be_made(target, error) from error
     try:
         check_space(target.parent, needs)
         try:
@@ -148,14 +146,19 @@ def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[
         path: The file.
         timeout_s: How long to wait for whoever holds it.
         keep: Leave the file, for others to wait for the same one; else it is removed.
+
+    Raises:
+        OutputFolderError: The file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=max(0.0, timeout_s))
     except Timeout:
         yield False
         return
+    except OSError as error:
+        raise _cannot_be_made(path, error) from error
     try:
         yield True
     finally:
@@ -163,6 +166,10 @@ def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[
             lock.release()
         else:
             _unlock(lock)
+
+
+def _cannot_be_made(target: Path, error: OSError) -> OutputFolderError:
+    return OutputFolderError(f"{target} cannot be made: {error}.", fix="name a folder that can be written.")
 
 
 def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:

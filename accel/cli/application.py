@@ -15,7 +15,7 @@ import typer
 
 from .._version import __version__
 from ..errors import AccelError, ConfigError
-from .exit_codes import INTERRUPTED, exit_code
+from .exit_codes import FAILED, INTERRUPTED, exit_code
 
 app = typer.Typer(
     name="accel",
@@ -63,16 +63,26 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
         with _progress_bar():
             yield
     except AccelError as error:
-        if as_json:
-            print_line(json.dumps({"error": error.message, "type": type(error).__name__, "fix": error.fix}, indent=2))
-        else:
-            sys.stderr.write(f"Error: {error}\n")
+        _tell(type(error).__name__, error.message, error.fix, as_json)
         if verbose:
             raise
         raise typer.Exit(exit_code(error)) from error
+    except OSError as error:
+        if verbose or error.filename is None:
+            raise
+        _tell(type(error).__name__, f"{error}.", "check that path, and who may read and write it.", as_json)
+        raise typer.Exit(FAILED) from error
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; nothing was left half-written.\n")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _tell(kind: str, message: str, fix: str | None, as_json: bool) -> None:
+    """What went wrong: an object on stdout, or lines on stderr."""
+    if as_json:
+        print_line(json.dumps({"error": message, "type": kind, "fix": fix}, indent=2))
+    else:
+        sys.stderr.write(f"Error: {AccelError(message, fix=fix)}\n")
 
 
 @contextlib.contextmanager

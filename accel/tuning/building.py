@@ -112,11 +112,10 @@ class Builder:
 
     def tidy(self, kept: set[Path]) -> None:
         """Remove the files of artifacts that lost; what was measured about them stays, and so do exports."""
-        if not self._store.alone():
-            return
-        for made in self._made.values():
-            if made.recipe.stage != "export" and made.path not in kept:
-                discard(made.path)
+        lost = [made.path for made in self._made.values() if made.recipe.stage != "export" and made.path not in kept]
+        with self._store.alone() as alone:
+            for path in lost if alone else ():
+                discard(path)
 
     def _with_helper(self, action: Callable[[Helper], Any]) -> Any:
         helper = self._free.get()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..artifact.hub import HubOptions
+from ..artifact.hub import HubOptions, as_folder
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
@@ -98,7 +98,7 @@ def convert(
     if nb_measures < 1:
         raise ConfigError(f"nb_measures is {nb_measures}.", fix="use at least 1.")
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
-    target = check_output(out, Path(model) if Path(model).is_dir() else None)
+    target = check_output(out, as_folder(model))
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
     chosen = resolved.task
     space = Space(task=chosen, device=None, backends=backends, half_exports=False, calibrated=calibration is not None)

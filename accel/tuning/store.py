@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..artifact.cache import alone_with_searches, using_searches
 from ..artifact.checksums import sha256
 from ..artifact.home import SEARCHES, accel_home
 from ..artifact.writing import held
@@ -26,7 +27,7 @@ class Store:
     def __init__(self, *, fresh: bool = False) -> None:
         self._root = accel_home() / SEARCHES
         self._fresh = fresh
-        self._running = self._root / "running" / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
+        self._running: Path | None = None
         self._written: set[Path] = set()
         self.hits = 0
 
@@ -54,18 +55,13 @@ class Store:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a search runs: others see that they are not alone with what is kept."""
-        with held(self._running):
+        """While a search runs: nobody removes what is kept, and others see that they are not alone with it."""
+        with using_searches() as self._running:
             yield
 
-    def alone(self) -> bool:
-        """Whether no other search uses what is kept; only then may artifacts be removed."""
-        for path in self._running.parent.glob("*.lock"):
-            if path != self._running:
-                with held(path) as free:
-                    if not free:
-                        return False
-        return True
+    def alone(self) -> AbstractContextManager[bool]:
+        """Whether no other search uses what is kept, for the time of the block; only then may artifacts be removed."""
+        return alone_with_searches(self._running)
 
     def building(self, key: Mapping[str, Any], timeout_s: float) -> AbstractContextManager[bool]:
         """The right to make the artifact of a key, which another search may be making; whether it came in time."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..artifact.checksums import folder_digest
-from ..artifact.hub import HubOptions
+from ..artifact.hub import HubOptions, as_folder
 from ..artifact.writing import check_output, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
@@ -118,7 +117,7 @@ def tune(
         ),
     )  # fmt: skip
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
-    target = check_output(out, Path(model) if Path(model).is_dir() else None)
+    target = check_output(out, as_folder(model))
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
     rows = EvaluationData(
         data=data, metric=metric, columns=columns, split=split, token=token, samples=samples, seed=seed,

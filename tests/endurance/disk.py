@@ -119,6 +119,9 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
             os.setuid(54321)
             action()
 
+        # The model is there to be read by everyone.
+        for folder in (root.parent, root):
+            folder.chmod(0o755)
         world.work.chmod(0o777)
         judge(f"{name}, no home", world.run(homeless), [])
         shutil.rmtree(world.work / "out", ignore_errors=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from accel import __version__
 from accel.artifact import Artifact
 from accel.cli import app
+from accel.cli.application import command
 from accel.demo import running
 
 COMMANDS = ["export", "validate", "benchmark", "tune", "convert", "doctor", "demo", "cache list", "cache clear"]
@@ -85,6 +88,16 @@ def test_errors_go_to_stderr_with_a_fix(tmp_path: Path) -> None:
     assert result.stdout == ""
     assert "Error: There is no folder" in result.stderr
     assert "Fix:" in result.stderr
+
+
+def test_a_file_that_may_not_be_read_is_an_error_with_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, command(as_json=False, verbose=False):
+        raise PermissionError(errno.EACCES, "Permission denied", "/some/file")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "Error: [Errno 13] Permission denied: '/some/file'.",
+        "Fix: check that path, and who may read and write it.",
+    ]
 
 
 def test_errors_as_json(tmp_path: Path) -> None:

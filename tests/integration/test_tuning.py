@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from accel import ORTModelForSequenceClassification, tune
+from accel.artifact import cache
 from accel.backends import registry
-from accel.errors import BudgetError, ConfigError, InputError
+from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
 from accel.measuring.reporting import html_page
 from accel.testing.models import save_tiny
 from accel.tuning.report import Tuning
@@ -188,14 +189,29 @@ def test_searches_on_one_store_see_each_other(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     one, two = Store(), Store()
     with one.in_use():
-        assert one.alone()
-        with two.in_use():
-            assert not one.alone()
+        with one.alone() as alone:
+            assert alone
+        with two.in_use(), one.alone() as alone:
+            assert not alone
         with one.building({"a": 1}, 0.0) as first, two.building({"a": 1}, 0.1) as second:
             assert (first, second) == (True, False)
         with two.building({"a": 1}, 0.0) as again:
             assert again
-    assert two.alone()
+    with two.alone() as alone:
+        assert alone
+
+
+def test_what_a_running_search_keeps_is_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    store = Store()
+    with store.in_use():
+        store.put("screens", {"a": 1}, {"found": 1})
+        assert cache.clear() == []
+        with pytest.raises(OutputFolderError, match="search is running"):
+            cache.clear("tune")
+        assert store.get("screens", {"a": 1}) == {"found": 1}
+    assert [entry.name for entry in cache.clear("tune")] == ["tune"]
+    assert store.get("screens", {"a": 1}) is None
 
 
 def test_a_fresh_store_forgets_what_was_there_and_keeps_what_it_adds(

@@ -28,6 +28,7 @@ from accel.artifact import (
     manifest,
     record_files,
 )
+from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
 from accel.artifact.writing import check_output, held, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
@@ -343,6 +344,21 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
 def test_a_folder_where_nothing_can_be_made() -> None:
     with pytest.raises(OutputFolderError, match="cannot be made"), staging("/proc/accel-test"):
         pass
+
+
+def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputFolderError, match="cannot be made"), held(tmp_path / "file" / "lock"):
+        pass
+
+
+def test_a_folder_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", forbidden)
+    with pytest.raises(ArtifactNotFoundError, match="cannot be read"):
+        locate(str(tmp_path / "model"), HubOptions())
 
 
 def test_check_output(tmp_path: Path) -> None:
