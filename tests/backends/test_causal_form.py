@@ -56,7 +56,13 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("family", "windowed"), [("qwen3", False), ("gemma3", True), ("gpt2", False), ("mistral", True)]
+    ("family", "windowed"),
+    [
+        pytest.param("qwen3", False, marks=pytest.mark.thorough),
+        ("gemma3", True),
+        ("gpt2", False),
+        pytest.param("mistral", True, marks=pytest.mark.thorough),
+    ],
 )
 def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windowed: bool) -> None:
     artifact, original = generator(family), tiny_generator(family)
@@ -171,6 +177,7 @@ def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path
     assert open_form(made)[1]
 
 
+@pytest.mark.thorough
 def test_late_positions_are_told_apart(generator: Artifacts, tmp_path: Path) -> None:
     """float16 holds no odd position beyond 2048: angles computed in it would give neighbours the same place."""
     made = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")

@@ -86,14 +86,14 @@ def difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor])
 FAMILIES = [
     ("albert", "text-classification"),
     ("bert", "text-classification"),
-    ("bert", "feature-extraction"),
-    ("bert", "multiple-choice"),
-    ("bert", "question-answering"),
+    pytest.param("bert", "feature-extraction", marks=pytest.mark.thorough),
+    pytest.param("bert", "multiple-choice", marks=pytest.mark.thorough),
+    pytest.param("bert", "question-answering", marks=pytest.mark.thorough),
     pytest.param("distilbert", "text-classification", marks=pytest.mark.thorough),
     pytest.param("electra", "text-classification", marks=pytest.mark.thorough),
     pytest.param("mpnet", "text-classification", marks=pytest.mark.thorough),
-    ("roberta", "text-classification"),
-    ("vit", "image-classification"),
+    pytest.param("roberta", "text-classification", marks=pytest.mark.thorough),
+    pytest.param("vit", "image-classification", marks=pytest.mark.thorough),
     pytest.param("distilbert", "question-answering", marks=pytest.mark.thorough),
     pytest.param("electra", "token-classification", marks=pytest.mark.thorough),
     pytest.param("xlm-roberta", "fill-mask", marks=pytest.mark.thorough),
@@ -296,6 +296,7 @@ def test_tokens_are_counted_in_one_type(fused: Fused, tiny_artifact: Callable[..
     assert after["Cast"] <= before["Cast"] - 4
 
 
+@pytest.mark.thorough
 def test_attention_without_biases(tmp_path: Path) -> None:
     """ONNX Runtime's CPU kernel crashed on them."""
     model = tiny_model("bert", num_hidden_layers=1)
@@ -318,6 +319,7 @@ def exported(prefix: str, path: Path, **settings: Any) -> Artifact:
     return export(rescale(model).eval(), path, task="text-classification")
 
 
+@pytest.mark.thorough
 def test_a_mask_subtracted_from_one(tmp_path: Path) -> None:
     """The additive mask of models that make it themselves; as a bias it would have one query."""
     artifact = exported("LayoutLM", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
@@ -326,6 +328,7 @@ def test_a_mask_subtracted_from_one(tmp_path: Path) -> None:
     assert mask_input(made.file()) == "attention_mask"
 
 
+@pytest.mark.thorough
 def test_positions_that_are_alike_for_all_texts_and_do_not_count_from_zero(tmp_path: Path) -> None:
     artifact = exported("Nystromformer", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
     for backend in ("cuda", "cpu"):
@@ -333,6 +336,7 @@ def test_positions_that_are_alike_for_all_texts_and_do_not_count_from_zero(tmp_p
         assert operators(made)["EmbedLayerNormalization"] == 1
 
 
+@pytest.mark.thorough
 def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     """A logarithm in float16 puts some distances into other buckets; the last hidden states are 0.4 off then."""
     original = tiny_artifact("mpnet", "feature-extraction")
@@ -341,6 +345,7 @@ def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tm
     assert made.manifest.steps[-1].validation["max_abs_difference"] < 0.02
 
 
+@pytest.mark.thorough
 def test_sums_over_experts_stay_wide(tmp_path: Path) -> None:
     """ONNX Runtime's CPU provider, where the result is checked, has no float16 sums that scatter."""
     settings = {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "pad_token_id": 0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 ov = pytest.importorskip("openvino")
 pytest.importorskip("nncf")
@@ -18,6 +19,7 @@ from accel.backends.opening import open_artifact
 from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
+from accel.testing.models import rescale
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +98,21 @@ def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path:
 def test_exclude_of_an_unknown_node(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="no_such_node"):
         quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), exclude=("no_such_node",))
+
+
+@pytest.mark.thorough
+def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
+    """NNCF would measure their inputs by position: behind a transpose it takes the positions for channels."""
+    sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "embedding_size": 16}
+    config = transformers.ConvBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, conv_kernel_size=3)
+    model = rescale(transformers.ConvBertForSequenceClassification(config)).eval()
+    ir = export(model, tmp_path / "ir", task="text-classification", backend="openvino")
+    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows())
+    grouped = [node for node in ov.Core().read_model(str(made.file())).get_ops() if "GroupConv" in node.get_type_name()]
+    assert grouped
+    assert not any("FakeQuantize" in node.input_value(0).get_node().get_type_name() for node in grouped)
+    assert count(made, "FakeQuantize")
+    assert 1e-4 < difference(made, ir) < 0.5
 
 
 def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, ex
 
 
 @pytest.mark.parametrize(("family", "rank"), [("llama", 3), ("gpt-neox", 4)])
+@pytest.mark.thorough
 def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, family: str, rank: int) -> None:
     """A table of cosines for each row; of GPT-NeoX's heads only a part is turned."""
     parent = generator(family)

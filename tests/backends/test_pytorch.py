@@ -79,6 +79,7 @@ def test_exporters_read_torch_artifacts(tiny_folder: Callable[..., Path], tmp_pa
     assert (graph.format, graph.manifest.source.id) == ("onnx", str(weights.path))
 
 
+@pytest.mark.thorough
 def test_embeddings_are_pooled_as_in_an_export(tiny_folder: Callable[..., Path]) -> None:
     how = {"task": "sentence-similarity", "pooling": "cls", "normalize": True}
     folder = tiny_folder("bert", "feature-extraction")

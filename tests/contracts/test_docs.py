@@ -41,6 +41,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Trains for an hour on data that does not ship with the package.
 LONG_EXAMPLES = {"distill_demo_model.py"}
+# Pages and examples whose blocks take ten seconds and more run with the thorough tests.
+SLOW = {
+    "generation.md",
+    "evaluate.md",
+    "benchmark.md",
+    "images.md",
+    "sounds.md",
+    "embeddings.md",
+    "chat.py",
+    "embeddings.py",
+}
 MOST_BLOCKS_NOT_RUN = 6
 NOT_RUN = "# Not run by the tests: "
 ADR_PARTS = ("Context", "Decision", "Consequences", "Rejected")
@@ -50,6 +61,11 @@ _FENCE = re.compile(
 )
 # A place on somebody's machine, which no other machine has.
 _MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:tmp|work|home|root|Users|mnt|opt)/[\w.-]+")
+
+
+def slow_ones(paths: list[Path]) -> list[Any]:
+    """Cases of a test, the slow ones among them marked."""
+    return [pytest.param(path, marks=pytest.mark.thorough) if path.name in SLOW else path for path in paths]
 
 
 def tool(name: str) -> ModuleType:
@@ -102,7 +118,7 @@ def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_one_demo_export")
-@pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=name_of)
+@pytest.mark.parametrize("page", slow_ones([page for page in PAGES if has_python(page)]), ids=name_of)
 def test_the_blocks_of_a_page_run_and_print_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +143,9 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
             printed = None
 
 
-@pytest.mark.parametrize("example", [path for path in EXAMPLES if path.name not in LONG_EXAMPLES], ids=name_of)
+@pytest.mark.parametrize(
+    "example", slow_ones([path for path in EXAMPLES if path.name not in LONG_EXAMPLES]), ids=name_of
+)
 def test_an_example_runs_without_arguments(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

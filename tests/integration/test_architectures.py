@@ -108,6 +108,7 @@ def test_positions_for_one_image_size(tiny_artifact: Callable[..., Artifact]) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.thorough
 def test_a_squeeze_of_every_axis_keeps_single_rows(backend: str, tmp_path: Path) -> None:
     """mBART shifts its tokens with a squeeze that drops the batch, too, where it is 1."""
     original = made("MBartForSequenceClassification", **_BART, max_position_embeddings=96)
@@ -115,6 +116,7 @@ def test_a_squeeze_of_every_axis_keeps_single_rows(backend: str, tmp_path: Path)
     assert worst(artifact, original, ((1, 4), (2, 9), (3, 30))) <= TOLERANCE
 
 
+@pytest.mark.thorough
 def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     """Falcon's positions are bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
     original = made(
@@ -216,6 +218,7 @@ def test_a_model_that_branches_on_its_data_is_refused_with_the_reason(tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
     """BigBird attends to everything in short texts and to blocks of long ones: the graph holds the first."""
     original = made(
@@ -227,6 +230,7 @@ def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
     assert artifact.component().max_sizes == {"sequence": 28}
 
 
+@pytest.mark.thorough
 def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
     original = made(
         "PerceiverForSequenceClassification", vocab_size=120, d_model=32, d_latents=32, num_latents=8, num_blocks=1,

@@ -188,6 +188,7 @@ def test_on_a_gpu_pytorch_is_measured_in_cuda_graphs_too(tiny_folder) -> None:
     assert not captured(Baselines(), None)
 
 
+@pytest.mark.thorough
 def test_a_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     how = "sequence=[5], rounds=1, calls=1, warmup=0, threads=1"

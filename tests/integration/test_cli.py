@@ -194,6 +194,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_measuring(
     assert "There is no folder" in result.stderr
 
 
+@pytest.mark.thorough
 def test_convert_writes_artifacts_and_a_report(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     few = ("--nb-measures", 4, "--warmup", 0, "--threads", 1, "-s", 7, "--optimize", "none")

@@ -79,6 +79,7 @@ _SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_path: Path) -> None:
     """1e-8 is not 0: padding, whose embeddings are zeros, would be NaN."""
     config = transformers.HeliumConfig(**_SMALL, num_key_value_heads=2, intermediate_size=64, head_dim=16, num_labels=3)
@@ -96,6 +97,7 @@ def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_pa
         assert (found - expected).abs().max() < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_head_that_reads_the_end_token(tmp_path: Path) -> None:
     config = transformers.BartConfig(
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
@@ -114,6 +116,7 @@ def test_a_head_that_reads_the_end_token(tmp_path: Path) -> None:
     assert artifact.component().max_sizes == {"sequence": 64}
 
 
+@pytest.mark.thorough
 def test_types_that_zeros_do_not_stand_for(tmp_path: Path) -> None:
     """GPT-2 adds the embedding of token 0 for type 0, and nothing where types are left out, as they always are."""
     config = transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=1, n_head=2, pad_token_id=0, num_labels=3)
@@ -134,6 +137,7 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         export(folder, tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_the_pooler_that_a_language_model_lacks_is_left_out(tmp_path: Path) -> None:
     artifact = export(
         save_tiny(tmp_path / "roberta", "roberta", "fill-mask"), tmp_path / "out", task="feature-extraction"
@@ -392,6 +396,7 @@ def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
     assert "LABEL" in done.stdout
 
 
+@pytest.mark.thorough
 def test_memory_peaks_below_three_times_the_weights(tmp_path: Path) -> None:
     """A model of 160 MB: peak memory of the export, less what an idle process with the libraries holds."""
     script = (

@@ -101,6 +101,7 @@ class TestBudget:
         out = tmp_path_factory.mktemp("found") / "out"
         return accel.quantize(sensitive, out, scheme="dynamic-int8", max_drop=4, data=rows, measure_speed=False)
 
+    @pytest.mark.thorough
     def test_only_the_sensitive_layer_stays_in_float(self, found: Artifact, rows: list[dict[str, Any]]) -> None:
         table = [Attempt(**trial) for trial in found.manifest.steps[-1].report["search"]["table"]]
         assert table[0].float_layers == ()

@@ -43,6 +43,7 @@ def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torc
     return found
 
 
+@pytest.mark.thorough
 def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
     components = [generator(family).component() for family in ("lfm2", "mamba")]
     assert all(component.stateful and not component.croppable for component in components)

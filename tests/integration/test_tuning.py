@@ -95,6 +95,7 @@ def found(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempP
     return tune(model, tmp_path_factory.mktemp("out") / "tuned", data=str(data), max_drop=5.0, **HOW)
 
 
+@pytest.mark.thorough
 def test_a_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
     names = [trial.name for trial in found.trials]
     assert "toy: torch_program float32" in names
