@@ -445,6 +445,16 @@ def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
         accel.ORTModelForCausalLM.from_pretrained(path)
 
 
+@pytest.mark.parametrize("name", [b"input_ids", b"past_key_values.0.key", b"logits", b"MatMul"])
+def test_names_that_are_no_text(name: bytes, copied: Any) -> None:
+    graph = copied("optimum/gpt2-past") / "model.onnx"
+    content = graph.read_bytes()
+    assert name in content
+    graph.write_bytes(content.replace(name, b"\xff" + name[1:]))
+    with pytest.raises(IntegrityError, match="no text"):
+        accel.ORTModelForCausalLM.from_pretrained(graph.parent)
+
+
 def test_a_dimension_is_a_name_and_nothing_else(copied: Any) -> None:
     path = copied("optimum/gpt2-past")
 

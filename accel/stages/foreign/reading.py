@@ -61,7 +61,29 @@ def read_onnx(path: Path) -> onnx.ModelProto:
         raise IntegrityError(f"{path} holds no graph: truncated?", fix="copy or export the file again.")
     if any(entry.key == MARK for entry in model.metadata_props):
         raise lost_manifest(path)
+    # What is no UTF-8 comes as bytes.
+    if not all(isinstance(text, str) for text in _texts(model)):
+        raise IntegrityError(f"{path} has names that are no text: damaged?", fix="copy or export the file again.")
     return model
+
+
+def _texts(model: onnx.ModelProto) -> Iterator[Any]:
+    """Every name in a model, and where its weights lie; the weights themselves are not touched."""
+    for opset in model.opset_import:
+        yield opset.domain
+    for entry in model.metadata_props:
+        yield from (entry.key, entry.value)
+    for graph in graphs_in(model.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            yield value.name
+            yield from (size.dim_param for size in value.type.tensor_type.shape.dim)
+        for tensor in graph.initializer:
+            yield tensor.name
+            for entry in tensor.external_data:
+                yield from (entry.key, entry.value)
+        for node in graph.node:
+            yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+            yield from (attribute.name for attribute in node.attribute)
 
 
 def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
