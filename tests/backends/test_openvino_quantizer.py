@@ -50,6 +50,12 @@ def count(artifact: Artifact, operator: str) -> int:
     return sum(node.get_type_name() == operator for node in ov.Core().read_model(str(artifact.file())).get_ops())
 
 
+def read_by(artifact: Artifact, operator: str) -> set[str]:
+    """Types of the nodes whose results the nodes of a type read first."""
+    nodes = ov.Core().read_model(str(artifact.file())).get_ops()
+    return {n.input_value(0).get_node().get_type_name() for n in nodes if n.get_type_name() == operator}
+
+
 def constants(artifact: Artifact) -> set[str]:
     nodes = ov.Core().read_model(str(artifact.file())).get_ops()
     return {n.get_output_element_type(0).get_type_name() for n in nodes if n.get_type_name() == "Constant"}
@@ -108,11 +114,23 @@ def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
     model = rescale(transformers.ConvBertForSequenceClassification(config)).eval()
     ir = export(model, tmp_path / "ir", task="text-classification", backend="openvino")
     made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows())
-    grouped = [node for node in ov.Core().read_model(str(made.file())).get_ops() if "GroupConv" in node.get_type_name()]
-    assert grouped
-    assert not any("FakeQuantize" in node.input_value(0).get_node().get_type_name() for node in grouped)
+    assert read_by(made, "GroupConvolution")
+    assert "FakeQuantize" not in read_by(made, "GroupConvolution")
     assert count(made, "FakeQuantize")
     assert 1e-4 < difference(made, ir) < 0.5
+
+
+@pytest.mark.thorough
+def test_convolutions_of_patches_stay_in_float(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = [{"pixel_values": pixels}]
+    ir = tiny_ir("vit", "image-classification")
+    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=images)
+    assert "FakeQuantize" not in read_by(made, "Convolution")
+    named = quantize(
+        ir, tmp_path / "named", scheme="static-int8", calibration=images, operators=("Convolution", "MatMul")
+    )
+    assert read_by(named, "Convolution") == {"FakeQuantize"}
 
 
 def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None:
