@@ -82,7 +82,9 @@ class Inputs:
         """With what a transformers model assumes when it is left out; names what is missing otherwise."""
         kind = getattr(self.config, "model_type", "")
         own = set(self.own_defaults)
-        if kind and not hasattr(self.config, "type_vocab_size"):
+        # Of a model of images and texts, the texts' config says it.
+        text = self.config.get_text_config() if kind else None
+        if kind and not hasattr(text, "type_vocab_size"):
             # Known by this alone where there is no manifest, or one from before it said so.
             own.add("token_type_ids")
         made = with_defaults(feeds, self.names, own)

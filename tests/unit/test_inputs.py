@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from accel.data.batches import for_graph
 from accel.data.defaults import with_defaults
@@ -14,11 +16,11 @@ from accel.models.inputs import Inputs
 
 NAMES = frozenset(("input_ids", "attention_mask", "token_type_ids"))
 IDS = {"input_ids": torch.tensor([[5, 6, 7]])}
-BERT = SimpleNamespace(model_type="bert", type_vocab_size=2)
+BERT = transformers.BertConfig()
 
 
-def inputs(*, names: frozenset[str] = NAMES, own: tuple[str, ...] = ()) -> Inputs:
-    return Inputs(names, frozenset(), frozenset(own), BERT)
+def inputs(*, names: frozenset[str] = NAMES, own: tuple[str, ...] = (), config: Any = BERT) -> Inputs:
+    return Inputs(names, frozenset(), frozenset(own), config)
 
 
 def test_calls_and_calibration_fill_in_alike() -> None:
@@ -42,6 +44,13 @@ def test_what_the_model_computes_itself_is_not_filled_in() -> None:
     assert "token_type_ids" not in with_defaults(IDS, NAMES, ("token_type_ids",))
     with pytest.raises(InputError, match="token_type_ids"):
         for_graph(IDS, [SimpleNamespace(name="token_type_ids")], ("token_type_ids",))  # type: ignore[list-item]
+
+
+def test_the_texts_config_says_whether_there_are_types() -> None:
+    called, _, _ = inputs(config=transformers.ChineseCLIPConfig()).read(IDS)
+    assert called["token_type_ids"].tolist() == [[0, 0, 0]]
+    with pytest.raises(InputError, match="does not take zeros"):
+        inputs(config=transformers.CLIPConfig()).read(IDS)
 
 
 def test_zeros_are_not_dropped_where_the_model_would_compute_others() -> None:
