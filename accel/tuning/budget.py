@@ -23,8 +23,10 @@ from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..models.opening import close, open_model
+from ..models.recording import PartBatches
 from ..stages.quantize_once import quantize as quantize_once
 from ..stages.resolving import artifact_of
+from ..tasks.infer import task_spec
 from .attempts import BudgetSearch
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,8 @@ def quantize(
             split=calibration_split,
             max_length=max_length,
         )
+        if task_spec(artifact.task).encoder_decoder and len(artifact.components) > 1:
+            batches = PartBatches(artifact, batches)
     if data is None:
         return quantize_once(artifact, target, calibration=batches, backend=backend, config=chosen)
     named = config is not None or "scheme" in settings
