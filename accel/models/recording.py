@@ -61,7 +61,7 @@ def inputs_by_part(
 
     def around(name: str, session: Session) -> Session:
         recorders[name] = _Recorder(session)
-        return recorders[name]  # type: ignore[return-value]  # what it lacks it gets from the session
+        return recorders[name]  # what it lacks it gets from the session
 
     model.watch(around)
     room = model.artifact.component("decoder").max_sizes.get("total", new_tokens + 1) - 1

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
+from ..backends.interfaces import Feeds
 from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError
@@ -99,7 +100,7 @@ def quantize(
     if data is None and metric is not None:
         raise ConfigError("A metric needs labelled data to measure on.", fix="pass data=... (--data FILE).")
     _refuse_quantized(artifact)
-    batches = None
+    batches: Iterable[Feeds] | None = None
     if calibration is not None:
         batches = calibration_batches(
             artifact,

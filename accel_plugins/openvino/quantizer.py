@@ -57,11 +57,13 @@ class NncfQuantizer:
         _check(config, evaluate)
         refuse_onnx_decoders(artifact)
         alone = len(artifact.components) == 1
-        parts = {artifact.components[0].name: calibration} if alone else getattr(calibration, "parts", {})
+        parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
         if not alone:
             _check_several(artifact, config, calibration, parts)
         read = {
-            component.name: None if calibration is None else _rows(parts[component.name], component, config.samples)
+            component.name: None
+            if calibration is None
+            else _rows(calibration if alone else parts[component.name], component, config.samples)
             for component in artifact.components
         }
         made = []
@@ -77,7 +79,10 @@ class NncfQuantizer:
 
 
 def _check_several(
-    artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feeds] | None, parts: Mapping[str, Iterable[Feeds]]
+    artifact: Artifact,
+    config: QuantizeConfig,
+    calibration: Iterable[Feeds] | None,
+    parts: Mapping[str, Iterable[Feeds]],
 ) -> None:
     """Refuse data of the first of several graphs alone, and a measure inside of NNCF, which has one graph.
 

@@ -6,13 +6,14 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from ...artifact.manifest import MANIFEST, Artifact
 from ...backends.interfaces import Session
 from ...models import base
+from ...models.decoders import Generator
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.saving import save_model
 from ...tasks.infer import task_spec
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Of builds for Azure's endpoints, where it is listed first: it computes what runs here on the CPU.
 _ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
+# Settings of `generate` that ask each call for more than logits.
+_ANSWERED = ("output_attentions", "output_hidden_states")
 
 
 class Words(base.ORTModel):
@@ -49,7 +52,7 @@ class Words(base.ORTModel):
     def remember(self, use_cache: bool | None, use_io_binding: bool | None, use_merged: bool | None) -> None:
         """Keep what was asked for at loading."""
         self._use_cache, self._use_io_binding, self._use_merged = use_cache, use_io_binding, use_merged
-        if use_cache is not None and self.can_generate() and hasattr(self.config, "use_cache"):
+        if use_cache is not None and self.can_generate():
             self.config.use_cache = use_cache
 
     @classmethod
@@ -127,14 +130,29 @@ class Words(base.ORTModel):
         save_model(self.artifact, config, target, generation_config=generation, overwrite=True, companions=False)
 
 
-class WithEncoder(Words, EncoderDecoder):
+class Writes(Words, Generator):
+    """Models that generate."""
+
+    def _check_rest(self, rest: Mapping[str, Any]) -> None:
+        # Of `generate`, which scripts pass to single calls, too, where transformers does not read them either.
+        super()._check_rest(
+            {name: value for name, value in rest.items() if name in _ANSWERED or not hasattr(self.generation_config, name)}
+        )
+
+
+class WithEncoder(Writes, EncoderDecoder):
     """Models with an encoder, whose graphs Optimum's scripts read one by one."""
 
     # Whisper's `generate` keeps something of its own here; several graphs have no session that is the model's.
-    model: Any = None  # type: ignore[assignment]
+    model: Any = None
 
     def _make_encoder(self, session: Session, main_input_name: str) -> ORTEncoder:
         return ORTEncoder(self, session, main_input_name)
+
+    @property
+    def can_use_cache(self) -> bool:
+        """Likewise; of a merged decoder in any case."""
+        return super().can_use_cache or (self._use_merged is True and any(part.stateful for part in self.artifact.components))
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
@@ -242,7 +260,8 @@ class OVModel(Words):
 
 def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
     facts = {"__module__": __name__, "__doc__": original.__doc__, "task": original.task}
-    kinds = (WithEncoder, kind) if issubclass(original, EncoderDecoder) else (kind,)
+    more = [one for base, one in ((EncoderDecoder, WithEncoder), (Generator, Writes)) if issubclass(original, base)]
+    kinds = (*more[:1], kind)
     made = type(name, (*kinds, original), facts)
     # Found by pickle, and by whoever looks for the class of a pickled model.
     globals()[name] = made
