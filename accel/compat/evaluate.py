@@ -42,7 +42,9 @@ def evaluator(task: str) -> Any:
     made = evaluate.evaluator(task)
     kind = type(made)
     # Behind the task's own class, whose methods call the one that they extend.
-    return type(kind.__name__, (kind, Ours), {"__module__": __name__})(made.task, default_metric_name=made.default_metric_name)
+    return type(kind.__name__, (kind, Ours), {"__module__": __name__})(
+        made.task, default_metric_name=made.default_metric_name
+    )
 
 
 def _pipeline(task: str, model: Any, tokenizer: Any, feature_extractor: Any, device: Any) -> Any:

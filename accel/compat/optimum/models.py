@@ -136,7 +136,11 @@ class Writes(Words, Generator):
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         # Of `generate`, which scripts pass to single calls, too, where transformers does not read them either.
         super()._check_rest(
-            {name: value for name, value in rest.items() if name in _ANSWERED or not hasattr(self.generation_config, name)}
+            {
+                name: value
+                for name, value in rest.items()
+                if name in _ANSWERED or not hasattr(self.generation_config, name)
+            }
         )
 
 
@@ -152,7 +156,9 @@ class WithEncoder(Writes, EncoderDecoder):
     @property
     def can_use_cache(self) -> bool:
         """Likewise; of a merged decoder in any case."""
-        return super().can_use_cache or (self._use_merged is True and any(part.stateful for part in self.artifact.components))
+        return super().can_use_cache or (
+            self._use_merged is True and any(part.stateful for part in self.artifact.components)
+        )
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
