@@ -266,8 +266,11 @@ class OVModel(Words):
 
 def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
     facts = {"__module__": __name__, "__doc__": original.__doc__, "task": original.task}
-    more = [one for base, one in ((EncoderDecoder, WithEncoder), (Generator, Writes)) if issubclass(original, base)]
-    kinds = (*more[:1], kind)
+    kinds: tuple[type[Any], ...] = (kind,)
+    if issubclass(original, EncoderDecoder):
+        kinds = (WithEncoder, kind)
+    elif issubclass(original, Generator):
+        kinds = (Writes, kind)
     made = type(name, (*kinds, original), facts)
     # Found by pickle, and by whoever looks for the class of a pickled model.
     globals()[name] = made
