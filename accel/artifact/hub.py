@@ -71,7 +71,7 @@ def locate(name: str | os.PathLike[str], options: HubOptions, *, want_graph: boo
         return Location(str(folder.absolute()), folder.absolute(), root=path.absolute())
     if (path := Path(text).expanduser()).is_file():
         raise ArtifactNotFoundError(
-            f"{path} is a file, not a folder.", fix="pass its folder, and the file as file_name=..."
+            f"{path} is neither a folder nor a graph that can be taken by itself here.", fix="pass its folder."
         )
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text:
         raise ArtifactNotFoundError(f"There is no folder {text!r}.", fix="check the path.")

@@ -182,7 +182,8 @@ class Quantizer(Protocol):
         Args:
             artifact: What to quantize.
             config: How.
-            calibration: Batches of inputs, which can be iterated more than once; needed by static schemes.
+            calibration: Batches of inputs, which can be iterated more than once; needed by static schemes. Of a model of several
+                graphs its `parts`, where it has some, are the batches of each by component.
             evaluate: A measure of an artifact, higher is better, for backends that search with it.
             out: Where to write.
 

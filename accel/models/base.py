@@ -457,7 +457,11 @@ class ORTModel(Familiar, Saveable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         path: Path = state["path"]
-        self.artifact = Artifact.load(path) if (path / MANIFEST).is_file() else state["artifact"]
+        held: Artifact = state["artifact"]
+        there = Artifact.load(path) if (path / MANIFEST).is_file() else held
+        # A graph that was named may lie beside an artifact.
+        same = [one.file for one in there.components] == [one.file for one in held.components]
+        self.artifact = there if same else held
         self._settings = state["settings"]
         self.config = state["config"]
         self.generation_config = state["generation_config"]

@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ..backends.interfaces import Session, State
 from ..errors import InputError
 
+# What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
+_CROSS = "cross."
+
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A session's state as a transformers cache.
@@ -49,6 +52,21 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def layers(self, layers: list[Any]) -> None:
         """transformers' own constructor sets an empty list."""
         assert not layers, "a state is filled by `fill`"
+
+    @property
+    def self_attention_cache(self) -> DynamicCache:
+        """A copy of the keys and values of the decoder's own tokens, as an `EncoderDecoderCache` names it."""
+        return self.to_dynamic()
+
+    @property
+    def cross_attention_cache(self) -> DynamicCache:
+        """The keys and values that the decoder reads of the encoder's answer; of a model without encoder, none."""
+        made = DynamicCache()
+        numbers = sorted({int(name.split(".")[1]) for name in self.constants if name.startswith(_CROSS)})
+        made.layers = [
+            _layer(self.constants[f"{_CROSS}{n}.key"], self.constants[f"{_CROSS}{n}.value"]) for n in numbers
+        ]
+        return made
 
     def fill(self, cache: Cache) -> None:
         """Hold the keys and values of another cache, such as a `DynamicCache` that PyTorch filled.

@@ -21,6 +21,8 @@ from .base import ORTModel
 from .cache import StateCache
 from .outputs import fast_output, numpy_too
 
+# Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
+_COUNTS_BY_MASK = ("opt",)
 # What `generate` may pass that changes nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
@@ -168,7 +170,9 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 "The mask hides tokens of the decoder, whose graph takes none.", fix="give prompts of one length."
             )
         if "position_ids" in self._takes:
-            if position_ids is None:
+            if position_ids is None and getattr(self.config, "model_type", None) in _COUNTS_BY_MASK:
+                position_ids = (mask.cumsum(1) * mask - 1)[:, past:]
+            elif position_ids is None:
                 position_ids = torch.arange(past, total).expand(batch, new)
             feeds["position_ids"] = position_ids
         kept = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ _ENCODER_MASK = "encoder_attention_mask"
 _HIDDEN = "encoder_hidden_states"
 
 
-class _EncoderOf:
+class EncoderOf:
     """A model's encoder as `generate` calls one."""
 
     def __init__(self, session: Session, main_input_name: str) -> None:
-        self.session = session
+        self._session = session
         self.main_input_name = main_input_name
         self.names = tuple(spec.name for spec in session.inputs)
 
@@ -54,7 +55,7 @@ class _EncoderOf:
         feeds = {name: given[name] for name in self.names if given.get(name) is not None}
         if "attention_mask" in self.names and "attention_mask" not in feeds and "input_ids" in feeds:
             feeds["attention_mask"] = torch.ones_like(feeds["input_ids"])
-        return BaseModelOutput(last_hidden_state=self.session.run(feeds)["last_hidden_state"])
+        return BaseModelOutput(last_hidden_state=self._session.run(feeds)["last_hidden_state"])
 
     __call__ = forward
 
@@ -66,9 +67,19 @@ class EncoderDecoder(Generator):
 
     def _open(self) -> None:
         super()._open()
-        self._encoder = _EncoderOf(self._opened.sessions["encoder"], self.main_input_name)
+        self._encoder = self._make_encoder(self._opened.sessions["encoder"], self.main_input_name)
         # Decoders of other tools may read the encoder's output themselves.
         self._cross_session = self._opened.sessions.get("cross_attention")
+
+    def _make_encoder(self, session: Session, main_input_name: str) -> EncoderOf:
+        return EncoderOf(session, main_input_name)
+
+    def watch(self, around: Callable[[str, Session], Session]) -> None:
+        """Put something around the session of each graph, by component, until the model is opened again."""
+        self._encoder = self._make_encoder(around("encoder", self._opened.sessions["encoder"]), self.main_input_name)
+        self._decoder_session = around("decoder", self._decoder_session)
+        if self._cross_session is not None:
+            self._cross_session = around("cross_attention", self._cross_session)
 
     @property
     def main_input_name(self) -> str:

@@ -75,6 +75,11 @@ class Familiar:
         return [name for name in self._opened.backend.aliases if name.endswith("ExecutionProvider")]
 
     @property
+    def provider(self) -> str | None:
+        """The first of them."""
+        return next(iter(self.providers), None)
+
+    @property
     def input_names(self) -> dict[str, int]:
         """Inputs of the first graph, with their positions."""
         return {spec.name: place for place, spec in enumerate(self._session.inputs)}

@@ -108,6 +108,13 @@ class _Watched:
         self.used = True
         return (with_defaults(batch, self._names, self._own_defaults) for batch in self._batches)
 
+    @property
+    def parts(self) -> Mapping[str, Iterable[Mapping[str, torch.Tensor]]]:
+        """Batches of each graph by component, where whoever made the batches has them; else none."""
+        found: Mapping[str, Iterable[Mapping[str, torch.Tensor]]] = getattr(self._batches, "parts", {})
+        self.used = self.used or bool(found)
+        return found
+
 
 def _with_calibration(made: Artifact, calibration: object) -> Artifact:
     """The artifact with a record of the calibration data that was read, where the data tells what it is, beside what the

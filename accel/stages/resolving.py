@@ -22,6 +22,7 @@ from .foreign import adopt, beside_config, holds_graphs
 if TYPE_CHECKING:
     import torch
 
+_GRAPHS = (".onnx", ".xml")
 Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
 
 
@@ -89,7 +90,8 @@ def resolve(
     """Find out what was named; an id is downloaded if it is not here.
 
     Args:
-        model: Hub id, folder, artifact, one of our models, or a PyTorch module.
+        model: Hub id, folder, artifact, one of our models, or a PyTorch module; or one graph's file in a folder, or in a
+            repository of the Hub (`org/name/onnx/model_q4.onnx`).
         task: Its task, where it does not say it itself.
         default_task: The task of a class that loads it, for folders that are of no other.
         hub: How to reach it.
@@ -118,6 +120,19 @@ def resolve(
     if not os.fspath(model):
         raise ConfigError("The model's name is empty.", fix="name a Hub id or a folder; `.` is the current one.")
     weights = weights or export is True
+    named = _graph_named(model)
+    if named is not None and not weights:
+        if file_name is not None or variant is not None:
+            raise ConfigError(
+                f"{model} is a graph already, beside file_name={file_name!r} and variant={variant!r}.",
+                fix="name the folder, or leave them out.",
+            )
+        inside = "/".join(part for part in (hub.subfolder, named.subfolder) if part)
+        found = resolve(
+            named.model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), file_name=named.file,
+            export=export,
+        )  # fmt: skip
+        return replace(found, id=os.fspath(model))
     location = locate(model, hub, want_graph=False if weights else None if export is None else not export)
     folder = location.folder
     found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
@@ -148,6 +163,31 @@ def resolve(
         )
     kind: Kind = "adapter" if adapter else "weights"
     return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph's file as it was named: the folder or Hub id, the subfolder without a config of its own, and the file in it."""
+
+    model: str
+    subfolder: str
+    file: str
+
+
+def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
+    """A graph's file, where that was named: on this machine, or in a repository of the Hub."""
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.suffix not in _GRAPHS or path.is_dir():
+        return None
+    if path.is_file():
+        folder = path.absolute().parent
+        own = (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file()
+        return _Graph(*((str(folder), "") if own else (str(folder.parent), folder.name)), path.name)
+    parts = text.split("/")
+    if len(parts) < 3 or text.startswith((".", "/", "~")):
+        return None
+    return _Graph("/".join(parts[:2]), "/".join(parts[2:-1]), parts[-1])
 
 
 def _holding(file_name: str | None, folder: Path) -> Artifact | None:

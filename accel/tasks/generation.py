@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .audio import AUDIO
+from .image import IMAGE
 from .spec import TaskSpec
 from .text import TEXT
 
@@ -28,6 +30,7 @@ SPECS = (
         synonyms=("seq2seq-lm", "text2text-generation-with-past"),
         generates=True,
         encoder_decoder=True,
+        columns=(TEXT,),
         own_pipelines={
             "text2text-generation": "accel.models.pipelines.text_to_text:Text2TextGenerationPipeline",
             "summarization": "accel.models.pipelines.text_to_text:SummarizationPipeline",
@@ -45,6 +48,8 @@ SPECS = (
         modalities=("audio",),
         generates=True,
         encoder_decoder=True,
+        columns=(AUDIO,),
+        encode="accel.data.sounds:encode_sounds",
     ),
     TaskSpec(
         name="image-to-text",
@@ -56,6 +61,8 @@ SPECS = (
         modalities=("image",),
         generates=True,
         encoder_decoder=True,
+        columns=(IMAGE,),
+        encode="accel.data.batches:encode_images",
     ),
     TaskSpec(
         name="image-text-to-text",

@@ -322,6 +322,11 @@ class _First:
     def __iter__(self) -> Iterator[Feeds]:
         return itertools.islice(iter(self._batches), self._count)
 
+    @property
+    def parts(self) -> dict[str, Sequence[Feeds]]:
+        """Likewise those of each graph, where the batches have them."""
+        return {name: found[: self._count] for name, found in getattr(self._batches, "parts", {}).items()}
+
 
 def _silent(what: str, done: int, total: int | None) -> None:
     """Steps inside a step do not report."""

@@ -11,20 +11,23 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
+from ..backends.interfaces import Feeds
 from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..models.opening import close, open_model
+from ..models.recording import PartBatches
 from ..stages.quantize_once import quantize as quantize_once
 from ..stages.resolving import artifact_of
+from ..tasks.infer import task_spec
 from .attempts import BudgetSearch
 
 logger = logging.getLogger(__name__)
@@ -97,7 +100,7 @@ def quantize(
     if data is None and metric is not None:
         raise ConfigError("A metric needs labelled data to measure on.", fix="pass data=... (--data FILE).")
     _refuse_quantized(artifact)
-    batches = None
+    batches: Iterable[Feeds] | None = None
     if calibration is not None:
         batches = calibration_batches(
             artifact,
@@ -107,6 +110,8 @@ def quantize(
             split=calibration_split,
             max_length=max_length,
         )
+        if task_spec(artifact.task).encoder_decoder and len(artifact.components) > 1:
+            batches = PartBatches(artifact, batches)
     if data is None:
         return quantize_once(artifact, target, calibration=batches, backend=backend, config=chosen)
     named = config is not None or "scheme" in settings

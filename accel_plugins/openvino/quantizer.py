@@ -57,32 +57,46 @@ class NncfQuantizer:
         _check(config, evaluate)
         refuse_onnx_decoders(artifact)
         alone = len(artifact.components) == 1
+        parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
         if not alone:
-            _check_several(artifact, config, calibration)
-        batches = None if calibration is None else _rows(calibration, artifact.components[0], config.samples)
+            _check_several(artifact, config, calibration, parts)
+        read = {
+            component.name: None
+            if calibration is None
+            else _rows(calibration if alone else parts[component.name], component, config.samples)
+            for component in artifact.components
+        }
         made = []
         for component in artifact.components:
-            model = read_model(artifact, component)
+            model, batches = read_model(artifact, component), read[component.name]
             if config.scheme == "static-int8":
                 quantized = _static(nncf, model, artifact, config, batches, evaluate, out)
             else:
                 quantized = _weights_only(nncf, model, config, batches)
             made.append(write_graph(quantized, component, out, alone=alone))
         copy_companions(artifact.path, out)
-        return Artifact.create(out, _manifest(artifact, config, tuple(made), batches))
+        return Artifact.create(out, _manifest(artifact, config, tuple(made), read[artifact.components[0].name]))
 
 
-def _check_several(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feeds] | None) -> None:
-    """Refuse what needs data for each of several graphs: a batch holds the inputs of a model, not of its parts.
+def _check_several(
+    artifact: Artifact,
+    config: QuantizeConfig,
+    calibration: Iterable[Feeds] | None,
+    parts: Mapping[str, Iterable[Feeds]],
+) -> None:
+    """Refuse data of the first of several graphs alone, and a measure inside of NNCF, which has one graph.
 
     Raises:
-        QuantizeError: With the scheme that needs no data.
+        QuantizeError: With what to use instead.
+        ConfigError: `max_drop` inside of NNCF.
     """
     names = " and ".join(component.name for component in artifact.components)
-    if config.scheme == "static-int8" or calibration is not None:
+    if config.scheme == "static-int8" and config.max_drop is not None:
+        raise ConfigError(f"NNCF's max_drop is for one graph, not {names}.", fix="leave max_drop out of the settings.")
+    if calibration is not None and set(parts) != {component.name for component in artifact.components}:
         raise QuantizeError(
             f"{config.scheme} with calibration data needs data for each of the graphs {names}.",
-            fix="use weight-int8 or weight-int4 without calibration data.",
+            fix="use accel.quantize, which makes them, or weight-int8 without calibration data.",
         )
 
 

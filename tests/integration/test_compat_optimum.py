@@ -273,3 +273,14 @@ def test_standing_in_for_what_is_installed_is_refused(monkeypatch: pytest.Monkey
         standing.stand_in_for("optimum-onnx")
     assert "pip uninstall optimum-onnx" in str(caught.value)
     assert isinstance(caught.value, ImportError | AccelError)
+
+
+def test_level_zero_changes_nothing(model: Any, tmp_path: Path) -> None:
+    config = optimum.OptimizationConfig(optimization_level=0, enable_transformers_specific_optimizations=False)
+    model.save_pretrained(tmp_path)
+    optimizer = optimum.ORTOptimizer.from_pretrained(model)
+    optimizer.optimize(config, tmp_path)
+    pair = (tmp_path / "model.onnx", tmp_path / "model_optimized.onnx")
+    assert optimizer.get_nodes_number_difference(*pair) == 0
+    assert optimizer.get_operators_difference(*pair) == {}
+    assert optimizer.normalized_config.model_type == "bert"

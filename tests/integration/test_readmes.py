@@ -6,10 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
+from scipy.io import wavfile
 from transformers import AutoTokenizer, pipeline
+
+from accel.testing.generators import save_generator
 
 
 def test_a_graph_in_a_subfolder_writes_text(generator: Any, tmp_path: Path) -> None:
@@ -70,3 +75,45 @@ def test_a_model_is_quantized_while_it_is_loaded(tiny_folder: Callable[..., Path
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     again = OVModelForSequenceClassification.from_pretrained(save_dir)
     torch.testing.assert_close(again(**given).logits, q_model(**given).logits)
+
+
+def _speech(folder: Path) -> None:
+    """A stand-in for LibriSpeech: noise in wave files, as the real one has them, decoded by nobody yet."""
+    draw = np.random.default_rng(0)
+    for number in range(4):
+        samples = (0.1 * draw.standard_normal(14_000 + 300 * number)).astype(np.float32)
+        wavfile.write(folder / f"{number}.wav", 16_000, samples)
+
+
+@pytest.mark.thorough
+def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.compat.optimum import OVModelForSpeechSeq2Seq, OVQuantizationConfig
+
+    _speech(tmp_path)
+    asked = []
+
+    def load_dataset(path: str, **settings: Any) -> Any:
+        asked.append((path, settings["data_dir"], settings["split"]))
+        waves = sorted(map(str, tmp_path.glob("*.wav")))
+        rows = datasets.Dataset.from_dict({"audio": waves, "text": ["a"] * len(waves)})
+        return rows.cast_column("audio", datasets.Audio(16_000)).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    # A second of sound, as long as its feature extractor makes everything.
+    model_id = save_generator(tmp_path / "whisper", "whisper", max_source_positions=50)
+    q_config = OVQuantizationConfig(dtype="int8", dataset="librispeech", num_samples=50)
+    q_model = OVModelForSpeechSeq2Seq.from_pretrained(model_id, quantization_config=q_config)
+    save_dir = tmp_path / "nncf_results"
+    q_model.save_pretrained(save_dir)
+
+    assert asked == [("openslr/librispeech_asr", "clean", "validation")]
+    again = OVModelForSpeechSeq2Seq.from_pretrained(save_dir)
+    assert {session.compute_dtype for session in again.sessions.values()} == {"int8"}
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(model_id)
+    _, samples = wavfile.read(tmp_path / "0.wav")
+    features = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features
+    given = {"input_features": features, "decoder_input_ids": torch.tensor([[2, 5, 9]])}
+    wanted = transformers.WhisperForConditionalGeneration.from_pretrained(model_id)(**given).logits
+    # Eight bits of weights and activations, of logits up to 7.
+    difference = (again(**given).logits - wanted).abs().max()
+    assert 1e-3 < difference < 0.1 * wanted.abs().max()

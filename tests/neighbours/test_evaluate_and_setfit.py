@@ -53,6 +53,71 @@ def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == np.mean(np.array(predicted) == np.array(ROWS["label"]))
 
 
+CLASSES = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
+
+
+@pytest.fixture(scope="module")
+def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A metric that is here: those by name are fetched from the Hub."""
+    evaluate = pytest.importorskip("evaluate", reason="needs evaluate")
+    metric = tmp_path_factory.mktemp("share") / "share.py"
+    metric.write_text(_METRIC, encoding="utf-8")
+    return evaluate.load(str(metric))
+
+
+@pytest.mark.parametrize("given", ["model", "folder", "pipeline", "PyTorch"])
+def test_our_evaluator_of_texts(given: str, share: Any, tmp_path: Path) -> None:
+    import datasets
+    import transformers
+
+    from accel.compat.evaluate import evaluator
+
+    source = save_tiny(tmp_path / "bert", "bert")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    original = transformers.AutoModelForSequenceClassification.from_pretrained(source)
+    settings: dict[str, Any] = {
+        "model": lambda: {"model_or_pipeline": accel.ORTModelForSequenceClassification.from_pretrained(source)},
+        "folder": lambda: {"model_or_pipeline": str(source)},
+        "pipeline": lambda: {"model_or_pipeline": accel.pipeline("text-classification", model=str(source))},
+        "PyTorch": lambda: {"model_or_pipeline": original, "tokenizer": tokenizer},
+    }[given]()
+    found = evaluator("text-classification").compute(
+        data=datasets.Dataset.from_dict(ROWS), metric=share, label_mapping=CLASSES, **settings
+    )
+    predicted = original(**tokenizer(ROWS["text"], padding=True, return_tensors="pt")).logits.argmax(-1)
+    assert found["share"] == np.mean(predicted.numpy() == np.array(ROWS["label"]))
+    assert found["samples_per_second"] > 0
+
+
+def test_our_evaluator_of_images(share: Any, tmp_path: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    from accel.compat.evaluate import evaluator
+
+    source = save_tiny(tmp_path / "vit", "vit", "image-classification")
+    draw = np.random.default_rng(0)
+    pictures = [Image.fromarray(draw.integers(0, 255, (32, 32, 3), np.uint8)) for _ in range(3)]
+    data = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 2]}).cast_column("image", datasets.Image())
+    found = evaluator("image-classification").compute(
+        accel.ORTModelForImageClassification.from_pretrained(source), data=data, metric=share, label_mapping=CLASSES
+    )
+    pipe = accel.pipeline("image-classification", model=str(source))
+    wanted = [CLASSES[pipe(picture, top_k=1)[0]["label"]] for picture in pictures]
+    assert found["share"] == np.mean(np.array(wanted) == np.arange(3))
+
+
+def test_our_evaluator_refuses_a_pipeline_for_something_else(share: Any, tmp_path: Path) -> None:
+    import datasets
+
+    from accel.compat.evaluate import evaluator
+    from accel.errors import ConfigError
+
+    pipe = accel.pipeline("fill-mask", model=str(save_tiny(tmp_path / "bert", "bert", "fill-mask")))
+    with pytest.raises(ConfigError, match="for fill-mask, not text-classification"):
+        evaluator("text-classification").compute(pipe, data=datasets.Dataset.from_dict(ROWS), metric=share)
+
+
 _METRIC = """
 import datasets
 import evaluate

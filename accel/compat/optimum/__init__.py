@@ -21,6 +21,8 @@ _MODULE_OF = {
     "get_provider_for_device": "providers",
     "OptimizationConfig": "optimization",
     "ORTConfig": "records",
+    "ORTDecoderForSeq2Seq": "parts",
+    "ORTEncoder": "parts",
     "ORTModel": "models",
     "ORTOptimizer": "optimization",
     "ORTQuantizableOperator": "quantization",

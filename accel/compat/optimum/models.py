@@ -6,20 +6,25 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from ...artifact.manifest import MANIFEST, Artifact
-from ...errors import InputError
+from ...backends.interfaces import Session
 from ...models import base
+from ...models.decoders import Generator
+from ...models.encoder_decoder import EncoderDecoder
 from ...models.saving import save_model
 from ...tasks.infer import task_spec
+from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, runtime_of
 
 logger = logging.getLogger(__name__)
 
 # Of builds for Azure's endpoints, where it is listed first: it computes what runs here on the CPU.
 _ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
+# Settings of `generate` that ask each call for more than logits.
+_ANSWERED = ("output_attentions", "output_hidden_states")
 
 
 class Words(base.ORTModel):
@@ -27,6 +32,7 @@ class Words(base.ORTModel):
 
     _use_cache: bool | None = None
     _use_io_binding: bool | None = None
+    _use_merged: bool | None = None
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
@@ -40,13 +46,13 @@ class Words(base.ORTModel):
             # Of a folder there is nothing to download.
             del arguments["force_download"]
         made = super().from_pretrained(model_id, **cls._translated(arguments))
-        made.remember(use_cache, use_io_binding)
+        made.remember(use_cache, use_io_binding, arguments.get("use_merged"))
         return made
 
-    def remember(self, use_cache: bool | None, use_io_binding: bool | None) -> None:
+    def remember(self, use_cache: bool | None, use_io_binding: bool | None, use_merged: bool | None) -> None:
         """Keep what was asked for at loading."""
-        self._use_cache, self._use_io_binding = use_cache, use_io_binding
-        if use_cache is not None and self.can_generate() and hasattr(self.config, "use_cache"):
+        self._use_cache, self._use_io_binding, self._use_merged = use_cache, use_io_binding, use_merged
+        if use_cache is not None and self.can_generate():
             self.config.use_cache = use_cache
 
     @classmethod
@@ -60,8 +66,9 @@ class Words(base.ORTModel):
         if cls.task == "feature-extraction":
             # Pooling of a sentence-transformers folder is done by who asks for hidden states.
             given.setdefault("task", cls.task)
+        named_one = file_name_of({name: given.pop(name, None) for name in PART_NAMES})
         if given.get("file_name") is None:
-            given.pop("file_name", None)
+            given["file_name"] = named_one
         return given
 
     @property
@@ -71,10 +78,7 @@ class Words(base.ORTModel):
         Raises:
             InputError: This backend shows none.
         """
-        native = getattr(self._session, "runtime", None)
-        if native is None:
-            raise InputError(f"The backend {self.backend!r} shows no session.", fix="call the model itself.")
-        return native
+        return runtime_of(self._session, self.backend)
 
     @property
     def model(self) -> Any:
@@ -124,6 +128,57 @@ class Words(base.ORTModel):
             return
         config, generation = self.config, self.generation_config
         save_model(self.artifact, config, target, generation_config=generation, overwrite=True, companions=False)
+
+
+class Writes(Words, Generator):
+    """Models that generate."""
+
+    def _check_rest(self, rest: Mapping[str, Any]) -> None:
+        # Of `generate`, which scripts pass to single calls, too, where transformers does not read them either.
+        super()._check_rest(
+            {
+                name: value
+                for name, value in rest.items()
+                if name in _ANSWERED or not hasattr(self.generation_config, name)
+            }
+        )
+
+
+class WithEncoder(Writes, EncoderDecoder):
+    """Models with an encoder, whose graphs Optimum's scripts read one by one."""
+
+    # Whisper's `generate` keeps something of its own here; several graphs have no session that is the model's.
+    model: Any = None
+
+    def _make_encoder(self, session: Session, main_input_name: str) -> ORTEncoder:
+        return ORTEncoder(self, session, main_input_name)
+
+    @property
+    def can_use_cache(self) -> bool:
+        """Likewise; of a merged decoder in any case."""
+        return super().can_use_cache or (
+            self._use_merged is True and any(part.stateful for part in self.artifact.components)
+        )
+
+    @property
+    def decoder(self) -> ORTDecoderForSeq2Seq:
+        """The decoder, callable by itself."""
+        return ORTDecoderForSeq2Seq(self, is_merged=self._use_merged is True)
+
+    @property
+    def decoder_with_past(self) -> ORTDecoderForSeq2Seq | None:
+        """The same graph; `None` where Optimum has no second one, merged or without a cache."""
+        return self.decoder if self.can_use_cache and not self._use_merged else None
+
+    @property
+    def use_merged(self) -> bool:
+        """What was asked for."""
+        return self.decoder.is_merged
+
+    @property
+    def parts(self) -> list[ORTPart]:
+        """The encoder and the decoder."""
+        return [self.encoder, self.decoder]
 
 
 class ORTModel(Words):
@@ -211,7 +266,12 @@ class OVModel(Words):
 
 def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
     facts = {"__module__": __name__, "__doc__": original.__doc__, "task": original.task}
-    made = type(name, (kind, original), facts)
+    kinds: tuple[type[Any], ...] = (kind,)
+    if issubclass(original, EncoderDecoder):
+        kinds = (WithEncoder, kind)
+    elif issubclass(original, Generator):
+        kinds = (Writes, kind)
+    made = type(name, (*kinds, original), facts)
     # Found by pickle, and by whoever looks for the class of a pickled model.
     globals()[name] = made
     return made

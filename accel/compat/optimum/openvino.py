@@ -18,6 +18,7 @@ from ...stages.quantize_once import quantize
 from ...tuning.budget import quantize as quantize_with_data
 from .calibration import batches_of, calibration_rows, only_inputs
 from .placing import without_mark
+from .predefined import OTHERS, PREDEFINED, predefined_rows
 from .records import Record
 
 logger = logging.getLogger(__name__)
@@ -382,6 +383,8 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
         texts = config.dataset
         if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
             texts = [{"text": text} for text in texts]
+        elif isinstance(texts, str) and (texts in PREDEFINED or texts in OTHERS):
+            texts = predefined_rows(texts, ours.samples)
         made = quantize_with_data(model.artifact, target, calibration=texts, config=ours, backend=BACKEND)
     else:
         if rows is None and isinstance(config, OVQuantizationConfig):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import transformers
+
 from ...artifact.writing import scratch
 from ...config import OptimizeConfig
 from ...errors import ConfigError, did_you_mean
@@ -106,6 +108,11 @@ class OptimizationConfig:
         """Whose kernels the graph is made for."""
         return _GPU if self.optimize_for_gpu else _CPU
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether neither the runtime nor the transformer's rewriting was asked for."""
+        return not (self.optimization_level or self.enable_transformers_specific_optimizations or self.fp16)
+
     def to_accel(self) -> OptimizeConfig:
         """The same in our settings."""
         for item in fields(self):
@@ -195,6 +202,12 @@ class ORTOptimizer:
             )
         return cls(source_of(model_or_path, file_names[0] if file_names else None))
 
+    @property
+    def normalized_config(self) -> Any:
+        """The model's config; of a model of texts and images, that of the images."""
+        config = transformers.AutoConfig.from_pretrained(self._source.path, local_files_only=True)
+        return config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
+
     def optimize(
         self,
         optimization_config: OptimizationConfig,
@@ -218,7 +231,9 @@ class ORTOptimizer:
             raise ConfigError("Weights beside a graph are one file here.", fix="leave one_external_file out.")
         config = optimization_config.to_accel()
         with scratch() as folder:
-            made = optimize(self._source, folder / "made", config=config, backend=optimization_config.backend)
+            made = self._source
+            if not optimization_config.changes_nothing:
+                made = optimize(made, folder / "made", config=config, backend=optimization_config.backend)
             target = place(made, save_dir, file_suffix)
         ORTConfig(optimization=optimization_config).save_pretrained(target)
         return target

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...artifact.manifest import MANIFEST, MARK, Artifact, Component, with_files
-from ...artifact.writing import copy_companions, merging
+from ...artifact.writing import copy_companions, copy_file, merging
 from ...errors import ConfigError, OutputFolderError
 from ...stages.resolving import resolve
 
@@ -45,12 +45,13 @@ def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) 
     target = Path(save_dir).expanduser().absolute()
     named = {component.name: _named(component.file, suffix) for component in made.components}
     plain = len(made.components) == 1 and not made.components[0].stateful
+    whole = len(made.components) == 1 and made.bytes < _IN_ONE_FILE_BYTES
     there = _graphs_in(target)
     if not there or there == set(named.values()):
-        _write_artifact(made, target, named, whole=plain and made.bytes < _IN_ONE_FILE_BYTES, marked=not plain)
+        _write_artifact(made, target, named, whole=whole, marked=not plain)
     elif plain:
         copy_companions(made.path, target)
-        _write_graphs(made, target, named, whole=made.bytes < _IN_ONE_FILE_BYTES, marked=False)
+        _write_graphs(made, target, named, whole=whole, marked=False)
     elif not suffix:
         raise OutputFolderError(
             f"{target} holds another artifact ({', '.join(sorted(there))}).",
@@ -58,13 +59,9 @@ def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) 
         )
     else:
         inner = target / suffix
-        _write_artifact(made, inner, named, whole=False, marked=True)
+        _write_artifact(made, inner, named, whole=whole, marked=True)
         for path in inner.glob("*.onnx*"):
-            (target / path.name).unlink(missing_ok=True)
-            try:
-                os.link(path, target / path.name)
-            except OSError:
-                shutil.copyfile(path, target / path.name)
+            copy_file(path, target / path.name)
     return target
 
 

@@ -314,7 +314,7 @@ def variants_of(
             label = f"{resolved.name} [{spec.name}]" if spec is not None else resolved.name
             found.append(
                 Variant(
-                    name=_unused(label, found), path=artifact.path, task=resolved.task,
+                    name=_unused(label, found), path=_path_of(resolved, artifact), task=resolved.task,
                     backend=spec.name if spec else None, device=device, options=options,
                     trust_remote_code=hub.trust_remote_code,
                 )
@@ -325,6 +325,12 @@ def variants_of(
     if len(tasks) != 1:
         raise ConfigError(f"The models do different tasks: {sorted(tasks)}.", fix="benchmark one task at a time.")
     return variants
+
+
+def _path_of(resolved: Resolved, artifact: Artifact) -> Path:
+    """What another process finds the same graphs by: of several in one folder, the file of one."""
+    lies_there = resolved.kind == "foreign" and artifact.path == resolved.folder
+    return artifact.path / artifact.components[0].file if lies_there else artifact.path
 
 
 def pytorch_variant(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...artifact.manifest import MANIFEST, MARK
+from ...artifact.writing import copy_file
 from .reading import external_place, graphs_in
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) 
         The files that each needs beside it.
     """
     places: dict[str, tuple[int, int]] = {}
-    linked: dict[Path, str] = {}
+    copied: dict[Path, str] = {}
     beside: dict[str, list[str]] = {}
     with (out / WEIGHTS).open("wb") as file:
         for name, (model, folder) in graphs.items():
@@ -78,9 +78,9 @@ def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) 
                 if tensor.data_location == tensor.EXTERNAL:
                     place, *_ = external_place(tensor)
                     source = (folder / place).resolve()
-                    linked.setdefault(source, _linked(source, out, f"{len(linked)}-{Path(place).name}"))
-                    _point(tensor, linked[source])
-                    needs.add(linked[source])
+                    copied.setdefault(source, _beside(source, out, f"{len(copied)}-{Path(place).name}"))
+                    _point(tensor, copied[source])
+                    needs.add(copied[source])
                 elif is_large(tensor):
                     key = content(tensor, folder)
                     if key not in places:
@@ -98,13 +98,10 @@ def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) 
     return beside
 
 
-def _linked(source: Path, out: Path, name: str) -> str:
-    """The file under a name in `out`: without a copy, where both are on one disk."""
+def _beside(source: Path, out: Path, name: str) -> str:
+    """The file under a name in `out`."""
     if not (out / name).exists():
-        try:
-            os.link(source, out / name)
-        except OSError:
-            shutil.copyfile(source, out / name)
+        copy_file(source, out / name)
     return name
 
 

@@ -1,0 +1,57 @@
+"""The data sets that optimum-intel calls by a word: rows of them, of which no more are downloaded than are read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ArtifactNotFoundError, ConfigError
+
+# As arguments of `datasets.load_dataset`.
+PREDEFINED: Mapping[str, Mapping[str, Any]] = {
+    "librispeech": {
+        "path": "openslr/librispeech_asr",
+        "data_dir": "clean",
+        "split": "validation",
+        "revision": "refs/convert/parquet",
+    },
+    "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
+    "c4": {"path": "allenai/c4", "name": "en", "split": "train"},
+}
+OTHERS = ("auto", "c4-new", "gsm8k", "conceptual_captions", "contextual", "textvqa", "coco")
+
+
+def predefined_rows(word: str, count: int) -> Any:
+    """The first rows of a data set with something in them: a `datasets.Dataset`; sounds are left as they are in their files.
+
+    Raises:
+        ConfigError: A word of optimum-intel's that is not among these.
+        ArtifactNotFoundError: The data set cannot be reached.
+    """
+    import datasets
+
+    if word in OTHERS:
+        raise ConfigError(
+            f"dataset={word!r} of optimum-intel has no counterpart here.",
+            fix=f"use {', '.join(PREDEFINED)}, a list of texts, the name of a data set, or calibration_dataset=rows.",
+        )
+    try:
+        stream = datasets.load_dataset(**PREDEFINED[word], streaming=True)
+        for name, feature in (stream.features or {}).items():
+            if isinstance(feature, datasets.Audio):
+                stream = stream.cast_column(name, datasets.Audio(feature.sampling_rate, decode=False))
+        rows = list(itertools.islice((row for row in stream if _holds_something(row)), count))
+    except (datasets.exceptions.DatasetsError, OSError, RuntimeError) as error:
+        raise ArtifactNotFoundError(
+            f"The data set {PREDEFINED[word]['path']!r} cannot be fetched from the Hub: {error}",
+            fix="check the network, or pass rows as calibration_dataset=...",
+        ) from error
+    if stream.features is None:
+        return datasets.Dataset.from_list(rows)
+    # The rows as they lie in Arrow: to put sounds into a data set anew takes a decoder.
+    return datasets.Dataset(datasets.table.InMemoryTable.from_pylist(rows, schema=stream.features.arrow_schema))
+
+
+def _holds_something(row: Mapping[str, Any]) -> bool:
+    return not isinstance(row.get("text"), str) or bool(row["text"].strip())

@@ -1,0 +1,114 @@
+"""What each graph of a model with an encoder is fed while it generates: data to calibrate its decoder with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..artifact.manifest import Artifact
+from ..backends.interfaces import Feeds, Session
+from ..errors import QuantizeError
+from .encoder_decoder import EncoderDecoder
+from .opening import close, open_model
+
+# Enough for ranges: what a decoder computes does not grow with its position.
+_NEW_TOKENS = 32
+_NEW_AXIS = "sequence"
+
+
+class PartBatches:
+    """Batches of a model's inputs, and of those of each of its graphs: the artifact generates from them, once.
+
+    Args:
+        artifact: A model with an encoder.
+        batches: Inputs of the encoder, which can be iterated more than once.
+        new_tokens: Tokens that each row is continued by, at most.
+
+    Attributes:
+        record: Which rows these are, for the manifest.
+    """
+
+    def __init__(self, artifact: Artifact, batches: Iterable[Feeds], new_tokens: int = _NEW_TOKENS) -> None:
+        self.record: dict[str, Any] = getattr(batches, "record", {})
+        self._artifact, self._batches, self._new_tokens = artifact, batches, new_tokens
+
+    def __iter__(self) -> Iterator[Feeds]:
+        return iter(self._batches)
+
+    @cached_property
+    def parts(self) -> dict[str, list[dict[str, torch.Tensor]]]:
+        """Batches by component, each with all tokens that the decoder read behind an empty cache."""
+        model = open_model(self._artifact)
+        assert isinstance(model, EncoderDecoder), "asked for models with an encoder alone"
+        try:
+            return inputs_by_part(model, self._batches, self._new_tokens)
+        finally:
+            close(model)
+
+
+def inputs_by_part(
+    model: EncoderDecoder, batches: Iterable[Feeds], new_tokens: int
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Let a model generate, and keep what its graphs were fed.
+
+    Raises:
+        QuantizeError: It does not generate from these inputs.
+    """
+    recorders: dict[str, _Recorder] = {}
+
+    def around(name: str, session: Session) -> Session:
+        recorders[name] = _Recorder(session)
+        return recorders[name]  # what it lacks it gets from the session
+
+    model.watch(around)
+    room = model.artifact.component("decoder").max_sizes.get("total", new_tokens + 1) - 1
+    for batch in batches:
+        try:
+            model.generate(**batch, max_new_tokens=min(new_tokens, room), do_sample=False, num_beams=1)
+        except ValueError as error:
+            raise QuantizeError(
+                f"The model does not generate from the calibration data: {error}",
+                fix="try model.generate(...) on a row of it, and mend the generation_config.json.",
+            ) from error
+    return {name: recorder.batches() for name, recorder in recorders.items()}
+
+
+class _Recorder:
+    """A session that remembers what it was fed."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._calls: list[tuple[object, dict[str, torch.Tensor]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, feeds: Feeds, *, state: Any = None, **settings: Any) -> dict[str, torch.Tensor]:
+        """Run the session."""
+        # The state is kept, so that no other one gets its identity.
+        self._calls.append((state, {name: tensor.clone() for name, tensor in feeds.items()}))
+        return self._session.run(feeds, state=state, **settings)
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        """One a call; calls that continued one state are one, with their new tokens side by side."""
+        found: list[list[dict[str, torch.Tensor]]] = []
+        last: object = None
+        for state, feeds in self._calls:
+            if state is None or state is not last:
+                found.append([])
+            found[-1].append(feeds)
+            last = state
+        axes = {spec.name: spec.shape.index(_NEW_AXIS) for spec in self._session.inputs if _NEW_AXIS in spec.shape}
+        return [_joined(calls, axes) for calls in found]
+
+
+def _joined(calls: list[dict[str, torch.Tensor]], axes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    if len(calls) == 1:
+        return calls[0]
+    return {
+        name: torch.cat([feeds[name] for feeds in calls], axes[name]) if name in axes else value
+        for name, value in calls[-1].items()
+    }

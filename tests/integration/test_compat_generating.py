@@ -1,0 +1,134 @@
+"""What scripts written for Optimum read of models that generate, and do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+
+from accel.artifact import Artifact
+from accel.compat import optimum
+from accel.compat.optimum.parts import file_name_of
+from accel.errors import ConfigError, InputError
+from accel.testing.generators import save_generator
+
+IDS = torch.tensor([[5, 6, 7, 3]])
+START = torch.tensor([[0, 8]])
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture
+def t5(generator: Callable[..., Artifact]) -> Callable[..., Any]:
+    def load(**settings: Any) -> Any:
+        return optimum.ORTModelForSeq2SeqLM.from_pretrained(generator("t5").path, **settings)
+
+    return load
+
+
+def test_each_graph_of_a_model_with_an_encoder_is_read(t5: Callable[..., Any]) -> None:
+    model = t5()
+    assert isinstance(model.encoder, optimum.ORTEncoder)
+    assert isinstance(model.decoder, optimum.ORTDecoderForSeq2Seq)
+    for part in model.parts:
+        assert isinstance(part.session, onnxruntime.InferenceSession)
+        assert part.path.is_file()
+        assert part.providers == [part.session.get_providers()[0]] == [model.provider]
+    assert "input_ids" in model.encoder.input_names
+    assert "logits" in model.decoder.output_names
+
+
+def test_encoder_and_decoder_one_after_the_other_are_the_model(t5: Callable[..., Any]) -> None:
+    model = t5()
+    hidden = model.encoder(input_ids=IDS).last_hidden_state
+    found = model.decoder(START, hidden, torch.ones_like(IDS))
+    torch.testing.assert_close(found.logits, model(input_ids=IDS, decoder_input_ids=START).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("use_cache", "use_merged", "second", "can"),
+    [(True, None, True, True), (True, True, False, True), (False, False, False, False), (False, True, False, True)],
+)
+def test_decoders_are_said_to_be_as_they_were_asked_for(
+    t5: Callable[..., Any], use_cache: bool, use_merged: bool | None, second: bool, can: bool
+) -> None:
+    model = t5(use_cache=use_cache, use_merged=use_merged)
+    assert (model.decoder_with_past is not None) is second
+    assert model.decoder.is_merged is model.use_merged is (use_merged is True)
+    assert model.can_use_cache is can
+    assert model.config.use_cache is use_cache
+
+
+def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
+    t5: Callable[..., Any], generator: Callable[..., Artifact]
+) -> None:
+    source = generator("t5").manifest.source.id  # type: ignore[union-attr]
+    original = transformers.AutoModelForSeq2SeqLM.from_pretrained(source)
+    wanted = original(input_ids=IDS, decoder_input_ids=START).past_key_values
+    found = t5()(input_ids=IDS, decoder_input_ids=START).past_key_values
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
+        for ours, theirs in pairs:
+            # Of their size, which T5 does not divide by.
+            atol = 1e-5 * float(theirs.keys.abs().max())
+            torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.0, atol=atol)
+            torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)
+
+
+def test_settings_of_generate_change_nothing_in_one_call(t5: Callable[..., Any]) -> None:
+    model = t5()
+    plain = model(input_ids=IDS, decoder_input_ids=START).logits
+    assert torch.equal(model(input_ids=IDS, decoder_input_ids=START, num_beams=1, do_sample=True).logits, plain)
+    with pytest.raises(InputError, match="output_attentions"):
+        model(input_ids=IDS, decoder_input_ids=START, output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "one"),
+    [
+        ({}, None),
+        ({"encoder_file_name": "encoder_model.onnx"}, None),
+        ({"decoder_file_name": "decoder_model_merged.onnx"}, "decoder_model_merged.onnx"),
+        (
+            {"encoder_file_name": "encoder_model_q4.onnx", "decoder_file_name": "decoder_model_q4.onnx"},
+            "decoder_model_q4.onnx",
+        ),
+    ],
+)
+def test_graphs_are_named_one_by_one(given: dict[str, str], one: str | None) -> None:
+    assert file_name_of(given) == one
+
+
+def test_graphs_of_different_variants_are_refused() -> None:
+    with pytest.raises(ConfigError, match="different variants"):
+        file_name_of({"encoder_file_name": "encoder_model_quantized.onnx"})
+
+
+def test_a_quantized_decoder_beside_its_original_is_read_by_onnx(
+    generator: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model = optimum.ORTModelForCausalLM.from_pretrained(generator("llama").path)
+    model.save_pretrained(folder)
+    quantizer = optimum.ORTQuantizer.from_pretrained(model)
+    quantizer.quantize(optimum.AutoQuantizationConfig.avx512(is_static=False), save_dir=folder)
+    graph = onnx.load(folder / "model_quantized.onnx").graph
+    assert any(node.op_type in ("MatMulInteger", "DynamicQuantizeMatMul") for node in graph.node)
+    again = optimum.ORTModelForCausalLM.from_pretrained(folder, file_name="model_quantized.onnx")
+    assert again.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+@pytest.mark.thorough
+def test_opt_counts_positions_by_the_mask(tmp_path: Path) -> None:
+    source = save_generator(tmp_path / "opt", "opt")
+    inputs = {"input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 5]]), "attention_mask": torch.ones(2, 4).long()}
+    inputs["attention_mask"][0, :2] = 0
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(source)(**inputs).logits
+    found = optimum.ORTModelForCausalLM.from_pretrained(source)(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found[real], wanted[real], rtol=0.0, atol=1e-4)

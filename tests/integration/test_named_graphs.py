@@ -1,0 +1,137 @@
+"""One graph of a folder, named by its file wherever a model is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import accel
+from accel.artifact import Artifact
+from accel.artifact.hub import HubOptions, Location
+from accel.cli import app
+from accel.compat import optimum
+from accel.errors import ArtifactNotFoundError, ConfigError
+from accel.measuring.latency.benchmarking import Baselines, variants_of
+from accel.measuring.latency.variants import resolved_variant
+from accel.stages import resolving
+from accel.stages.resolving import resolve
+from accel.testing.folders import unmark
+
+IDS = torch.tensor([[2, 9, 10, 3]])
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.zeros_like(IDS)}
+
+
+@pytest.fixture(scope="module")
+def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as on the Hub: configs above, a graph and its quantized form in `onnx`."""
+    artifact = tiny_artifact()
+    base = tmp_path_factory.mktemp("named")
+    quantized = accel.quantize(artifact, base / "quantized", scheme="dynamic-int8")
+    folder = base / "repository"
+    (folder / "onnx").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(artifact.path / name, folder)
+    for made, name in ((artifact, "model.onnx"), (quantized, "model_quantized.onnx")):
+        # Weights inside: those beside a graph would have one name.
+        onnx.save(onnx.load(made.path / "model.onnx"), folder / "onnx" / name)
+        unmark(folder / "onnx" / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(repository: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for variant in (None, "quantized"):
+        with accel.ORTModelForSequenceClassification.from_pretrained(repository, variant=variant) as model:
+            found[f"model{'_quantized' if variant else ''}.onnx"] = model(**INPUTS).logits
+    assert not torch.equal(*found.values())
+    return found
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model_quantized.onnx"])
+@pytest.mark.parametrize("load", [accel.ORTModel, accel.ORTModelForSequenceClassification, optimum.ORTModel])
+def test_a_file_is_loaded_with_the_config_above(
+    load: Any, file: str, repository: Path, answers: dict[str, torch.Tensor]
+) -> None:
+    with load.from_pretrained(repository / "onnx" / file) as model:
+        assert torch.equal(model(**INPUTS).logits, answers[file])
+        again = pickle.loads(pickle.dumps(model))
+    with again:
+        assert torch.equal(again(**INPUTS).logits, answers[file])
+
+
+def test_a_pipeline_takes_a_file(repository: Path) -> None:
+    file = repository / "onnx" / "model_quantized.onnx"
+    pipe = accel.pipeline("text-classification", model=str(file), tokenizer=str(repository))
+    assert pipe.model.path == file
+    assert pipe("where is my card")[0]["score"] > 0
+
+
+def test_another_process_finds_the_same_graphs(repository: Path) -> None:
+    files = [repository / "onnx" / name for name in ("model.onnx", "model_quantized.onnx")]
+    made = variants_of(
+        files, backends=None, baselines=Baselines(), task=None, device=None, options=None, hub=HubOptions()
+    )
+    assert [resolved_variant(variant)[0].artifact.components[0].file for variant in made] == [  # type: ignore[union-attr]
+        str(file.relative_to(repository)) for file in files
+    ]
+    assert len({variant.name for variant in made}) == 2
+
+
+def test_a_command_takes_a_file(repository: Path, tiny_folder: Callable[..., Path]) -> None:
+    words = ["--against", str(tiny_folder()), "--json"]
+    differences = {}
+    for name in ("model.onnx", "model_quantized.onnx"):
+        done = CliRunner().invoke(app, ["validate", str(repository / "onnx" / name), *words, "--atol", "1"])
+        assert done.exit_code == 0, done.output
+        differences[name] = json.loads(done.stdout)["max_abs_difference"]
+    assert differences["model.onnx"] < 1e-5 < differences["model_quantized.onnx"]
+
+
+def test_a_graph_beside_an_artifact_stays_itself_in_another_process(
+    tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path).save_pretrained(folder)
+    quantizer = optimum.ORTQuantizer.from_pretrained(folder)
+    quantizer.quantize(optimum.AutoQuantizationConfig.avx512_vnni(is_static=False), save_dir=folder)
+    with optimum.ORTModel.from_pretrained(folder, file_name="model_quantized.onnx") as model:
+        wanted = model(**INPUTS).logits
+        again = pickle.loads(pickle.dumps(model))
+    with again:
+        assert again.path.name == "model_quantized.onnx"
+        assert torch.equal(again(**INPUTS).logits, wanted)
+
+
+def test_a_file_of_a_repository_on_the_hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def locate(name: str, options: HubOptions, **_: Any) -> Location:
+        asked.append((name, options.subfolder))
+        return Location(name, repository / options.subfolder, "abc", repository)
+
+    monkeypatch.setattr(resolving, "locate", locate)
+    found = resolve("org/name/onnx/model_quantized.onnx")
+    assert asked == [("org/name", "onnx")]
+    assert found.artifact is not None
+    assert found.artifact.components[0].file == "onnx/model_quantized.onnx"
+    assert found.id == "org/name/onnx/model_quantized.onnx"
+
+
+def test_a_file_and_another_name_for_one_contradict(repository: Path) -> None:
+    with pytest.raises(ConfigError, match="is a graph already"):
+        accel.ORTModel.from_pretrained(repository / "onnx" / "model.onnx", variant="quantized")
+
+
+def test_a_file_that_is_no_graph_says_so(repository: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="neither a folder nor a graph"):
+        resolve(repository / "config.json")
