@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import logging
 import os
@@ -12,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 STAGING_PREFIX = ".accel-staging-"
 """Names of what is not finished start with this."""
 _NO_ROOM = 64 << 10
-_CHUNK = 1 << 20
 _FICLONE = 0x40049409  # linux/fs.h: the blocks of one file become those of another, copied when written to
 _TRIES = 20  # names that are taken, or file systems that keep no locks
 # NumPy's errors of a write have no number.
@@ -335,11 +333,12 @@ def copy_file(source: Path, target: Path) -> None:
 
     Never a hard link: onnx and onnx_ir refuse weights that have a second name, the user's own ones then, too.
     """
-    with source.open("rb") as read, target.open("wb") as write:
-        try:
-            fcntl.ioctl(write.fileno(), _FICLONE, read.fileno())
-        except OSError:
-            shutil.copyfileobj(read, write, _CHUNK)
+    with suppress(ImportError, OSError), source.open("rb") as read, target.open("wb") as write:
+        import fcntl  # not on every system
+
+        fcntl.ioctl(write.fileno(), _FICLONE, read.fileno())
+        return
+    shutil.copyfile(source, target)
 
 
 def copy_companions(source: Path, target: Path) -> None:
