@@ -5,7 +5,8 @@ batches; and findings about such folders. What runs inside Triton is in `served`
 backends in `graphs`.
 """
 
+from .checking import Finding, Trial, check, run
 from .repository import Repository, deploy
 from .settings import TritonConfig
 
-__all__ = ["Repository", "TritonConfig", "deploy"]
+__all__ = ["Finding", "Repository", "Trial", "TritonConfig", "check", "deploy", "run"]

@@ -138,10 +138,6 @@ def _tensorrt(graph: Graph) -> Fields:
     return {"parameters": _texts({"accel_profile": ",".join(f"{axis}={sizes}" for axis, sizes in profile.items())})}
 
 
-def _python(graph: Graph) -> Fields:
-    return {}
-
-
 _ACCELERATORS = {"tensorrt": _tensorrt_accelerator, "openvino": _openvino_accelerator}
 
 BACKENDS: Mapping[str, GraphBackend] = {
@@ -156,9 +152,7 @@ BACKENDS: Mapping[str, GraphBackend] = {
         formats=("openvino_ir",), file="model.xml", devices=("cpu",), fields=_openvino, batches=False
     ),
     "tensorrt": GraphBackend(formats=("tensorrt",), file="model.plan", devices=("cuda",), fields=_tensorrt),
-    "python": GraphBackend(
-        formats=("onnx",), file="model.py", devices=("cpu",), fields=_python, code=("graph",)
-    ),
+    "python": GraphBackend(formats=("onnx",), file="model.py", devices=("cpu",), fields=lambda _: {}, code=("graph",)),
 }
 """Triton's backends that run graphs; the first that runs a format is the one chosen automatically."""
 
@@ -224,7 +218,7 @@ def graph_config(graph: Graph, backend: str) -> Any:
     return model_config(**fields, **own, parameters=parameters)
 
 
-def write_graph(graph: Graph, backend: str, version: Path) -> Mapping[str, Any]:
+def write_graph(graph: Graph, version: Path) -> Mapping[str, Any]:
     """Copy a graph's files into the folder of its version; returns what code beside it must know."""
     base = Path(graph.component.file).parent
     for record in graph.component.files:

@@ -64,7 +64,9 @@ def model_config(**fields: Any) -> Any:
     try:
         return messages.ModelConfig(**fields)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"Triton has no such configuration: {error}.", fix="check the values of the settings.") from error
+        raise ConfigError(
+            f"Triton has no such configuration: {error}.", fix="check the values of the settings."
+        ) from error
 
 
 def data_type(word: str) -> int:
@@ -107,7 +109,9 @@ def read(path: Path) -> Any:
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), messages.ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", fix="write it as in Triton's model_config.proto.") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error}.", fix="write it as in Triton's model_config.proto."
+        ) from error
 
 
 def check_name(name: str) -> None:
@@ -118,5 +122,6 @@ def check_name(name: str) -> None:
     """
     if not _NAME.match(name):
         raise ConfigError(
-            f"{name!r} cannot be the name of a model.", fix="use letters, digits, '_', '-' and '.', beginning with a letter."
+            f"{name!r} cannot be the name of a model.",
+            fix="use letters, digits, '_', '-' and '.', beginning with a letter.",
         )

@@ -64,17 +64,21 @@ def profile_of(artifact: Artifact, given: str, rows: int, length: int | None) ->
     """
     component = artifact.components[0]
     axes = dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str))
-    built = next(
-        (step.config["profile"][component.name] for step in reversed(artifact.manifest.steps) if "profile" in step.config),
+    recorded: Mapping[str, str] = next(
+        (
+            step.config["profile"][component.name]
+            for step in reversed(artifact.manifest.steps)
+            if "profile" in step.config
+        ),
         {},
     )
-    built = {axis: read_profile(f"{axis}={sizes}")[axis] for axis, sizes in built.items()}
+    built = {axis: read_profile(f"{axis}={sizes}")[axis] for axis, sizes in recorded.items()}
     if built and given:
         raise ConfigError("An engine has the profile that it was built with.", fix="leave profile out.")
     asked = built or read_profile(given)
     unknown = set(asked) - set(axes)
     if unknown:
-        raise ConfigError(f"The graph has no axis {sorted(unknown)[0]!r}.", fix=f"use {', '.join(axes)}.")
+        raise ConfigError(f"The graph has no axis {min(unknown)!r}.", fix=f"use {', '.join(axes)}.")
     most = length or component.max_sizes.get("sequence", _LONGEST)
     usual = {"batch": Sizes(1, min(8, rows), rows)}
     made = {axis: asked.get(axis) or usual.get(axis) or Sizes(1, min(128, most), most) for axis in axes}
@@ -101,4 +105,6 @@ def shapes_text(inputs: Iterable[TensorSpec], profile: Profile, word: str) -> st
 
 def read_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """Shapes by input, of what `shapes_text` wrote."""
-    return {match["name"].strip(): tuple(int(size) for size in match["sizes"].split("x")) for match in _INPUT.finditer(text)}
+    return {
+        match["name"].strip(): tuple(int(size) for size in match["sizes"].split("x")) for match in _INPUT.finditer(text)
+    }

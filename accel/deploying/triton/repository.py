@@ -141,7 +141,7 @@ class _Writer:
         graph = Graph(self.artifact, self.config, name, length)
         version = self.version(name)
         write(graph_config(graph, backend), version.parent)
-        known = write_graph(graph, backend, version)
+        known = write_graph(graph, version)
         if BACKENDS[backend].code:
             self.code(version, BACKENDS[backend].code[0])
             self.settings(version, known)
@@ -181,8 +181,7 @@ class _TextWriter(_Writer):
         self._check()
         graph = f"{self.name}_graph"
         models = self.graph(graph, self.length, self.name)
-        most = self._graph_rows(graph)
-        settings = self._settings(graph, most)
+        settings = self._settings(graph)
         if self.layout == "ensemble":
             return {**self._ensemble(graph, settings), **models}
         config = self._python(self.name, self.service.inputs, self.service.outputs(self.facts))
@@ -200,9 +199,9 @@ class _TextWriter(_Writer):
         config = self._python(self.name, self.service.inputs, self.service.outputs(self.facts), decoupled=True)
         version = self.version(self.name)
         write(config, version.parent)
-        self.code(version, "generator", "decoding.py")
+        self.code(version, "generator", "decoding.py", "tokens.py")
         self._tokenizer(version)
-        known = write_graph(Graph(self.artifact, self.config, self.name), "python", version)
+        known = write_graph(Graph(self.artifact, self.config, self.name), version)
         self.settings(version, {**settings, **known})
         return {self.name: "python"}
 
@@ -245,11 +244,7 @@ class _TextWriter(_Writer):
                 fix="deploy it with --layout text.",
             )
 
-    def _graph_rows(self, graph: str) -> int:
-        """Rows of a call of the graph at most, of a graph that Triton does not batch as many as of one that it does."""
-        return self.config.max_batch_size
-
-    def _settings(self, graph: str, most: int) -> dict[str, Any]:
+    def _settings(self, graph: str) -> dict[str, Any]:
         """What the modules inside Triton are told."""
         tokenizer, component = self.facts.tokenizer, self.artifact.components[0]
         named = set(tokenizer.model_input_names)
@@ -267,7 +262,7 @@ class _TextWriter(_Writer):
             "inputs": {spec.name: spec.dtype for spec in component.inputs},
             "outputs": list(self.service.reads(self.facts)),
             "zeros": zeros,
-            "max_rows": most,
+            "max_rows": self.config.max_batch_size,
             "max_length": self.length,
             "buckets": list(self.config.buckets),
             "padding": {
@@ -293,7 +288,7 @@ class _TextWriter(_Writer):
         answers = self.service.outputs(self.facts)
         tokenizer, last = f"{self.name}_tokenizer", f"{self.name}_answers"
         self._step(self._python(tokenizer, text, ids), "tokenizer_step", settings, "front.py")
-        version = self._step(self._python(last, (*text, *found), answers), "answer_step", settings, "front.py")
+        self._step(self._python(last, (*text, *found), answers), "answer_step", settings, "front.py")
         steps = [
             _link(tokenizer, {"TEXT": "TEXT"}, {one.name: one.name for one in ids}),
             _link(graph, {one.name: one.name for one in ids}, {name: name for name in reads}),
@@ -310,7 +305,6 @@ class _TextWriter(_Writer):
         # Git and archives leave empty folders out, and Triton wants a version.
         (self.folder / self.name / str(self.config.version) / ".keep").touch()
         self._labels(self.folder / self.name)
-        del version
         return {self.name: "ensemble", tokenizer: "python", last: "python"}
 
     def _interface(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Fields:
@@ -411,5 +405,3 @@ def _as_tensor(name: str, dtype: str, shape: Sequence[int | str]) -> Tensor:
 def _link(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> Fields:
     """A step of an ensemble: the model's tensors to those of the ensemble."""
     return {"model_name": model, "model_version": -1, "input_map": dict(inputs), "output_map": dict(outputs)}
-
-

@@ -64,11 +64,13 @@ def find_server(named: str | os.PathLike[str] | None = None) -> Installation | N
     if given is not None:
         path = Path(given).expanduser()
         if not path.is_file():
-            raise ConfigError(f"There is no file {path}.", fix="name a tritonserver, or a Python that has nvidia-pytriton.")
-        found = _of_binary(path) if path.name == "tritonserver" else _of_python(path)
-        if found is None:
+            raise ConfigError(
+                f"There is no file {path}.", fix="name a tritonserver, or a Python that has nvidia-pytriton."
+            )
+        chosen = _of_binary(path) if path.name == "tritonserver" else _of_python(path)
+        if chosen is None:
             raise ConfigError(f"{path} has no package nvidia-pytriton.", fix=f"{path} -m pip install nvidia-pytriton")
-        return found
+        return chosen
     on_path = shutil.which("tritonserver")
     for path in (Path(on_path) if on_path else None, _USUAL):
         if path is not None and path.is_file():
@@ -221,6 +223,28 @@ class TritonServer:
         found = self.ask(f"v2/models/{name}/infer", {"inputs": given, "parameters": dict(parameters or {})})
         return {one["name"]: (one["shape"], one["data"]) for one in found["outputs"]}
 
+    def stream(self, name: str, body: Mapping[str, Any], timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """The pieces of an answer, in their order, from Triton's endpoint `generate_stream`.
+
+        Args:
+            name: A decoupled model.
+            body: Inputs by name, and `parameters`.
+            timeout_s: How long a piece may take, in seconds.
+
+        Raises:
+            SessionError: The server refused, and why.
+        """
+        path = f"v2/models/{name}/generate_stream"
+        try:
+            with urllib.request.urlopen(f"{self.url}/{path}", json.dumps(body).encode(), timeout_s) as answer:
+                events = [json.loads(line[5:]) for line in answer if line.startswith(b"data:")]
+        except OSError as error:
+            said = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
+            raise SessionError(f"Triton answered {path} with: {said}", fix="see the message.") from error
+        if any("error" in event for event in events):
+            raise SessionError(f"Triton answered {path} with: {events[-1]['error']}", fix="see the message.")
+        return events
+
     def statistics(self, name: str) -> dict[str, Any]:
         """What the server counted for a model: `inference_count`, `execution_count`, ..."""
         found: dict[str, Any] = self.ask(f"v2/models/{name}/stats")["model_stats"][0]
@@ -261,5 +285,3 @@ def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
-
-

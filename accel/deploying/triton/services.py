@@ -83,9 +83,9 @@ class TextService:
     module: str
     inputs: tuple[Tensor, ...]
     outputs: Callable[[Facts], tuple[Tensor, ...]]
-    reads: Callable[[Facts], tuple[str, ...]] = lambda facts: ("logits",)
-    options: Callable[[Facts], dict[str, Any]] = lambda facts: {}
-    limit: Callable[[Facts], int | None] = lambda facts: None
+    reads: Callable[[Facts], tuple[str, ...]] = lambda _: ("logits",)
+    options: Callable[[Facts], dict[str, Any]] = lambda _: {}
+    limit: Callable[[Facts], int | None] = lambda _: None
     sample: Mapping[str, list[str]] = field(default_factory=dict)
     one_row: bool = False
     labels: str = ""
@@ -160,7 +160,7 @@ ZERO_SHOT = TextService(
         Tensor(name="TEXT", dtype=TEXT),
         Tensor(name="CANDIDATE_LABELS", dtype=TEXT, dims=(-1,), ragged=True),
     ),
-    outputs=lambda facts: (
+    outputs=lambda _: (
         Tensor(name="LABELS", dtype=TEXT, dims=(-1,)),
         Tensor(name="SCORES", dtype="float32", dims=(-1,)),
     ),
@@ -170,7 +170,7 @@ ZERO_SHOT = TextService(
 TAGS = TextService(
     module="tags",
     inputs=(Tensor(name="TEXT", dtype=TEXT),),
-    outputs=lambda facts: (Tensor(name="ENTITIES", dtype=TEXT),),
+    outputs=lambda _: (Tensor(name="ENTITIES", dtype=TEXT),),
     options=lambda facts: {"labels": facts.labels, "unknown": facts.tokenizer.unk_token_id},
     sample={"TEXT": ["Wolfgang lives in Berlin."]},
     one_row=True,
@@ -178,13 +178,13 @@ TAGS = TextService(
 ANSWERS = TextService(
     module="answers",
     inputs=(Tensor(name="QUESTION", dtype=TEXT), Tensor(name="CONTEXT", dtype=TEXT)),
-    outputs=lambda facts: (
+    outputs=lambda _: (
         Tensor(name="ANSWER", dtype=TEXT, dims=(-1,)),
         Tensor(name="SCORE", dtype="float32", dims=(-1,)),
         Tensor(name="START", dtype="int64", dims=(-1,)),
         Tensor(name="END", dtype="int64", dims=(-1,)),
     ),
-    reads=lambda facts: ("start_logits", "end_logits"),
+    reads=lambda _: ("start_logits", "end_logits"),
     options=_windows,
     sample={"QUESTION": ["Where does he live?"], "CONTEXT": ["Wolfgang lives in Berlin."]},
 )
@@ -201,7 +201,7 @@ EMBEDDINGS = TextService(
 RANKING = TextService(
     module="ranking",
     inputs=(Tensor(name="QUERY", dtype=TEXT), Tensor(name="DOCUMENTS", dtype=TEXT, dims=(-1,), ragged=True)),
-    outputs=lambda facts: (
+    outputs=lambda _: (
         Tensor(name="SCORES", dtype="float32", dims=(-1,)),
         Tensor(name="RANKING", dtype="int64", dims=(-1,)),
     ),
@@ -211,7 +211,7 @@ RANKING = TextService(
 GENERATION = TextService(
     module="decoding",
     inputs=(Tensor(name="PROMPT", dtype=TEXT),),
-    outputs=lambda facts: (Tensor(name="TEXT", dtype=TEXT),),
+    outputs=lambda _: (Tensor(name="TEXT", dtype=TEXT),),
     sample={"PROMPT": ["The card"]},
     generates=True,
 )

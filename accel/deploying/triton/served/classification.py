@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .batches import option, sigmoid, softmax
 from .tokens import Array, Row, Tokens
 
-_FUNCTIONS = {"softmax": softmax, "sigmoid": sigmoid, "none": lambda logits: logits}
+
+def _same(logits: Array) -> Array:
+    return logits
+
+
+_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {"softmax": softmax, "sigmoid": sigmoid, "none": _same}
 
 
 class Service:

@@ -9,7 +9,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .batches import Array, Batches, Refused, Request
+from .batches import Batches, Request
+from .tokens import Array, Refused
 
 
 class TritonPythonModel:

@@ -92,10 +92,8 @@ class Service:
             if encoding.special_tokens_mask[i]:
                 continue
             word, part = encoding.tokens[i], text[start:end]
-            if self._marks_pieces:
-                continues = len(word) != len(part)
-            else:
-                continues = start > 0 and " " not in text[start - 1 : start + 1]
+            apart = start == 0 or " " in text[start - 1 : start + 1]
+            continues = len(word) != len(part) if self._marks_pieces else not apart
             if encoding.ids[i] == self._unknown:
                 word, continues = part, False
             found.append(_Token(word, scores[i], start, end, i, continues))

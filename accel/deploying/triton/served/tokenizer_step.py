@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .batches import Batches, Refused
+from .batches import Batches
 from .front import read_request, respond
+from .tokens import Refused
 
 
 class TritonPythonModel:

@@ -52,7 +52,13 @@ class Tokens:
         self._cut: tuple[Any, ...] | None = None
 
     def encode(
-        self, text: str, pair: str | None = None, *, cut: str | None = None, max_length: int | None = None, stride: int = 0
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        cut: str | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
     ) -> list[Any]:
         """The encoding of a text or of a pair, and those of its overflowing windows.
 
@@ -67,17 +73,19 @@ class Tokens:
             Refused: It is too long and must not be cut, or cannot be.
         """
         limit = max_length if max_length is not None else self.max_length
-        wanted = None if cut is None or limit is None else (cut, limit, stride)
+        wanted = None if cut is None or limit is None else (limit, stride, cut)
         if wanted != self._cut:
             self._cut = None
             if wanted is None:
                 self.tokenizer.no_truncation()
             else:
                 try:
-                    self.tokenizer.enable_truncation(limit, stride=stride, strategy=cut, direction=self._cut_side)
-                except BaseException as error:  # noqa: BLE001  # tokenizers panics where the stride is too long
+                    self.tokenizer.enable_truncation(wanted[0], stride, wanted[2], self._cut_side)
+                except BaseException as error:  # tokenizers panics where the stride is too long
                     self.tokenizer.no_truncation()
-                    raise Refused(f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}") from error
+                    raise Refused(
+                        f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
+                    ) from error
             self._cut = wanted
         try:
             found = self.tokenizer.encode(text, pair)
