@@ -14,8 +14,6 @@ import numpy as np
 from .tokens import Array, Refused
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-_CONTEXT = 8
-"""Tokens of the prompt that are decoded with the answer, whose first spaces depend on what is before them."""
 
 _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "max_new_tokens": (int, lambda n: n >= 1, "at least 1"),
@@ -178,9 +176,7 @@ class Decoder:
 
     def _text(self, row: Row, ended: bool) -> tuple[str, bool]:
         """What may be sent of a row's text, and whether its stop text came."""
-        before = row.prompt[-_CONTEXT:]
-        context = self._tokenizer.decode(before, skip_special_tokens=True)
-        text = self._tokenizer.decode(before + row.made, skip_special_tokens=True)[len(context) :]
+        text = self._tokenizer.decode(row.made, skip_special_tokens=True)
         stop = row.options.get("stop")
         if stop and stop in text:
             return text[: text.index(stop)], True
