@@ -279,7 +279,7 @@ def _warmup(graph: Graph, most: int) -> list[Fields]:
             if spec.shape[:1] == ("batch",):
                 shape = shape[1:] if most else [rows, *shape[1:]]
             inputs[spec.name] = {"data_type": data_type(spec.dtype), "dims": shape, "zero_data": True}
-        made.append({"name": f"rows-{rows}", "batch_size": rows if most else 0, "inputs": inputs})
+        made.append({"name": f"rows-{rows}", "batch_size": rows if most else 1, "inputs": inputs})
     return made
 
 

@@ -80,7 +80,9 @@ class Tokens:
                 self.tokenizer.no_truncation()
             else:
                 try:
-                    self.tokenizer.enable_truncation(wanted[0], stride, wanted[2], self._cut_side)
+                    self.tokenizer.enable_truncation(
+                        wanted[0], stride=stride, strategy=wanted[2], direction=self._cut_side
+                    )
                 except BaseException as error:  # tokenizers panics where the stride is too long
                     self.tokenizer.no_truncation()
                     raise Refused(
