@@ -213,7 +213,9 @@ def test_tensors_of_openvino_are_read_without_openvino(tmp_path: Path) -> None:
 def test_the_commands_write_check_and_say_what_is_wrong(tmp_path: Path) -> None:
     artifact, out = make_artifact(tmp_path / "artifact").path, tmp_path / "out"
     runner = CliRunner()
-    done = runner.invoke(app, ["deploy", "triton", str(artifact), str(out), "--json", "--bucket", "16", "--threads", "2"])
+    done = runner.invoke(
+        app, ["deploy", "triton", str(artifact), str(out), "--json", "--bucket", "16", "--threads", "2"]
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["models"] == {FRONT: "python", GRAPH: "onnxruntime"}
     assert runner.invoke(app, ["deploy", "check", str(out)]).exit_code == 0
@@ -221,4 +223,6 @@ def test_the_commands_write_check_and_say_what_is_wrong(tmp_path: Path) -> None:
     done = runner.invoke(app, ["deploy", "check", str(out), "--json"])
     assert done.exit_code == 1
     assert [one["code"] for one in json.loads(done.stdout)["findings"]] == ["labels-missing"]
-    assert runner.invoke(app, ["deploy", "triton", str(artifact), str(tmp_path / "b"), "--device", "tpu!"]).exit_code == 2
+    assert (
+        runner.invoke(app, ["deploy", "triton", str(artifact), str(tmp_path / "b"), "--device", "tpu!"]).exit_code == 2
+    )

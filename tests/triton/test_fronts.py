@@ -51,7 +51,9 @@ class Front:
 
     def __post_init__(self) -> None:
         self.batches = Batches(self.folder)
-        self.session = onnxruntime.InferenceSession(str(self.artifact / "model.onnx"), providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(
+            str(self.artifact / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
 
     def call(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         self.calls.append(feeds["input_ids"].shape)
@@ -113,9 +115,7 @@ def test_labels_and_scores_are_the_pipelines(front: Callable[..., Front], local:
 
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
 def test_pairs_and_functions(front: Callable[..., Front], local: Callable[..., Any], function: str) -> None:
-    answer = front("text-classification").ask(
-        {"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function
-    )
+    answer = front("text-classification").ask({"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function)
     wanted = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
     np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
 
@@ -334,9 +334,7 @@ def model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module.TritonPythonModel()
 
 
-def test_the_front_answers_triton(
-    front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_front_answers_triton(front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = front("text-classification")
 
     class InferenceRequest:
@@ -350,9 +348,7 @@ def test_the_front_answers_triton(
     backend.InferenceRequest = InferenceRequest
     served = model("front", here.folder, monkeypatch)
     served.initialize({"model_config": json.dumps({"input": [{"name": "TEXT"}, {"name": "TEXT_PAIR"}]})})
-    responses = served.execute(
-        [Asked([Tensor("TEXT", texts(TEXTS[0]))]), Asked([Tensor("TEXT", texts("pay " * 99))])]
-    )
+    responses = served.execute([Asked([Tensor("TEXT", texts(TEXTS[0]))]), Asked([Tensor("TEXT", texts("pay " * 99))])])
     wanted = here.ask({"TEXT": [TEXTS[0]]})
     np.testing.assert_allclose(responses[0].tensors[2].values, wanted["SCORES"], atol=ATOL)
     assert responses[1].error.args[1] == 3
@@ -380,10 +376,13 @@ def test_the_graph_in_python_splits_what_triton_merged(
     folder = made.path / "graph" / "1"
     served = model("graph", folder, monkeypatch)
     names = ["input_ids", "attention_mask", "token_type_ids"]
-    served.initialize({"model_config": json.dumps({"input": [{"name": n} for n in names], "output": [{"name": "logits"}]})})
+    served.initialize(
+        {"model_config": json.dumps({"input": [{"name": n} for n in names], "output": [{"name": "logits"}]})}
+    )
     rows = [np.full((n, 5), 7 + n, dtype="int64") for n in (1, 3)]
     asked = [
-        Asked([Tensor("input_ids", r), Tensor("attention_mask", r * 0 + 1), Tensor("token_type_ids", r * 0)]) for r in rows
+        Asked([Tensor("input_ids", r), Tensor("attention_mask", r * 0 + 1), Tensor("token_type_ids", r * 0)])
+        for r in rows
     ]
     together = served.execute(asked)
     assert [one.tensors[0].values.shape for one in together] == [(1, 3), (3, 3)]
