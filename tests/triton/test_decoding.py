@@ -200,8 +200,6 @@ def test_padding_that_no_row_needs_any_more_is_dropped(decoder: Decoder) -> None
 def test_settings_of_the_model_that_the_loop_lacks_are_refused(
     generator: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    import shutil
-
     folder = tmp_path / "artifact"
     shutil.copytree(generator("llama").path, folder)
     (folder / "generation_config.json").write_text('{"num_beams": 4, "eos_token_id": 3}')

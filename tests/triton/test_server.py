@@ -24,6 +24,9 @@ from typer.testing import CliRunner
 import accel
 from accel.artifact import Artifact
 from accel.cli import app
+from accel.deploying.triton import check, deploy, run
+from accel.deploying.triton.server import VARIABLE, Installation, TritonServer, find_server
+from accel.deploying.triton.shadow import shadow
 from accel.errors import SessionError
 from accel.testing.models import save_tiny
 
@@ -31,10 +34,6 @@ from .made import make_artifact
 
 grpc_client = pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 http_client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
-
-from accel.deploying.triton import check, deploy, run
-from accel.deploying.triton.server import VARIABLE, Installation, TritonServer, find_server
-from accel.deploying.triton.shadow import shadow
 
 ATOL = 1e-4
 """What the issue asks for; the server's ONNX Runtime may be of another version."""
@@ -236,7 +235,7 @@ def callers(
                 given.append(tensor)
             try:
                 client.infer(name, given, parameters=options or None)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, the test shows it
                 failed.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(count)]

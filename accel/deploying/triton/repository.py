@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SERVED = Path(__file__).parent / "served"
 SETTINGS = "settings.json"
 LABELS = "labels.txt"
-_SHARED = ("batches.py", "tokens.py")
+_SHARED = ("batches.py", "calls.py", "tokens.py")
 _LAYOUTS = ("text", "ensemble", "graph")
 
 

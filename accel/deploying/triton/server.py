@@ -72,9 +72,9 @@ def find_server(named: str | os.PathLike[str] | None = None) -> Installation | N
             raise ConfigError(f"{path} has no package nvidia-pytriton.", fix=f"{path} -m pip install nvidia-pytriton")
         return chosen
     on_path = shutil.which("tritonserver")
-    for path in (Path(on_path) if on_path else None, _USUAL):
-        if path is not None and path.is_file():
-            return _of_binary(path)
+    for usual in (Path(on_path) if on_path else _USUAL, _USUAL):
+        if usual.is_file():
+            return _of_binary(usual)
     return _of_python(Path(sys.executable))
 
 

@@ -1,9 +1,10 @@
-"""Answers many requests with few calls of a graph: all their texts are one batch, padded together."""
+"""Answers many requests with few calls of a graph: their texts are one batch, padded together as far as that pays."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .calls import Calls
 from .tokens import Array, Refused, Row, Tokens
 
 Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -49,6 +51,7 @@ class Batches:
         self.tokens = Tokens(folder, self.settings)
         module = importlib.import_module(f".{self.settings['service']}", __package__)
         self.service = module.Service(self.settings["options"], self.tokens)
+        self._calls = Calls()
 
     def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | Refused]:
         """Outputs by name for each request, or why there are none.
@@ -117,14 +120,16 @@ class Batches:
         return {name: _array([one[name] for one in each]) for name in each[0]}
 
     def _run(self, rows: Sequence[Row], call: Call) -> list[dict[str, Array]]:
-        """The graph's outputs, row by row; where it takes several calls, rows of like length share one."""
-        most = self.settings["max_rows"] or len(rows) or 1
-        order = range(len(rows)) if len(rows) <= most else sorted(range(len(rows)), key=lambda i: rows[i].length)
+        """The graph's outputs, row by row; where there are several calls, rows of like length share one."""
+        lengths = [row.length for row in rows]
+        order = sorted(range(len(rows)), key=lengths.__getitem__)
         returned: list[dict[str, Array]] = [{} for _ in rows]
-        for start in range(0, len(rows), most):
-            part = order[start : start + most]
-            outputs = call(self.tokens.pad([rows[i] for i in part]))
-            for place, i in enumerate(part):
+        for start, end in self._calls.divide([lengths[i] for i in order], self.settings["max_rows"]):
+            batch = self.tokens.pad([rows[i] for i in order[start:end]])
+            began = time.perf_counter()
+            outputs = call(batch)
+            self._calls.note(batch["input_ids"].size, time.perf_counter() - began)
+            for place, i in enumerate(order[start:end]):
                 returned[i] = {name: values[place] for name, values in outputs.items()}
         return returned
 
