@@ -57,7 +57,7 @@ def triton(
     profile: Annotated[str, typer.Option(help="Of TensorRT: batch=1:8:32,sequence=1:64:128.")] = "",
     cache: Annotated[
         str, typer.Option(help="Folder on the server for engines and kernel times.")
-    ] = "/tmp/accel-triton",
+    ] = "/var/cache/accel-triton",
     warmup: Annotated[
         bool, typer.Option("--warmup/--no-warmup", help="Run the graph before it takes requests.")
     ] = True,

@@ -65,7 +65,7 @@ class TritonConfig(JsonConfig):
     max_length: int | None = None
     buckets: tuple[int, ...] = ()
     profile: str = ""
-    cache: str = "/tmp/accel-triton"  # on the server, where nothing else is known to be writable
+    cache: str = "/var/cache/accel-triton"
     warmup: bool = True
     versions: Literal["latest", "all"] = "latest"
     version: int = 1
