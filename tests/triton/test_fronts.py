@@ -23,6 +23,7 @@ pytest.importorskip("tritonclient.grpc", reason="the extra triton is not install
 
 from accel.deploying.triton import deploy
 from accel.deploying.triton.served.batches import Batches, Request
+from accel.deploying.triton.served.calls import Calls
 from accel.deploying.triton.served.tokens import Refused
 
 TEXTS = [
@@ -84,6 +85,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
             found = deploy(artifact, root / "out", task=task, name="front", **settings)
             made[key] = Front(found.path / "front" / "1", artifact.path)
         made[key].calls.clear()
+        # What earlier tests' calls cost is nobody's business here.
+        made[key].batches._calls = Calls()
         return made[key]
 
     return get
@@ -211,6 +214,62 @@ def test_rows_above_the_largest_batch_are_several_calls_of_like_lengths(front: C
     assert [shape[0] for shape in one.calls] == [2, 2, 1]
     assert [shape[1] for shape in one.calls] == sorted(shape[1] for shape in one.calls)
     for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
+
+
+def taught(call_s: float, token_s: float, count: int = 40) -> Calls:
+    """What a call and a token cost, learnt from calls of many sizes."""
+    calls = Calls()
+    for tokens in np.random.default_rng(0).integers(8, 600, size=count).tolist():
+        calls.note(tokens, call_s + tokens * token_s)
+    return calls
+
+
+LENGTHS = [4, 5, 5, 6, 40, 42, 90]
+
+
+@pytest.mark.parametrize(
+    ("calls", "parts"),
+    [
+        (Calls(), [(0, 7)]),
+        (taught(1e-3, 1e-3, count=7), [(0, 7)]),
+        (taught(8e-3, 0.0), [(0, 7)]),
+        (taught(1.0, 1e-4), [(0, 7)]),
+        (taught(10e-3, 1e-3), [(0, 4), (4, 6), (6, 7)]),
+        (taught(120e-3, 1e-3), [(0, 4), (4, 7)]),
+    ],
+    ids=["nothing known", "too little known", "an accelerator", "dear calls", "dear tokens", "in between"],
+)
+def test_rows_are_divided_as_far_as_that_pays(calls: Calls, parts: list[tuple[int, int]]) -> None:
+    assert calls.divide(LENGTHS, 32) == parts
+
+
+def test_no_division_is_cheaper() -> None:
+    """Against every way to divide six rows."""
+    lengths, call, most = [3, 4, 9, 11, 30, 31], 12.0, 3
+    calls = taught(call * 1e-3, 1e-3)
+
+    def cost(parts: Sequence[tuple[int, int]]) -> float:
+        return sum(call + (end - start) * lengths[end - 1] for start, end in parts)
+
+    every = []
+    for bits in range(1 << (len(lengths) - 1)):
+        ends = [i + 1 for i in range(len(lengths) - 1) if bits >> i & 1] + [len(lengths)]
+        parts = list(zip([0, *ends[:-1]], ends, strict=True))
+        if all(end - start <= most for start, end in parts):
+            every.append(cost(parts))
+    assert cost(calls.divide(lengths, most)) == pytest.approx(min(every))
+
+
+def test_divided_rows_keep_their_answers(front: Callable[..., Front]) -> None:
+    one = front("text-classification")
+    requests = [{"TEXT": [text]} for text in TEXTS]
+    whole = one.ask_all(requests)
+    one.batches._calls = taught(1e-3, 1e-3)
+    one.calls.clear()
+    divided = one.ask_all(requests)
+    assert len(one.calls) > 1
+    for a, b in zip(divided, whole, strict=True):
         np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
 
 

@@ -57,7 +57,8 @@ class Calls:
         costs, begins = [0.0], [0]
         for end in range(1, len(lengths) + 1):
             options = [
-                (costs[start] + call + (end - start) * lengths[end - 1], start) for start in range(max(0, end - most), end)
+                (costs[start] + call + (end - start) * lengths[end - 1], start)
+                for start in range(max(0, end - most), end)
             ]
             cost, start = min(options)
             costs.append(cost)

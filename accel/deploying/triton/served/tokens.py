@@ -83,7 +83,9 @@ class Tokens:
                     self.tokenizer.enable_truncation(
                         wanted[0], stride=stride, strategy=wanted[2], direction=self._cut_side
                     )
-                except BaseException as error:  # tokenizers panics where the stride is too long
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # where the stride is too long, tokenizers' panic is no `Exception`
                     self.tokenizer.no_truncation()
                     raise Refused(
                         f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
