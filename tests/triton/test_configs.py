@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ pytest.importorskip("tritonclient.grpc", reason="the extra triton is not install
 
 from accel.deploying.triton import check, deploy
 from accel.deploying.triton.messages import CONFIG, read
+from accel.deploying.triton.repository import SERVED
 
 GOLDEN = Path(__file__).parent / "golden"
 TASKS = [*LABELS, "zero-shot-classification"]
@@ -120,3 +123,23 @@ def test_a_queue_policy_is_written_only_when_asked_for_and_warned_about(
     assert read(asked.path / asked.name / CONFIG).dynamic_batching.default_queue_policy.default_timeout_microseconds
     assert "8870" in caplog.text
     assert {one.code for one in check(asked.path)} == {"queue-policy"}
+
+
+@pytest.mark.parametrize("path", sorted(SERVED.glob("*.py")), ids=lambda path: path.name)
+def test_what_is_copied_needs_little(path: Path) -> None:
+    """Python 3.10, and of libraries those that the guide's container has."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+    absolute = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and node.level == 0
+            else []
+        )
+    }
+    beside = {"numpy", "tokenizers", "onnxruntime", "triton_python_backend_utils"}
+    assert absolute - set(sys.stdlib_module_names) <= beside
+    assert all(node.level <= 1 for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
