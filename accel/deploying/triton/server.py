@@ -148,7 +148,7 @@ class TritonServer:
         self.log.touch()
         try:
             with self.log.open("wb") as stream:
-                # A session of its own: the processes of Python models end with it, and Ctrl-C reaches it through us alone.
+                # A process group of its own: the processes of Python models end with it, and Ctrl-C reaches it through us alone.
                 self._process = subprocess.Popen(
                     command,
                     stdout=stream,
