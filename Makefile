@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-neighbours gpu-test check docs bench sweep endurance clean
+.PHONY: demo test test-all test-neighbours test-triton gpu-test check docs bench sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -29,6 +29,16 @@ $(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirement
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -r tests/neighbours/requirements.txt
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino]"
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps -e distributions/sentence-transformers -e distributions/optimum-cli
+	touch $@
+
+# A real Triton, the one inside the package nvidia-pytriton, in an environment of its own: it wants NumPy below 2.
+TRITON := .venv-triton
+test-triton: $(VENV)/.dev $(TRITON)/.made
+	ACCEL_TRITONSERVER=$(TRITON)/bin/python $(BIN)/python -m pytest tests/triton
+
+$(TRITON)/.made:
+	$(PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install -q $(PIP_FLAGS) "nvidia-pytriton==0.7.0" "numpy<2" onnxruntime tokenizers
 	touch $@
 
 check: $(VENV)/.dev
@@ -68,7 +78,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) $(NEIGHBOURS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'

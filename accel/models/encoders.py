@@ -22,7 +22,7 @@ from .outputs import SentenceEmbeddingOutput
 from .ranking import Activation, scores
 
 
-def _sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
+def sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
     """What sentence-transformers' files in a folder say about texts, and the prompt before each of them."""
 
     def settings(name: str) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class ORTModelForFeatureExtraction(ORTModel):
             raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
         tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(self.artifact.path, local_files_only=True)
         limit = self.artifact.components[0].max_sizes.get("sequence")
-        texts_config, prompt = _sentence_settings(self.artifact.path)
+        texts_config, prompt = sentence_settings(self.artifact.path)
         items = [prompt + item for item in items]
         if texts_config.get("do_lower_case"):
             items = [item.lower() for item in items]

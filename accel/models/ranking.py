@@ -46,8 +46,13 @@ def scores(
 
 
 def activation_of(config: Any) -> Activation:
-    """What turns outputs into scores: as Sentence Transformers wrote it into the config, else its default, a sigmoid for one
-    output and nothing for several.
+    """What turns outputs into scores; see `activation_name`."""
+    return _KNOWN[activation_name(config)]
+
+
+def activation_name(config: Any) -> str:
+    """The name of what turns outputs into scores: as Sentence Transformers wrote it into the config, else its default, a sigmoid
+    for one output and nothing for several.
 
     Raises:
         ConfigError: The config names another one.
@@ -55,9 +60,9 @@ def activation_of(config: Any) -> Activation:
     written = getattr(config, "sentence_transformers", None) or {}
     name = written.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
     if name is None:
-        return _KNOWN["Sigmoid" if config.num_labels == 1 else "Identity"]
-    found = _KNOWN.get(str(name).rpartition(".")[2])
-    if found is None:
+        return "Sigmoid" if config.num_labels == 1 else "Identity"
+    found = str(name).rpartition(".")[2]
+    if found not in _KNOWN:
         raise ConfigError(
             f"The model's config asks for the activation {name}, which is not known here.", fix="pass activation_fn=..."
         )

@@ -19,6 +19,7 @@ SPECS = (
         encoder_decoder=False,
         columns=(TEXT,),
         predictor="accel.measuring.accuracy.predictors:NextTokens",
+        fronts={"text-generation": "accel.deploying.triton.services:GENERATION"},
         adapter="CAUSAL_LM",
     ),
     TaskSpec(

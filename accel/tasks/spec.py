@@ -65,6 +65,7 @@ class TaskSpec:
         sample: Path of what makes the inputs for a trace.
         stands_in: Path of a module around the model that a trace can follow where the model's own code goes through rows one by one;
             empty for none.
+        fronts: By pipeline task, path of what serves it as text where another server runs the model: texts in, answers out.
         processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
         loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
@@ -91,6 +92,7 @@ class TaskSpec:
     predictor: str = ""
     sample: str = "accel.capture.samples:default_sample"
     stands_in: str = ""
+    fronts: Mapping[str, str] = field(default_factory=dict)
     processor: str = ""
     adapter: str = ""
     loss: str = ""

@@ -29,6 +29,9 @@ _EMBEDDED = (
     Column(use="text_pair", known=_PAIR, holds="text", needed="measuring"),
 )
 
+_SERVED = "accel.deploying.triton.services"
+_EMBEDDINGS = dict.fromkeys(("feature-extraction", "sentence-similarity"), f"{_SERVED}:EMBEDDINGS")
+
 SPECS = (
     TaskSpec(
         name="text-classification",
@@ -43,6 +46,7 @@ SPECS = (
         columns=(LABEL, TEXT, Column(use="text_pair", known=_PAIR, holds="text", needed="named")),
         encode="accel.data.batches:encode_pairs",
         predictor="accel.measuring.accuracy.predictors:classifier",
+        fronts={"text-classification": f"{_SERVED}:CLASSIFICATION", "zero-shot-classification": f"{_SERVED}:ZERO_SHOT"},
         adapter="SEQ_CLS",
     ),
     TaskSpec(
@@ -66,6 +70,7 @@ SPECS = (
         ),
         encode="accel.data.batches:encode_words",
         predictor="accel.measuring.accuracy.predictors:Tags",
+        fronts={"token-classification": f"{_SERVED}:TAGS"},
         adapter="TOKEN_CLS",
     ),
     TaskSpec(
@@ -86,6 +91,7 @@ SPECS = (
         ),
         encode="accel.data.batches:encode_questions",
         predictor="accel.measuring.accuracy.predictors:Answers",
+        fronts={"question-answering": f"{_SERVED}:ANSWERS"},
         adapter="QUESTION_ANS",
     ),
     TaskSpec(
@@ -117,6 +123,7 @@ SPECS = (
         pipelines=("sentence-similarity", "image-feature-extraction"),
         columns=_EMBEDDED,
         predictor="accel.measuring.accuracy.predictors:Similarities",
+        fronts=_EMBEDDINGS,
         embeds=True,
         adapter="FEATURE_EXTRACTION",
     ),
@@ -129,6 +136,7 @@ SPECS = (
         pipelines=("feature-extraction",),
         columns=_EMBEDDED,
         predictor="accel.measuring.accuracy.predictors:Similarities",
+        fronts=_EMBEDDINGS,
         embeds=True,
         pooling="mean",
     ),
@@ -147,6 +155,7 @@ SPECS = (
         ),
         encode="accel.data.ranking:encode_queries",
         predictor="accel.measuring.accuracy.ranking:Rankings",
+        fronts={"text-ranking": f"{_SERVED}:RANKING", "text-classification": f"{_SERVED}:CLASSIFICATION"},
         loss="ForSequenceClassification",
     ),
     TaskSpec(name="custom", model="accel.models.encoders:ORTModelForCustomTasks", synonyms=("custom-tasks",)),

@@ -8,7 +8,20 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "onnx", "onnx_ir", "numpy", "datasets")
+HEAVY = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "onnx",
+    "onnx_ir",
+    "numpy",
+    "datasets",
+    "tritonclient",
+    "grpc",
+    "tokenizers",
+)
 
 SNIPPETS = {
     "import": "import accel",

@@ -1,0 +1,12 @@
+"""Model repositories for Triton Inference Server: written by `deploy`, checked by `check`.
+
+In: an artifact. Out: a folder with a model for the graph and, for tasks with texts, one in front of it that tokenizes whole
+batches; and findings about such folders. What runs inside Triton is in `served`, a task's service in `services`, one of Triton's
+backends in `graphs`.
+"""
+
+from .checking import Finding, Trial, check, run
+from .repository import Repository, deploy
+from .settings import TritonConfig
+
+__all__ = ["Finding", "Repository", "Trial", "TritonConfig", "check", "deploy", "run"]

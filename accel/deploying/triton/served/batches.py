@@ -1,0 +1,185 @@
+"""Answers many requests with few calls of a graph: their texts are one batch, padded together as far as that pays."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .calls import Calls
+from .tokens import Array, Refused, Row, Tokens
+
+Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client sent.
+
+    Attributes:
+        inputs: Arrays by name, each `(rows, ...)`; texts as bytes.
+        options: The request's parameters.
+    """
+
+    inputs: Mapping[str, Array]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One row of a request: what its service remembers about it, and its rows for the graph."""
+
+    memory: Any
+    rows: Sequence[Row]
+
+
+class Batches:
+    """The texts of requests as batches, and what a graph returned as answers.
+
+    Args:
+        folder: Holds `settings.json` and `tokenizer.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.settings: Mapping[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        self.tokens = Tokens(folder, self.settings)
+        module = importlib.import_module(f".{self.settings['service']}", __package__)
+        self.service = module.Service(self.settings["options"], self.tokens)
+        self._calls = Calls()
+
+    def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | Refused]:
+        """Outputs by name for each request, or why there are none.
+
+        Args:
+            requests: What arrived together.
+            call: Runs the graph on one batch: tensors by name in, `(rows, ...)` by name out.
+        """
+        found: list[list[_Item] | Refused] = []
+        for request in requests:
+            try:
+                found.append(self._read(request))
+            except Refused as reason:
+                found.append(reason)
+        rows = [row for items in found if not isinstance(items, Refused) for item in items for row in item.rows]
+        returned = iter(self._run(rows, call))
+        answers: list[dict[str, Array] | Refused] = []
+        for request, items in zip(requests, found, strict=True):
+            if isinstance(items, Refused):
+                answers.append(items)
+                continue
+            taken = [(item, [next(returned) for _ in item.rows]) for item in items]
+            try:
+                answers.append(self._write(taken, request.options))
+            except Refused as reason:
+                answers.append(reason)
+        return answers
+
+    def encode(self, request: Request) -> dict[str, Array]:
+        """The texts of one request as a batch of its own; for services with one row a text.
+
+        Raises:
+            Refused: They cannot be read.
+        """
+        items = self._read(request)
+        if any(len(item.rows) != 1 for item in items):
+            raise Refused("an ensemble reads one row a text: no stride")
+        return self.tokens.pad([row for item in items for row in item.rows])
+
+    def finish(self, request: Request, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """The answer to one request from what the graph returned for `encode`.
+
+        Raises:
+            Refused: It cannot be answered.
+        """
+        items = self._read(request)
+        each = [{name: values[i] for name, values in outputs.items()} for i in range(len(items))]
+        return self._write([(item, [one]) for item, one in zip(items, each, strict=True)], request.options)
+
+    def _read(self, request: Request) -> list[_Item]:
+        unknown = set(request.options) - set(self.service.options)
+        if unknown:
+            raise Refused(f"there are no parameters {sorted(unknown)}, only {sorted(self.service.options)}")
+        count = len(next(iter(request.inputs.values())))
+        items = []
+        for i in range(count):
+            texts = {name: [_text(value) for value in values[i]] for name, values in request.inputs.items()}
+            items.append(_Item(*self.service.read(texts, request.options)))
+        return items
+
+    def _write(self, items: Sequence[tuple[_Item, Sequence[Mapping[str, Array]]]], options: Any) -> dict[str, Array]:
+        each = [self.service.write(item.memory, outputs, options) for item, outputs in items]
+        shapes = {name: {np.shape(one[name]) for one in each} for name in each[0]}
+        if any(len(found) > 1 for found in shapes.values()):
+            raise Refused("the rows of one request have answers of several sizes: send them as several requests")
+        return {name: _array([one[name] for one in each]) for name in each[0]}
+
+    def _run(self, rows: Sequence[Row], call: Call) -> list[dict[str, Array]]:
+        """The graph's outputs, row by row; where there are several calls, rows of like length share one."""
+        lengths = [row.length for row in rows]
+        order = sorted(range(len(rows)), key=lengths.__getitem__)
+        returned: list[dict[str, Array]] = [{} for _ in rows]
+        for start, end in self._calls.divide([lengths[i] for i in order], self.settings["max_rows"]):
+            batch = self.tokens.pad([rows[i] for i in order[start:end]])
+            began = time.perf_counter()
+            outputs = call(batch)
+            self._calls.note(batch["input_ids"].size, time.perf_counter() - began)
+            for place, i in enumerate(order[start:end]):
+                returned[i] = {name: values[place] for name, values in outputs.items()}
+        return returned
+
+
+def option(options: Mapping[str, Any], name: str, default: Any, allowed: Sequence[Any] | type) -> Any:
+    """A request's parameter.
+
+    Raises:
+        Refused: It is none of those allowed, or of another type.
+    """
+    value = options.get(name, default)
+    if value is default:
+        return value
+    if isinstance(allowed, type):
+        # `True` is a number to Python.
+        if not isinstance(value, allowed) or isinstance(value, bool) is not (allowed is bool):
+            raise Refused(f"the parameter {name} is {value!r}, not of type {allowed.__name__}")
+    elif value not in allowed:
+        raise Refused(f"the parameter {name} is {value!r}, not one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"a text is not UTF-8: {error}") from error
+
+
+def _array(values: Sequence[Any]) -> Array:
+    """Values of the rows of a request as one array; texts as bytes, floats in 32 bits."""
+    found = np.asarray(values)
+    if found.dtype.kind in "US":
+        encoded = [text.encode("utf-8") for text in np.asarray(values, dtype=object).ravel()]
+        made: Array = np.empty(len(encoded), dtype=object)
+        made[:] = encoded
+        return made.reshape(found.shape)
+    return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)
+
+
+def softmax(logits: Array) -> Array:
+    """Along the last axis, float32."""
+    raised: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    result: Array = raised / raised.sum(axis=-1, keepdims=True)
+    return result
+
+
+def sigmoid(logits: Array) -> Array:
+    """Value by value."""
+    result: Array = 1.0 / (1.0 + np.exp(-logits))
+    return result

@@ -1,0 +1,230 @@
+"""Generates text for many requests at once: rows join and leave a running batch between two tokens.
+
+Rows of unequal length are padded on the left, behind a mask; each row has its own settings and its own random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .tokens import Array, Refused
+
+Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+_OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_new_tokens": (int, lambda n: n >= 1, "at least 1"),
+    "do_sample": (bool, lambda _: True, "true or false"),
+    "temperature": (float, lambda t: t > 0, "above 0"),
+    "top_k": (int, lambda k: k >= 0, "at least 0"),
+    "top_p": (float, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "repetition_penalty": (float, lambda r: r > 0, "above 0"),
+    "seed": (int, lambda s: s >= 0, "at least 0"),
+    "stop": (str, bool, "a text"),
+}
+
+
+@dataclass
+class Row:
+    """One request that is being answered.
+
+    Attributes:
+        prompt: Its tokens.
+        options: How it is to be continued.
+        send: Takes each piece of the answer.
+        done: Is called once at the end, with why it failed or `None`.
+        cancelled: Whether whoever asked has gone.
+    """
+
+    prompt: list[int]
+    options: Mapping[str, Any]
+    send: Callable[[str], None]
+    done: Callable[[Exception | None], None]
+    cancelled: Callable[[], bool] = lambda: False
+    made: list[int] = field(default_factory=list)
+    sent: str = ""
+    random: Any = None
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.options.get("seed"))
+
+
+class Decoder:
+    """A running batch.
+
+    Args:
+        run: The graph: tensors by name in, tensors by name out.
+        tokenizer: Of the model.
+        settings: `caches` (by the past's name: its `present`, `dtype` and `shape` without rows, -1 for tokens), `takes`,
+            `end` (ids that end a text), `limit` (positions, or null), `defaults` of the options.
+    """
+
+    def __init__(self, run: Run, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+        self._run, self._tokenizer = run, tokenizer
+        self._caches: Mapping[str, Mapping[str, Any]] = settings["caches"]
+        self._takes = frozenset(settings["takes"])
+        self._end = frozenset(settings["end"])
+        self._limit: int | None = settings["limit"]
+        self._defaults: Mapping[str, Any] = settings["defaults"]
+        self.rows: list[Row] = []
+        self._past: dict[str, Array] = {}
+        self._mask: Array = np.zeros((0, 0), dtype="int64")
+
+    def read(self, prompt: str, options: Mapping[str, Any], **calls: Any) -> Row:
+        """A request as a row; see `Row` for `calls`.
+
+        Raises:
+            Refused: It cannot be answered.
+        """
+        chosen = {**self._defaults, **_checked(options)}
+        ids = self._tokenizer.encode(prompt).ids
+        if not ids:
+            raise Refused("the prompt is empty")
+        if self._limit is not None:
+            room = self._limit - len(ids)
+            if room < 1:
+                raise Refused(f"the prompt has {len(ids)} tokens and the model {self._limit} positions")
+            chosen["max_new_tokens"] = min(chosen["max_new_tokens"], room)
+        return Row(list(ids), chosen, **calls)
+
+    def add(self, row: Row) -> None:
+        """Read a row's prompt, make its first token and let it join the batch."""
+        length = len(row.prompt)
+        past = {name: self._empty(cache) for name, cache in self._caches.items()}
+        mask = np.ones((1, length), dtype="int64")
+        logits, present = self._call([row.prompt], mask, [range(length)], past, length - 1)
+        if self._take(row, logits[0]):
+            return
+        if not self.rows:
+            self._past, self._mask, self.rows = present, mask, [row]
+            return
+        width = max(length, self._mask.shape[1])
+        self._mask = np.concatenate([_widened(self._mask, width, 1), _widened(mask, width, 1)])
+        self._past = {
+            name: np.concatenate([_widened(self._past[name], width, 2), _widened(present[name], width, 2)])
+            for name in self._caches
+        }
+        self.rows.append(row)
+
+    def step(self) -> None:
+        """One more token for every row; those that are done leave."""
+        self._mask = np.concatenate([self._mask, np.ones((len(self.rows), 1), dtype="int64")], axis=1)
+        ids = [[row.made[-1]] for row in self.rows]
+        positions = [[len(row.prompt) + len(row.made) - 1] for row in self.rows]
+        logits, self._past = self._call(ids, self._mask, positions, self._past, 0)
+        ended = [self._left(row) or self._take(row, logits[i]) for i, row in enumerate(self.rows)]
+        self._keep([i for i, gone in enumerate(ended) if not gone])
+
+    def fail(self, error: Exception) -> None:
+        """Give up on all rows."""
+        for row in self.rows:
+            row.done(error)
+        self._keep([])
+
+    @staticmethod
+    def _left(row: Row) -> bool:
+        """Whether whoever asked has gone. Never asked of a row that is done: Triton ends with a segmentation fault."""
+        gone = row.cancelled()
+        if gone:
+            row.done(None)
+        return gone
+
+    def _keep(self, chosen: Sequence[int]) -> None:
+        if len(chosen) == len(self.rows):
+            return
+        self.rows = [self.rows[i] for i in chosen]
+        # What is padding in every row that is left is dropped.
+        mask = self._mask[chosen]
+        unused = int(mask.argmax(axis=1).min()) if self.rows else mask.shape[1]
+        self._mask = mask[:, unused:]
+        self._past = {name: values[chosen][:, :, unused:] for name, values in self._past.items()}
+
+    def _call(
+        self, ids: Any, mask: Array, positions: Any, past: Mapping[str, Array], kept: int
+    ) -> tuple[Array, dict[str, Array]]:
+        """Logits of each row's last token, and what is kept."""
+        feeds = {
+            "input_ids": np.array(ids, dtype="int64"),
+            "attention_mask": mask,
+            "position_ids": np.array([list(one) for one in positions], dtype="int64"),
+            "logits_to_keep": np.array([kept], dtype="int64"),
+        }
+        found = self._run({**{name: values for name, values in feeds.items() if name in self._takes}, **past})
+        present = {name: found[cache["present"]][:, :, : mask.shape[1]] for name, cache in self._caches.items()}
+        return found["logits"][:, -1].astype("float32"), present
+
+    def _empty(self, cache: Mapping[str, Any]) -> Array:
+        return np.zeros([1, *(0 if size == -1 else size for size in cache["shape"])], dtype=cache["dtype"])
+
+    def _take(self, row: Row, logits: Array) -> bool:
+        """Choose a row's next token and send what can be sent; whether the row is done."""
+        chosen = _choose(logits, row)
+        ended = chosen in self._end
+        if not ended:
+            row.made.append(chosen)
+        ended = ended or len(row.made) >= row.options["max_new_tokens"]
+        text, stopped = self._text(row, ended)
+        if len(text) > len(row.sent):
+            row.send(text[len(row.sent) :])
+            row.sent = text
+        if ended or stopped:
+            row.done(None)
+        return bool(ended or stopped)
+
+    def _text(self, row: Row, ended: bool) -> tuple[str, bool]:
+        """What may be sent of a row's text, and whether its stop text came."""
+        text = self._tokenizer.decode(row.made, skip_special_tokens=True)
+        stop = row.options.get("stop")
+        if stop and stop in text:
+            return text[: text.index(stop)], True
+        if ended:
+            return text, False
+        if text.endswith("�"):
+            # The bytes of a character that is not complete.
+            return row.sent, False
+        # What may be the beginning of the stop text waits.
+        return (text[: max(len(row.sent), len(text) - len(stop) + 1)] if stop else text), False
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise Refused(f"there is no parameter {name!r}, only {', '.join(_OPTIONS)}")
+        kind, fits, words = _OPTIONS[name]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool) or not fits(value):
+            raise Refused(f"the parameter {name} is {value!r}, not {words}")
+        found[name] = value
+    return found
+
+
+def _choose(logits: Array, row: Row) -> int:
+    """The next token: the likeliest, or one drawn from the likeliest."""
+    options = row.options
+    penalty = options.get("repetition_penalty", 1.0)
+    if penalty != 1.0:
+        seen = np.unique(row.prompt + row.made)
+        logits = logits.copy()
+        logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    if not options.get("do_sample"):
+        return int(logits.argmax())
+    logits = logits / options.get("temperature", 1.0)
+    order = np.argsort(-logits, kind="stable")
+    order = order[: options.get("top_k") or len(order)]
+    likely = np.exp(logits[order] - logits[order[0]])
+    likely = likely / likely.sum()
+    # The first token whose sum reaches `top_p` still belongs to them.
+    count = int(np.searchsorted(np.cumsum(likely), options.get("top_p", 1.0))) + 1
+    likely = likely[:count] / likely[:count].sum()
+    return int(row.random.choice(order[:count], p=likely / likely.sum()))
+
+
+def _widened(values: Array, width: int, axis: int) -> Array:
+    """Zeros before the values of an axis, up to a width."""
+    missing = width - values.shape[axis]
+    return np.pad(values, [(missing if i == axis else 0, 0) for i in range(values.ndim)]) if missing else values

@@ -1,0 +1,46 @@
+"""An ONNX graph in Triton's Python backend, for servers without the ONNX Runtime backend: CPU alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """What Triton's Python backend runs: requests of equal shapes as one call."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the graph beside this file."""
+        config = json.loads(args["model_config"])
+        self._inputs = [one["name"] for one in config["input"]]
+        self._outputs = [one["name"] for one in config["output"]]
+        settings = json.loads((Path(__file__).parent / "settings.json").read_text(encoding="utf-8"))
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = settings["threads"]
+        # Idle threads that spin take the processors that other models need.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        graph = Path(__file__).parent / settings["graph"]
+        self._session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """The graph's outputs for each request; those that Triton merged have equal shapes but for the batch."""
+        given = [
+            {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs}
+            for request in requests
+        ]
+        feeds = {name: np.concatenate([one[name] for one in given]) for name in self._inputs}
+        returned = self._session.run(self._outputs, feeds)
+        ends = np.cumsum([len(one[self._inputs[0]]) for one in given])[:-1]
+        parts = zip(*(np.split(values, ends) for values in returned), strict=True)
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor(name, values) for name, values in zip(self._outputs, part, strict=True)]
+            )
+            for part in parts
+        ]

@@ -1,0 +1,40 @@
+"""Scores of documents for a query, by a cross-encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .batches import sigmoid
+from .tokens import Array, Refused, Row, Tokens
+
+
+class Service:
+    """`QUERY` and `DOCUMENTS` to `SCORES`, and `RANKING`: places of the documents, the best first.
+
+    Args:
+        settings: `function`: `sigmoid` or `none`.
+        tokens: Reads the texts.
+    """
+
+    options = ()
+
+    def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
+        self._function: str = settings["function"]
+        self._tokens = tokens
+
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[Row]]:
+        """A row for each document."""
+        documents = texts["DOCUMENTS"]
+        if not documents:
+            raise Refused("there are no documents")
+        encodings = [self._tokens.encode(texts["QUERY"][0], text, cut="longest_first")[0] for text in documents]
+        return None, [self._tokens.row(encoding) for encoding in encodings]
+
+    def write(self, memory: None, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores in the documents' order; the first of equals comes first."""
+        scores = np.asarray([one["logits"][0] for one in outputs], dtype="float32")
+        scores = sigmoid(scores) if self._function == "sigmoid" else scores
+        return {"SCORES": scores, "RANKING": np.argsort(-scores, kind="stable")}

@@ -1,0 +1,180 @@
+"""Tags of tokens, and the entities that they make up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .batches import option, softmax
+from .tokens import Array, Refused, Row, Tokens
+
+STRATEGIES = ("none", "simple", "first", "average", "max")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text and the encodings of its windows."""
+
+    text: str
+    windows: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A token of the text.
+
+    Attributes:
+        word: The tokenizer's own spelling, or for one that it does not know the text's.
+        scores: Of each label.
+        start, end: Its characters.
+        index: Its place among the tokens.
+        continues: Whether it goes on with the word before it.
+    """
+
+    word: str
+    scores: Array
+    start: int
+    end: int
+    index: int
+    continues: bool
+
+
+class Service:
+    """`TEXT` to `ENTITIES`: a JSON list of what transformers' pipeline returns.
+
+    Args:
+        settings: `labels` in the order of the outputs, and `unknown`: the id of the unknown token, or null.
+        tokens: Reads the texts.
+    """
+
+    options = ("aggregation_strategy", "ignore_labels", "stride")
+
+    def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
+        self._labels: Sequence[str] = settings["labels"]
+        self._unknown: int | None = settings["unknown"]
+        self._tokens = tokens
+        # A tokenizer that marks the pieces of a word says where words end; for others spaces do.
+        self._marks_pieces = bool(getattr(tokens.tokenizer.model, "continuing_subword_prefix", None))
+
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Text, list[Row]]:
+        """One row for a text, or with a `stride` one for each window."""
+        strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
+        stride = option(options, "stride", None, int)
+        if stride is not None and strategy == "none":
+            raise Refused("a stride joins entities of several windows: it needs an aggregation_strategy")
+        windows = self._tokens.encode(texts["TEXT"][0], cut="longest_first", stride=stride or 0)
+        windows = windows if stride is not None else windows[:1]
+        return _Text(texts["TEXT"][0], windows), [self._tokens.row(one) for one in windows]
+
+    def write(
+        self, memory: _Text, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Entities in the order of the text, without those of `ignore_labels`."""
+        strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
+        ignored = options.get("ignore_labels", "O")
+        ignored = [label.strip() for label in ignored.split(",")] if isinstance(ignored, str) else ignored
+        found = []
+        for encoding, output in zip(memory.windows, outputs, strict=True):
+            logits = self._tokens.unpadded(output["logits"].astype("float32"), len(encoding.ids))
+            entities = self._entities(self._read_tokens(memory.text, encoding, softmax(logits)), strategy)
+            found += [one for one in entities if one.get("entity", one.get("entity_group")) not in ignored]
+        if len(memory.windows) > 1:
+            found = _without_overlaps(found)
+        return {"ENTITIES": [json.dumps(found, ensure_ascii=False)]}
+
+    def _read_tokens(self, text: str, encoding: Any, scores: Array) -> list[_Token]:
+        found = []
+        for i, (start, end) in enumerate(encoding.offsets):
+            if encoding.special_tokens_mask[i]:
+                continue
+            word, part = encoding.tokens[i], text[start:end]
+            apart = start == 0 or " " in text[start - 1 : start + 1]
+            continues = len(word) != len(part) if self._marks_pieces else not apart
+            if encoding.ids[i] == self._unknown:
+                word, continues = part, False
+            found.append(_Token(word, scores[i], start, end, i, continues))
+        return found
+
+    def _entities(self, tokens: Sequence[_Token], strategy: str) -> list[dict[str, Any]]:
+        if strategy in ("none", "simple"):
+            each = [self._entity(token.scores, [token]) for token in tokens]
+            if strategy == "none":
+                return [{**one, "index": token.index} for one, token in zip(each, tokens, strict=True)]
+        else:
+            each = [self._word(word, strategy) for word in _words(tokens)]
+        return self._groups(each)
+
+    def _entity(self, scores: Array, tokens: Sequence[_Token]) -> dict[str, Any]:
+        best = int(scores.argmax())
+        words = [token.word for token in tokens]
+        return {
+            "entity": self._labels[best],
+            "score": float(scores[best]),
+            "word": words[0] if len(words) == 1 else self._joined(words),
+            "start": tokens[0].start,
+            "end": tokens[-1].end,
+        }
+
+    def _word(self, tokens: Sequence[_Token], strategy: str) -> dict[str, Any]:
+        """The tokens of one word as one entity."""
+        if strategy == "first":
+            scores = tokens[0].scores
+        elif strategy == "max":
+            scores = max(tokens, key=lambda token: float(token.scores.max())).scores
+        else:
+            scores = np.mean([token.scores for token in tokens], axis=0)
+        return {**self._entity(scores, tokens), "word": self._joined([token.word for token in tokens])}
+
+    def _groups(self, entities: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Neighbours of one kind as one entity; a `B-` begins another one."""
+        groups: list[list[Mapping[str, Any]]] = []
+        for one in entities:
+            begins, kind = _kind(one["entity"])
+            if groups and kind == _kind(groups[-1][-1]["entity"])[1] and not begins:
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+        return [
+            {
+                "entity_group": group[0]["entity"].split("-", 1)[-1],
+                "score": float(np.mean([one["score"] for one in group])),
+                "word": self._joined([one["word"] for one in group]),
+                "start": group[0]["start"],
+                "end": group[-1]["end"],
+            }
+            for group in groups
+        ]
+
+    def _joined(self, words: Sequence[str]) -> str:
+        decoder = self._tokens.tokenizer.decoder
+        return " ".join(words) if decoder is None else str(decoder.decode(list(words)))
+
+
+def _words(tokens: Sequence[_Token]) -> list[list[_Token]]:
+    words: list[list[_Token]] = []
+    for token in tokens:
+        if words and token.continues:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def _kind(label: str) -> tuple[bool, str]:
+    """Whether a label begins an entity, and of which kind that is."""
+    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _without_overlaps(entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of entities that overlap, found in two windows, the longer one, or the likelier."""
+    kept: list[dict[str, Any]] = []
+    for one in sorted(entities, key=lambda entity: entity["start"]):
+        if not kept or not kept[-1]["start"] <= one["start"] < kept[-1]["end"]:
+            kept.append(one)
+        elif (one["end"] - one["start"], one["score"]) > (kept[-1]["end"] - kept[-1]["start"], kept[-1]["score"]):
+            kept[-1] = one
+    return kept

@@ -1,0 +1,55 @@
+"""Labels that the request brings, by a model of entailment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .batches import option, softmax
+from .tokens import Array, Refused, Row, Tokens
+
+
+class Service:
+    """`TEXT` and `CANDIDATE_LABELS` to `LABELS` and `SCORES`, the best first.
+
+    Args:
+        settings: `entailment`: the place of that label.
+        tokens: Reads the texts.
+    """
+
+    options = ("hypothesis_template", "multi_label")
+
+    def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
+        self._entailment: int = settings["entailment"]
+        self._tokens = tokens
+
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
+        """A row for each label: the text, and the hypothesis that it is about that."""
+        labels = list(texts["CANDIDATE_LABELS"])
+        template = option(options, "hypothesis_template", "This example is {}.", str)
+        option(options, "multi_label", False, bool)
+        try:
+            hypotheses = [template.format(label) for label in labels]
+        except (IndexError, KeyError, ValueError) as error:
+            raise Refused(f"the hypothesis_template {template!r} has no single place for a label: {error}") from error
+        if not labels:
+            raise Refused("there are no candidate labels")
+        if hypotheses[0] == template:
+            raise Refused(f"the hypothesis_template {template!r} has no place for a label: it needs {{}}")
+        encodings = [self._tokens.encode(texts["TEXT"][0], text, cut="only_first")[0] for text in hypotheses]
+        return labels, [self._tokens.row(encoding) for encoding in encodings]
+
+    def write(
+        self, memory: list[str], outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Scores that sum to 1, or of each label by itself."""
+        logits = np.stack([one["logits"] for one in outputs]).astype("float32")
+        if len(memory) == 1 or options.get("multi_label"):
+            contradiction = -1 if self._entailment == 0 else 0
+            scores = softmax(logits[:, [contradiction, self._entailment]])[:, 1]
+        else:
+            scores = softmax(logits[:, self._entailment])
+        order = np.argsort(scores)[::-1]
+        return {"LABELS": [memory[i] for i in order], "SCORES": scores[order]}

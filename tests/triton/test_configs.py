@@ -1,0 +1,145 @@
+"""Configurations are what they were: a golden file for each backend and each task, read by Triton's own message."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.errors import AccelError, ConfigError, OutputFolderError, TaskError
+
+from .made import LABELS, make_artifact
+
+pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+
+from accel.deploying.triton import check, deploy
+from accel.deploying.triton.messages import CONFIG, read
+from accel.deploying.triton.repository import SERVED
+
+GOLDEN = Path(__file__).parent / "golden"
+TASKS = [*LABELS, "zero-shot-classification"]
+# What an artifact is, and how it is deployed.
+BACKENDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "onnxruntime-cpu": ({}, {"threads": 4}),
+    "onnxruntime-cuda": ({"dtype": "float16"}, {"device": "cuda", "instances": 2}),
+    "onnxruntime-tensorrt": (
+        {"quantized": True},
+        {"device": "cuda:1", "accelerator": "tensorrt", "profile": "sequence=1:16:48", "max_batch_size": 16},
+    ),
+    "onnxruntime-openvino": ({}, {"accelerator": "openvino"}),
+    "openvino": ({"format": "openvino_ir"}, {"threads": 4}),
+    "tensorrt": (
+        {"format": "tensorrt", "profile": {"batch": "1:8:16", "sequence": "1:16:48"}},
+        {"device": "cuda", "max_batch_size": 16},
+    ),
+    "python": ({}, {"backend": "python"}),
+}
+
+
+def artifact_for(folder: Path, task: str, **changes: Any) -> Path:
+    made = "text-classification" if task == "zero-shot-classification" else task
+    return make_artifact(folder, made, **changes).path
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_configurations_are_the_golden_ones(tmp_path: Path, backend: str, task: str) -> None:
+    """`ACCEL_GOLDEN=write` writes them anew; read the difference before it is committed."""
+    changes, settings = BACKENDS[backend]
+    made = deploy(artifact_for(tmp_path / "artifact", task, **changes), tmp_path / "out", task=task, **settings)
+    found = {name: (made.path / name / CONFIG).read_text(encoding="utf-8") for name in made.models}
+    for name in made.models:
+        assert read(made.path / name / CONFIG).name == name
+    golden = GOLDEN / f"{backend}.{task}.json"
+    if os.environ.get("ACCEL_GOLDEN") == "write":
+        golden.write_text(json.dumps({n: t.splitlines() for n, t in found.items()}, indent=1) + "\n", encoding="utf-8")
+    assert {n: t.splitlines() for n, t in found.items()} == json.loads(golden.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("layout", ["text", "ensemble", "graph"])
+def test_what_is_written_is_found_to_be_right(tmp_path: Path, layout: str) -> None:
+    artifact = make_artifact(tmp_path / "artifact").path
+    made = deploy(artifact, tmp_path / "out", layout=layout, buckets=(16, 32) if layout != "graph" else ())
+    assert check(made.path) == ()
+    assert made.name in made.models
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[AccelError]]] = {
+    "a bucket beyond the positions": ("text-classification", {}, {"buckets": (16, 512)}, ConfigError),
+    "more tokens than positions": ("text-classification", {}, {"max_length": 512}, ConfigError),
+    "an ensemble of several rows a text": ("question-answering", {}, {"layout": "ensemble"}, TaskError),
+    "a task that the model does not do": ("question-answering", {}, {"task": "text-ranking"}, TaskError),
+    "ONNX for the backend of engines": ("text-classification", {}, {"backend": "tensorrt"}, ConfigError),
+    "OpenVINO on a GPU": ("text-classification", {"format": "openvino_ir"}, {"device": "cuda"}, ConfigError),
+    "TensorRT on a processor": ("text-classification", {}, {"accelerator": "tensorrt"}, ConfigError),
+    "a profile that leaves requests out": (
+        "text-classification", {}, {"accelerator": "tensorrt", "device": "cuda", "profile": "batch=1:2:4"}, ConfigError,
+    ),
+    "a profile of an axis that is not there": (
+        "text-classification", {}, {"accelerator": "tensorrt", "device": "cuda", "profile": "width=1:2:4"}, ConfigError,
+    ),
+    "more rows than the engine has": (
+        "text-classification", {"format": "tensorrt", "profile": {"batch": "1:8:16"}}, {"device": "cuda"}, ConfigError,
+    ),
+    "a preferred size above the largest": (
+        "text-classification", {}, {"preferred_batch_sizes": (64,)}, ConfigError,
+    ),
+    "a name that no address can hold": ("text-classification", {}, {"name": "a/b"}, ConfigError),
+    "a parameter of nothing": ("text-classification", {}, {"layuot": "text"}, ConfigError),
+    "an ensemble whose graph has a fixed batch": (
+        "text-classification", {"format": "openvino_ir"}, {"layout": "ensemble"}, ConfigError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_a_remedy(tmp_path: Path, case: str) -> None:
+    task, changes, settings, error = REFUSED[case]
+    with pytest.raises(error) as caught:
+        deploy(make_artifact(tmp_path / "artifact", task, **changes).path, tmp_path / "out", **settings)
+    assert caught.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    artifact = make_artifact(tmp_path / "artifact").path
+    with pytest.raises(OutputFolderError):
+        deploy(artifact, artifact)
+
+
+def test_a_queue_policy_is_written_only_when_asked_for_and_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = make_artifact(tmp_path / "artifact").path
+    plain = deploy(artifact, tmp_path / "plain")
+    assert "queue_policy" not in (plain.path / plain.name / CONFIG).read_text(encoding="utf-8")
+    assert not caplog.records
+    asked = deploy(artifact, tmp_path / "asked", queue_timeout_us=1000)
+    assert read(asked.path / asked.name / CONFIG).dynamic_batching.default_queue_policy.default_timeout_microseconds
+    assert "8870" in caplog.text
+    assert {one.code for one in check(asked.path)} == {"queue-policy"}
+
+
+@pytest.mark.parametrize("path", sorted(SERVED.glob("*.py")), ids=lambda path: path.name)
+def test_what_is_copied_needs_little(path: Path) -> None:
+    """Python 3.10, and of libraries those that the guide's container has."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+    absolute = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and node.level == 0
+            else []
+        )
+    }
+    beside = {"numpy", "tokenizers", "onnxruntime", "triton_python_backend_utils"}
+    assert absolute - set(sys.stdlib_module_names) <= beside
+    assert all(node.level <= 1 for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))

@@ -1,0 +1,219 @@
+"""The loop that generates text inside Triton makes the local pipeline's tokens, whoever else is in the batch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import ConfigError, TaskError
+
+pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+
+from tokenizers import Tokenizer
+
+from accel.artifact.reading import read_json
+from accel.deploying.triton import deploy
+from accel.deploying.triton.served.decoding import Decoder, Row
+from accel.deploying.triton.served.tokens import Refused
+
+PROMPTS = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "a"]
+
+
+class Text:
+    """What one request got."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.ended: list[Exception | None] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@pytest.fixture(scope="session")
+def decoders(generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
+    """Decoders of families as a repository has them."""
+
+    def get(family: str = "llama") -> Decoder:
+        made = deploy(generator(family).path, tmp_path_factory.mktemp("decoder") / "out", name=family)
+        folder = made.path / family / "1"
+        settings = read_json(folder / "settings.json")
+        session = onnxruntime.InferenceSession(str(folder / settings["graph"]), providers=["CPUExecutionProvider"])
+        names = [one.name for one in session.get_outputs()]
+
+        def run(feeds: Any) -> dict[str, Any]:
+            return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+        return Decoder(run, Tokenizer.from_file(str(folder / "tokenizer.json")), settings)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def decoder(decoders: Callable[..., Decoder]) -> Decoder:
+    return decoders()
+
+
+def start(decoder: Decoder, prompt: str, cancelled: Callable[[], bool] = lambda: False, **options: Any) -> Text:
+    """A request joins the batch."""
+    found = Text()
+    row = decoder.read(prompt, options, send=found.pieces.append, done=found.ended.append, cancelled=cancelled)
+    decoder.add(row)
+    return found
+
+
+def finish(decoder: Decoder) -> None:
+    while decoder.rows:
+        decoder.step()
+
+
+def wanted(artifact: Artifact, prompt: str, new: int) -> str:
+    pipe = accel.pipeline("text-generation", str(artifact.path))
+    made = pipe(prompt, max_new_tokens=new, do_sample=False, return_full_text=False)
+    return str(made[0]["generated_text"])
+
+
+def check_family(decoder: Decoder, artifact: Artifact) -> None:
+    texts = [start(decoder, prompt, max_new_tokens=6 + i) for i, prompt in enumerate(PROMPTS[:3])]
+    decoder.step()
+    decoder.step()
+    texts += [start(decoder, prompt, max_new_tokens=9 + i) for i, prompt in enumerate(PROMPTS[3:])]
+    finish(decoder)
+    for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert text.ended == [None]
+        assert text.text == wanted(artifact, prompt, 6 + i)
+
+
+def test_rows_that_join_and_leave_get_what_they_get_alone(decoder: Decoder, generator: Callable[..., Artifact]) -> None:
+    check_family(decoder, generator("llama"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gpt-neox", "mistral", "opt", "phi3", "qwen3", "mixtral", "gemma3", "olmo3"]
+)
+def test_other_decoders(decoders: Callable[..., Decoder], generator: Callable[..., Artifact], family: str) -> None:
+    check_family(decoders(family), generator(family))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["mamba", "t5"])
+def test_decoders_that_keep_something_else_are_refused(
+    generator: Callable[..., Artifact], tmp_path: Path, family: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        deploy(generator(family).path, tmp_path / "out")
+    assert caught.value.fix
+
+
+def test_drawn_tokens_depend_on_the_seed_alone(decoder: Decoder) -> None:
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 0.9, "max_new_tokens": 8}
+    alone = start(decoder, PROMPTS[0], seed=7, **options)
+    finish(decoder)
+    others = [start(decoder, prompt, seed=seed, **options) for seed, prompt in enumerate(PROMPTS[1:])]
+    again = start(decoder, PROMPTS[0], seed=7, **options)
+    different = start(decoder, PROMPTS[0], seed=8, **options)
+    finish(decoder)
+    assert again.text == alone.text != different.text
+    assert all(one.ended == [None] for one in others)
+
+
+def test_the_only_likely_token_is_drawn(decoder: Decoder) -> None:
+    greedy = start(decoder, PROMPTS[1], max_new_tokens=5)
+    drawn = [
+        start(decoder, PROMPTS[1], max_new_tokens=5, do_sample=True, seed=1, **one)
+        for one in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4})
+    ]
+    finish(decoder)
+    assert {one.text for one in drawn} == {greedy.text}
+
+
+def test_repeated_words_become_unlikely(decoder: Decoder) -> None:
+    plain = start(decoder, PROMPTS[0], max_new_tokens=12)
+    varied = start(decoder, PROMPTS[0], max_new_tokens=12, repetition_penalty=100.0)
+    finish(decoder)
+    words = varied.text.split()
+    assert len(words) == len(set(words)) > len(set(plain.text.split()))
+
+
+def test_a_stop_text_ends_the_answer_before_it(decoder: Decoder) -> None:
+    whole = start(decoder, PROMPTS[0], max_new_tokens=12)
+    finish(decoder)
+    words = whole.text.split()
+    stop = " " + next(word for i, word in enumerate(words) if i > 1)
+    cut = start(decoder, PROMPTS[0], max_new_tokens=12, stop=stop)
+    finish(decoder)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.ended == [None]
+
+
+def test_who_has_gone_is_asked_once_and_leaves(decoder: Decoder) -> None:
+    asked: list[int] = []
+    alone = start(decoder, PROMPTS[1], max_new_tokens=6)
+    finish(decoder)
+    gone = start(decoder, PROMPTS[0], lambda: not asked.append(1) and len(asked) > 2, max_new_tokens=50)
+    other = start(decoder, PROMPTS[1], max_new_tokens=6)
+    finish(decoder)
+    assert len(asked) == 3
+    assert gone.ended == [None]
+    assert other.text == alone.text
+
+
+def test_a_failure_is_everyones_and_the_next_request_is_answered(decoder: Decoder) -> None:
+    texts = [start(decoder, prompt) for prompt in PROMPTS[:2]]
+    decoder.fail(RuntimeError("no memory"))
+    assert [str(one.ended[0]) for one in texts] == ["no memory"] * 2
+    after = start(decoder, PROMPTS[0], max_new_tokens=3)
+    finish(decoder)
+    assert after.ended == [None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2.0}, {"stop": ""}, {"beams": 2}, {"do_sample": 1}],
+    ids=str,
+)
+def test_parameters_that_cannot_work_are_refused(decoder: Decoder, options: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=next(iter(options))):
+        start(decoder, PROMPTS[0], **options)
+
+
+def test_padding_that_no_row_needs_any_more_is_dropped(decoder: Decoder) -> None:
+    start(decoder, " ".join(PROMPTS), max_new_tokens=1 + 1)
+    start(decoder, PROMPTS[2], max_new_tokens=8)
+    width = decoder._mask.shape[1]
+    decoder.step()
+    assert decoder._mask.shape[1] < width
+    assert {values.shape[2] for values in decoder._past.values()} == {decoder._mask.shape[1]}
+    finish(decoder)
+
+
+def test_settings_of_the_model_that_the_loop_lacks_are_refused(
+    generator: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(generator("llama").path, folder)
+    (folder / "generation_config.json").write_text('{"num_beams": 4, "eos_token_id": 3}')
+    Artifact.accept_files(folder)
+    with pytest.raises(ConfigError, match="num_beams"):
+        deploy(folder, tmp_path / "out")
+
+
+def test_tokens_are_chosen_by_their_likelihood() -> None:
+    """Of many draws the share of each token is its probability."""
+    from accel.deploying.triton.served.decoding import _choose
+
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype="float32"))
+    row = Row([0], {"do_sample": True, "top_p": 0.9, "seed": 0}, lambda _: None, lambda _: None)
+    drawn = np.bincount([_choose(logits, row) for _ in range(4000)], minlength=4) / 4000
+    # Behind 0.9: the first three, whose probabilities sum to 0.95. Four standard deviations of a share of 4000 draws.
+    np.testing.assert_allclose(drawn, np.array([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=4 * 0.5 / 4000**0.5)

@@ -1,0 +1,449 @@
+"""The code that runs inside Triton answers as the local pipelines do, however requests are batched."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import accel
+
+from .made import make_artifact
+
+pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+
+from accel.deploying.triton import deploy
+from accel.deploying.triton.served.batches import Batches, Request
+from accel.deploying.triton.served.calls import Calls
+from accel.deploying.triton.served.tokens import Refused
+
+TEXTS = [
+    "Where is my new card?",
+    "wolfgang is not here",
+    "pay",
+    "How can I transfer cash from my account to the bank in Paris, please?",
+    "the fee is zzz",
+]
+ATOL = 1e-5
+"""One graph, run by one runtime: what differs is the order of sums over padding."""
+
+
+def texts(*values: str) -> np.ndarray[Any, Any]:
+    """A request's texts as Triton hands them over."""
+    return np.array([[value.encode() for value in values]], dtype=object)
+
+
+@dataclass
+class Front:
+    """A front of a repository, its graph run here."""
+
+    folder: Path
+    artifact: Path
+    calls: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.batches = Batches(self.folder)
+        self.session = onnxruntime.InferenceSession(
+            str(self.artifact / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
+
+    def call(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        self.calls.append(feeds["input_ids"].shape)
+        names = list(self.batches.settings["outputs"])
+        return dict(zip(names, self.session.run(names, dict(feeds)), strict=True))
+
+    def ask(self, inputs: Mapping[str, Sequence[str]], **options: Any) -> dict[str, Any]:
+        (answer,) = self.ask_all([inputs], **options)
+        if isinstance(answer, Refused):
+            raise answer
+        return answer
+
+    def ask_all(self, requests: Sequence[Mapping[str, Sequence[str]]], **options: Any) -> list[Any]:
+        given = [Request({name: texts(*values) for name, values in one.items()}, options) for one in requests]
+        return self.batches.answer(given, self.call)
+
+
+@pytest.fixture(scope="session")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
+    """Fronts by task."""
+    made: dict[Any, Front] = {}
+
+    def get(task: str, of: str | None = None, **settings: Any) -> Front:
+        key = (task, json.dumps(settings))
+        if key not in made:
+            root = tmp_path_factory.mktemp("front")
+            artifact = make_artifact(root / "artifact", of or task)
+            found = deploy(artifact, root / "out", task=task, name="front", **settings)
+            made[key] = Front(found.path / "front" / "1", artifact.path)
+        made[key].calls.clear()
+        # What earlier tests' calls cost is nobody's business here.
+        made[key].batches._calls = Calls()
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def local(front: Callable[..., Front]) -> Callable[..., Any]:
+    """The local pipelines over the same artifacts."""
+    made: dict[str, Any] = {}
+
+    def get(task: str, of: str | None = None) -> Any:
+        if task not in made:
+            made[task] = accel.pipeline(task, str(front(task, of).artifact))
+        return made[task]
+
+    return get
+
+
+def test_labels_and_scores_are_the_pipelines(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+    answers = front("text-classification").ask_all([{"TEXT": [text]} for text in TEXTS])
+    for text, answer in zip(TEXTS, answers, strict=True):
+        wanted = local("text-classification")(text)[0]
+        assert answer["LABEL"].tolist() == [[wanted["label"].encode()]]
+        np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
+        everything = {one["label"]: one["score"] for one in local("text-classification")(text, top_k=None)}
+        labels = front("text-classification").batches.settings["options"]["labels"]
+        np.testing.assert_allclose(answer["SCORES"][0], [everything[label] for label in labels], atol=ATOL)
+
+
+@pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
+def test_pairs_and_functions(front: Callable[..., Front], local: Callable[..., Any], function: str) -> None:
+    answer = front("text-classification").ask({"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function)
+    wanted = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
+    np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
+
+
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+def test_entities_are_the_pipelines(front: Callable[..., Front], local: Callable[..., Any], strategy: str) -> None:
+    answers = front("token-classification").ask_all([{"TEXT": [text]} for text in TEXTS], aggregation_strategy=strategy)
+    for text, answer in zip(TEXTS, answers, strict=True):
+        wanted = local("token-classification")(text, aggregation_strategy=strategy)
+        same_entities(json.loads(answer["ENTITIES"][0, 0]), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+def test_long_texts_are_tagged_in_windows(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+    long = " ".join(TEXTS * 3)
+    answer = front("token-classification").ask({"TEXT": [long]}, aggregation_strategy="first", stride=8)
+    wanted = local("token-classification")(long, aggregation_strategy="first", stride=8)
+    same_entities(json.loads(answer["ENTITIES"][0, 0]), wanted)
+    assert front("token-classification").batches is not None
+
+
+def same_entities(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [{k: v for k, v in one.items() if k != "score"} for one in found] == [
+        {k: v for k, v in one.items() if k != "score"} for one in wanted
+    ]
+    np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in wanted], atol=ATOL)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"max_seq_len": 24, "doc_stride": 4}, {"max_answer_len": 2}])
+def test_answers_are_the_pipelines(
+    front: Callable[..., Front], local: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    context = " ".join(TEXTS * 2)
+    answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": [context]}, **options)
+    wanted = local("question-answering")(question="where?", context=context, **options)
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    assert [text.decode() for text in answer["ANSWER"][0]] == [one["answer"] for one in wanted]
+    assert answer["START"].tolist() == [[one["start"] for one in wanted]]
+    assert answer["END"].tolist() == [[one["end"] for one in wanted]]
+    np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_an_impossible_answer_is_the_pipelines(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+    asked = {"handle_impossible_answer": True, "top_k": 50}
+    answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": ["pay the fee"]}, **asked)
+    wanted = local("question-answering")(question="where?", context="pay the fee", **asked)
+    assert b"" in answer["ANSWER"][0].tolist()
+    np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
+
+
+@pytest.mark.parametrize("task", ["sentence-similarity", "feature-extraction"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_embeddings_are_the_models(front: Callable[..., Front], task: str, normalize: bool) -> None:
+    one = front(task)
+    found = np.concatenate([a["EMBEDDING"] for a in one.ask_all([{"TEXT": [t]} for t in TEXTS], normalize=normalize)])
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(one.artifact)
+    np.testing.assert_allclose(found, model.encode(TEXTS, normalize_embeddings=normalize), atol=ATOL)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("labels", [["bank", "phone", "fee"], ["bank"]])
+def test_labels_of_a_request_are_the_pipelines(
+    front: Callable[..., Front], local: Callable[..., Any], labels: list[str], multi_label: bool
+) -> None:
+    zero_shot = front("zero-shot-classification", "text-classification")
+    answer = zero_shot.ask({"TEXT": [TEXTS[3]], "CANDIDATE_LABELS": labels}, multi_label=multi_label)
+    wanted = local("zero-shot-classification", "text-classification")(TEXTS[3], labels, multi_label=multi_label)
+    assert [label.decode() for label in answer["LABELS"][0]] == wanted["labels"]
+    np.testing.assert_allclose(answer["SCORES"][0], wanted["scores"], atol=ATOL)
+
+
+def test_documents_are_ranked_as_by_the_model(front: Callable[..., Front]) -> None:
+    one = front("text-ranking")
+    answer = one.ask({"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS[1:]})
+    model = accel.ORTModelForSequenceClassification.from_pretrained(one.artifact)
+    wanted = model.rank(TEXTS[0], TEXTS[1:])
+    assert answer["RANKING"][0].tolist() == [one["corpus_id"] for one in wanted]
+    np.testing.assert_allclose(answer["SCORES"][0][answer["RANKING"][0]], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_requests_of_a_batch_are_one_call(front: Callable[..., Front]) -> None:
+    one = front("text-classification")
+    one.ask_all([{"TEXT": [text]} for text in TEXTS])
+    assert [shape[0] for shape in one.calls] == [len(TEXTS)]
+
+
+def test_rows_above_the_largest_batch_are_several_calls_of_like_lengths(front: Callable[..., Front]) -> None:
+    one, whole = front("text-classification", max_batch_size=2), front("text-classification")
+    requests = [{"TEXT": [text]} for text in TEXTS]
+    wanted = whole.ask_all(requests)
+    found = one.ask_all(requests)
+    assert [shape[0] for shape in one.calls] == [2, 2, 1]
+    assert [shape[1] for shape in one.calls] == sorted(shape[1] for shape in one.calls)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
+
+
+def taught(call_s: float, token_s: float, count: int = 40) -> Calls:
+    """What a call and a token cost, learnt from calls of many sizes."""
+    calls = Calls()
+    for tokens in np.random.default_rng(0).integers(8, 600, size=count).tolist():
+        calls.note(tokens, call_s + tokens * token_s)
+    return calls
+
+
+LENGTHS = [4, 5, 5, 6, 40, 42, 90]
+
+
+@pytest.mark.parametrize(
+    ("calls", "parts"),
+    [
+        (Calls(), [(0, 7)]),
+        (taught(1e-3, 1e-3, count=7), [(0, 7)]),
+        (taught(8e-3, 0.0), [(0, 7)]),
+        (taught(1.0, 1e-4), [(0, 7)]),
+        (taught(10e-3, 1e-3), [(0, 4), (4, 6), (6, 7)]),
+        (taught(120e-3, 1e-3), [(0, 4), (4, 7)]),
+    ],
+    ids=["nothing known", "too little known", "an accelerator", "dear calls", "dear tokens", "in between"],
+)
+def test_rows_are_divided_as_far_as_that_pays(calls: Calls, parts: list[tuple[int, int]]) -> None:
+    assert calls.divide(LENGTHS, 32) == parts
+
+
+def test_no_division_is_cheaper() -> None:
+    """Against every way to divide six rows."""
+    lengths, call, most = [3, 4, 9, 11, 30, 31], 12.0, 3
+    calls = taught(call * 1e-3, 1e-3)
+
+    def cost(parts: Sequence[tuple[int, int]]) -> float:
+        return sum(call + (end - start) * lengths[end - 1] for start, end in parts)
+
+    every = []
+    for bits in range(1 << (len(lengths) - 1)):
+        ends = [i + 1 for i in range(len(lengths) - 1) if bits >> i & 1] + [len(lengths)]
+        parts = list(zip([0, *ends[:-1]], ends, strict=True))
+        if all(end - start <= most for start, end in parts):
+            every.append(cost(parts))
+    assert cost(calls.divide(lengths, most)) == pytest.approx(min(every))
+
+
+def test_divided_rows_keep_their_answers(front: Callable[..., Front]) -> None:
+    one = front("text-classification")
+    requests = [{"TEXT": [text]} for text in TEXTS]
+    whole = one.ask_all(requests)
+    one.batches._calls = taught(1e-3, 1e-3)
+    one.calls.clear()
+    divided = one.ask_all(requests)
+    assert len(one.calls) > 1
+    for a, b in zip(divided, whole, strict=True):
+        np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
+
+
+def test_batches_are_padded_to_buckets(front: Callable[..., Front]) -> None:
+    one = front("text-classification", buckets=(16, 40))
+    found = one.ask_all([{"TEXT": [text]} for text in TEXTS])
+    assert {shape[1] for shape in one.calls} <= {16, 40}
+    np.testing.assert_allclose(
+        found[0]["SCORES"], front("text-classification").ask({"TEXT": [TEXTS[0]]})["SCORES"], atol=ATOL
+    )
+
+
+def test_left_padding_changes_no_answer(front: Callable[..., Front], tmp_path: Path) -> None:
+    plain = front("token-classification")
+    left = Front(plain.folder, plain.artifact)
+    left.batches.tokens._left = True
+    requests = [{"TEXT": [text]} for text in TEXTS]
+    for a, b in zip(left.ask_all(requests), plain.ask_all(requests), strict=True):
+        assert [one["entity"] for one in json.loads(a["ENTITIES"][0, 0])] == [
+            one["entity"] for one in json.loads(b["ENTITIES"][0, 0])
+        ]
+
+
+def test_one_request_that_cannot_be_answered_leaves_the_others_alone(front: Callable[..., Front]) -> None:
+    one = front("text-classification")
+    wanted = one.ask({"TEXT": [TEXTS[0]]})
+    found = one.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
+    np.testing.assert_allclose(found[0]["SCORES"], wanted["SCORES"], atol=ATOL)
+    assert isinstance(found[1], Refused)
+    assert "102 tokens" in str(found[1])
+
+
+def test_a_long_text_is_cut_when_that_is_asked_for(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+    answer = front("text-classification").ask({"TEXT": ["pay " * 100]}, truncation=True)
+    wanted = local("text-classification")("pay " * 100, truncation=True)[0]
+    np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "an unknown parameter": ("text-classification", {"TEXT": ["a"]}, {"topk": 1}, "topk"),
+    "a function that is none": ("text-classification", {"TEXT": ["a"]}, {"function_to_apply": "tanh"}, "tanh"),
+    "a number that is a text": ("question-answering", {"QUESTION": ["a"], "CONTEXT": ["b"]}, {"top_k": "2"}, "top_k"),
+    "no answers": ("question-answering", {"QUESTION": ["a"], "CONTEXT": ["b"]}, {"top_k": 0}, "top_k"),
+    "no question": ("question-answering", {"QUESTION": [" "], "CONTEXT": ["b"]}, {}, "question"),
+    "a stride beyond the window": (
+        "question-answering", {"QUESTION": ["a"], "CONTEXT": ["b " * 60]}, {"max_seq_len": 12, "doc_stride": 12}, "stride",
+    ),
+    "a stride without a strategy": ("token-classification", {"TEXT": ["a"]}, {"stride": 2}, "aggregation_strategy"),
+    "no documents": ("text-ranking", {"QUERY": ["a"], "DOCUMENTS": []}, {}, "documents"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_answered_says_why(front: Callable[..., Front], case: str) -> None:
+    task, inputs, options, words = REFUSED[case]
+    with pytest.raises(Refused, match=words):
+        front(task).ask(inputs, **options)
+
+
+def test_bytes_that_are_no_text_are_refused(front: Callable[..., Front]) -> None:
+    one = front("text-classification")
+    (answer,) = one.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], one.call)
+    assert isinstance(answer, Refused)
+
+
+# What Triton hands to a model in Python, as far as the models here use it.
+
+
+@dataclass
+class Tensor:
+    name: str
+    values: Any
+
+    def as_numpy(self) -> Any:
+        return self.values
+
+
+@dataclass
+class Response:
+    tensors: list[Tensor]
+    error: Any = None
+
+    def has_error(self) -> bool:
+        return self.error is not None
+
+
+@dataclass
+class Asked:
+    tensors: list[Tensor]
+    options: str = ""
+
+    def parameters(self) -> str:
+        return self.options
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A stand-in for the module that only exists inside Triton."""
+    module: Any = ModuleType("triton_python_backend_utils")
+
+    def find(holder: Any, name: str) -> Tensor | None:
+        return next((one for one in holder.tensors if one.name == name), None)
+
+    class TritonError(Exception):
+        INVALID_ARG = 3
+
+    module.Tensor, module.TritonError, module.InferenceResponse = Tensor, TritonError, Response
+    module.get_input_tensor_by_name = module.get_output_tensor_by_name = find
+    module.PreferredMemory, module.TRITONSERVER_MEMORY_CPU = (lambda *_: None), 0
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield module
+    for name in [name for name in sys.modules if name.startswith("accel.deploying.triton.served.")]:
+        if hasattr(sys.modules[name], "pb_utils"):
+            del sys.modules[name]
+
+
+def model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of `served`, as if it stood in a version's folder."""
+    module = importlib.import_module(f"accel.deploying.triton.served.{name}")
+    monkeypatch.setattr(module, "__file__", str(folder / "model.py"))
+    return module.TritonPythonModel()
+
+
+def test_the_front_answers_triton(front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = front("text-classification")
+
+    class InferenceRequest:
+        def __init__(self, model_name: str, inputs: Any, requested_output_names: Any, preferred_memory: Any) -> None:
+            self.feeds = {one.name: one.values for one in inputs}
+            assert model_name == "front_graph"
+
+        def exec(self) -> Response:
+            return Response([Tensor(name, values) for name, values in here.call(self.feeds).items()])
+
+    backend.InferenceRequest = InferenceRequest
+    served = model("front", here.folder, monkeypatch)
+    served.initialize({"model_config": json.dumps({"input": [{"name": "TEXT"}, {"name": "TEXT_PAIR"}]})})
+    responses = served.execute([Asked([Tensor("TEXT", texts(TEXTS[0]))]), Asked([Tensor("TEXT", texts("pay " * 99))])])
+    wanted = here.ask({"TEXT": [TEXTS[0]]})
+    np.testing.assert_allclose(responses[0].tensors[2].values, wanted["SCORES"], atol=ATOL)
+    assert responses[1].error.args[1] == 3
+
+
+def test_the_steps_of_an_ensemble_answer_as_the_front(
+    front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = front("token-classification")
+    tokenizer, last = (model(name, here.folder, monkeypatch) for name in ("tokenizer_step", "answer_step"))
+    for one in (tokenizer, last):
+        one.initialize({})
+    text = Tensor("TEXT", texts(TEXTS[0]))
+    (ids,) = tokenizer.execute([Asked([text])])
+    found = here.call({one.name: one.values for one in ids.tensors})
+    (answer,) = last.execute([Asked([text, *(Tensor(name, values) for name, values in found.items())])])
+    assert answer.tensors[0].values.tolist() == here.ask({"TEXT": [TEXTS[0]]})["ENTITIES"].tolist()
+
+
+def test_the_graph_in_python_splits_what_triton_merged(
+    tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = make_artifact(tmp_path / "artifact")
+    made = deploy(artifact, tmp_path / "out", layout="graph", name="graph", backend="python")
+    folder = made.path / "graph" / "1"
+    served = model("graph", folder, monkeypatch)
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    served.initialize(
+        {"model_config": json.dumps({"input": [{"name": n} for n in names], "output": [{"name": "logits"}]})}
+    )
+    rows = [np.full((n, 5), 7 + n, dtype="int64") for n in (1, 3)]
+    asked = [
+        Asked([Tensor("input_ids", r), Tensor("attention_mask", r * 0 + 1), Tensor("token_type_ids", r * 0)])
+        for r in rows
+    ]
+    together = served.execute(asked)
+    assert [one.tensors[0].values.shape for one in together] == [(1, 3), (3, 3)]
+    for one, alone in zip(together, [served.execute([one])[0] for one in asked], strict=True):
+        np.testing.assert_allclose(one.tensors[0].values, alone.tensors[0].values, atol=ATOL)

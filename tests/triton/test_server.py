@@ -1,0 +1,322 @@
+"""A real Triton loads what is written, answers as the local pipelines do, and batches.
+
+Needs a server: `make test-triton` makes an environment with the one inside the package nvidia-pytriton, whose Python backend runs the
+shadow of each repository.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import queue
+import runpy
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import accel
+from accel.artifact import Artifact
+from accel.cli import app
+from accel.deploying.triton import check, deploy, run
+from accel.deploying.triton.server import VARIABLE, Installation, TritonServer, find_server
+from accel.deploying.triton.shadow import shadow
+from accel.errors import SessionError
+from accel.testing.models import save_tiny
+
+from .made import make_artifact
+
+grpc_client = pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+http_client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+
+ATOL = 1e-4
+"""What the issue asks for; the server's ONNX Runtime may be of another version."""
+TEXTS = [
+    "Where is my new card?",
+    "wolfgang is not here",
+    "pay",
+    "How can I transfer cash from my account to the bank in Paris, please?",
+    "the fee is zzz",
+]
+ENCODERS = ("text-classification", "token-classification", "question-answering", "sentence-similarity")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def installation() -> Installation:
+    found = find_server()
+    if found is None:
+        pytest.skip(f"no tritonserver here, and {VARIABLE} names none: see `make test-triton`")
+    return found
+
+
+@pytest.fixture(scope="session")
+def artifacts(
+    installation: Installation, tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Tiny models by task, exported as a user does."""
+    root = tmp_path_factory.mktemp("artifacts")
+    save_tiny(root / "ranker", "bert", "text-ranking", num_labels=1)
+    ranker = accel.export(root / "ranker", root / "ranker-onnx", task="text-ranking")
+    zero_shot = make_artifact(root / "zero-shot", "text-classification")
+    encoders = {task: tiny_artifact("bert", task).path for task in ENCODERS}
+    return {**encoders, "text-ranking": ranker.path, "zero-shot-classification": zero_shot.path}
+
+
+@pytest.fixture(scope="session")
+def repository(
+    artifacts: dict[str, Path], generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Every task in one repository, and its shadow beside it."""
+    root = tmp_path_factory.mktemp("triton")
+    whole = root / "repository"
+    deployed = [
+        *((path, {"task": task}) for task, path in artifacts.items()),
+        (artifacts["text-classification"], {"layout": "ensemble", "name": "ensemble"}),
+        (artifacts["token-classification"], {"layout": "ensemble", "name": "tags_ensemble", "buckets": (16, 32)}),
+        (artifacts["text-classification"], {"name": "waiting", "queue_delay_us": 2000}),
+        (generator("llama").path, {"max_batch_size": 4}),
+    ]
+    for number, (path, settings) in enumerate(deployed):
+        made = deploy(path, root / str(number), **settings)
+        assert check(made.path) == ()
+        for name in made.models:
+            shutil.move(made.path / name, whole / name) if whole.is_dir() else shutil.copytree(
+                made.path / name, whole / name
+            )
+    assert check(whole) == ()
+    assert shadow(whole, root / "shadow") == []
+    return whole
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path, installation: Installation) -> Iterator[TritonServer]:
+    with TritonServer(repository.parent / "shadow", installation) as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=["http", "grpc"])
+def ask(request: pytest.FixtureRequest, server: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A request by Triton's own client."""
+    module = http_client if request.param == "http" else grpc_client
+    port = server.http if request.param == "http" else server.grpc
+    client = module.InferenceServerClient(f"127.0.0.1:{port}")
+
+    def call(name: str, inputs: dict[str, Sequence[str]], **options: Any) -> dict[str, Any]:
+        given = []
+        for key, values in inputs.items():
+            one = module.InferInput(key, [1, len(values)], "BYTES")
+            one.set_data_from_numpy(np.array([[value.encode() for value in values]], dtype=object))
+            given.append(one)
+        answer = client.infer(name, given, parameters=options or None)
+        response = answer.get_response()
+        names = (
+            [o["name"] for o in response["outputs"]]
+            if isinstance(response, dict)
+            else [o.name for o in response.outputs]
+        )
+        return {key: answer.as_numpy(key)[0] for key in names}
+
+    yield call
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def local(artifacts: dict[str, Path]) -> Callable[[str], Any]:
+    """The local pipelines over the same artifacts."""
+    return functools.cache(lambda task: accel.pipeline(task, str(artifacts[task])))
+
+
+@pytest.mark.parametrize("name", ["text_classification", "ensemble"])
+def test_labels(ask: Callable[..., Any], local: Callable[[str], Any], name: str) -> None:
+    for text in TEXTS:
+        answer, wanted = ask(name, {"TEXT": [text]}), local("text-classification")(text)[0]
+        assert answer["LABEL"].tolist() == [wanted["label"].encode()]
+        np.testing.assert_allclose(answer["SCORE"], [wanted["score"]], atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["token_classification", "tags_ensemble"])
+@pytest.mark.parametrize("strategy", ["none", "simple"])
+def test_entities(ask: Callable[..., Any], local: Callable[[str], Any], strategy: str, name: str) -> None:
+    for text in TEXTS:
+        found = json.loads(ask(name, {"TEXT": [text]}, aggregation_strategy=strategy)["ENTITIES"][0])
+        wanted = local("token-classification")(text, aggregation_strategy=strategy)
+        assert [{**one, "score": 0} for one in found] == [{**one, "score": 0} for one in wanted]
+        np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_answers(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
+    context = " ".join(TEXTS * 4)
+    answer = ask("question_answering", {"QUESTION": ["where?"], "CONTEXT": [context]}, top_k=3)
+    wanted = local("question-answering")(question="where?", context=context, top_k=3)
+    assert [text.decode() for text in answer["ANSWER"]] == [one["answer"] for one in wanted]
+    assert answer["START"].tolist() == [one["start"] for one in wanted]
+    np.testing.assert_allclose(answer["SCORE"], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_embeddings(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(artifacts["sentence-similarity"])
+    found = np.stack([ask("sentence_similarity", {"TEXT": [text]})["EMBEDDING"] for text in TEXTS])
+    np.testing.assert_allclose(found, model.encode(TEXTS), atol=ATOL)
+
+
+def test_labels_of_a_request(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
+    labels = ["bank", "phone", "fee"]
+    answer = ask("zero_shot_classification", {"TEXT": [TEXTS[0]], "CANDIDATE_LABELS": labels})
+    wanted = local("zero-shot-classification")(TEXTS[0], labels)
+    assert [label.decode() for label in answer["LABELS"]] == wanted["labels"]
+    np.testing.assert_allclose(answer["SCORES"], wanted["scores"], atol=ATOL)
+
+
+def test_ranking(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(artifacts["text-ranking"])
+    answer, wanted = ask("text_ranking", {"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS}), model.rank(TEXTS[0], TEXTS)
+    assert answer["RANKING"].tolist() == [one["corpus_id"] for one in wanted]
+    np.testing.assert_allclose(answer["SCORES"][answer["RANKING"]], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_a_text_that_is_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match="202 tokens and the model reads 94"):
+        ask("text_classification", {"TEXT": ["pay " * 200]})
+
+
+def test_texts_of_any_script_are_answered(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
+    text = "paga 😀 カード ö"
+    wanted = local("text-classification")(text)[0]["score"]
+    np.testing.assert_allclose(ask("text_classification", {"TEXT": [text]})["SCORE"], [wanted], atol=ATOL)
+
+
+def test_the_example_asks_for_rows_of_one_request(server: TritonServer, local: Callable[[str], Any]) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "triton_client" / "client.py"))
+    found = example["classify"](f"127.0.0.1:{server.http}", "text_classification", TEXTS)
+    wanted = [local("text-classification")(text)[0] for text in TEXTS]
+    assert [label for label, _ in found] == [one["label"] for one in wanted]
+    np.testing.assert_allclose([score for _, score in found], [one["score"] for one in wanted], atol=ATOL)
+
+
+def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None:
+    """What a request brings many of, labels and documents, may be of any number beside others."""
+    calls = [("text_ranking", {"QUERY": ["card"], "DOCUMENTS": TEXTS[: 1 + i % 5]}, {}) for i in range(32)]
+    before = server.statistics("text_ranking")
+    callers(server, calls, 16)
+    after = server.statistics("text_ranking")
+    assert after["inference_count"] - before["inference_count"] == 32
+    assert after["execution_count"] - before["execution_count"] < 32
+
+
+def callers(
+    server: TritonServer, calls: Sequence[tuple[str, dict[str, list[str]], dict[str, Any]]], count: int
+) -> None:
+    """Many clients at once, each with the next call as soon as it has an answer."""
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for one in calls:
+        waiting.put(one)
+    failed: list[Exception] = []
+
+    def work() -> None:
+        client = http_client.InferenceServerClient(f"127.0.0.1:{server.http}")
+        while True:
+            try:
+                name, inputs, options = waiting.get_nowait()
+            except queue.Empty:
+                client.close()
+                return
+            given = []
+            for key, values in inputs.items():
+                tensor = http_client.InferInput(key, [1, len(values)], "BYTES")
+                tensor.set_data_from_numpy(np.array([[value.encode() for value in values]], dtype=object))
+                given.append(tensor)
+            try:
+                client.infer(name, given, parameters=options or None)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the test shows it
+                failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failed
+
+
+def test_sixteen_callers_with_ragged_texts_share_batches(server: TritonServer) -> None:
+    ragged = [" ".join(TEXTS)[: 5 + 7 * i % 150] for i in range(320)]
+    callers(server, [("waiting", {"TEXT": [text]}, {}) for text in ragged], 16)
+    counted = server.statistics("waiting")
+    assert counted["inference_count"] / counted["execution_count"] > 4
+    # One call of the graph for each batch of texts.
+    assert server.statistics("waiting_graph")["inference_count"] >= 320
+
+
+def test_text_is_streamed_as_the_local_pipeline_makes_it(
+    server: TritonServer, generator: Callable[..., Artifact]
+) -> None:
+    prompts = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "the fee", "a"]
+    pipe = accel.pipeline("text-generation", str(generator("llama").path))
+    found: dict[str, list[str]] = {}
+
+    def one(prompt: str) -> None:
+        body = {"PROMPT": prompt, "parameters": {"max_new_tokens": 12, "do_sample": False}}
+        found[prompt] = [piece["TEXT"] for piece in server.stream("text_generation", body)]
+
+    threads = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        wanted = pipe(prompt, max_new_tokens=12, do_sample=False, return_full_text=False)[0]["generated_text"]
+        assert "".join(found[prompt]) == wanted
+        assert len(found[prompt]) > 1
+
+
+def test_pieces_of_text_come_over_grpc(server: TritonServer) -> None:
+    client = grpc_client.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+    pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.start_stream(callback=lambda result, error: pieces.put(error or result))
+    tensor = grpc_client.InferInput("PROMPT", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([b"the card"], dtype=object))
+    client.async_stream_infer(
+        "text_generation", [tensor], parameters={"max_new_tokens": 6}, enable_empty_final_response=True
+    )
+    text = ""
+    while True:
+        piece = pieces.get(timeout=60)
+        assert not isinstance(piece, Exception), piece
+        if piece.as_numpy("TEXT") is not None:
+            text += piece.as_numpy("TEXT")[0].decode()
+        if piece.get_response().parameters["triton_final_response"].bool_param:
+            break
+    client.stop_stream()
+    client.close()
+    assert len(text.split()) >= 5
+
+
+def test_the_command_asks_a_real_server(artifacts: dict[str, Path], installation: Installation, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    runner = CliRunner()
+    assert runner.invoke(app, ["deploy", "triton", str(artifacts["text-classification"]), str(out)]).exit_code == 0
+    done = runner.invoke(app, ["deploy", "check", str(out), "--run", "--json"])
+    assert done.exit_code == 0, done.output
+    trials = json.loads(done.stdout)["trials"]
+    assert {one["model"]: one["passed"] for one in trials} == {
+        "text_classification": True, "text_classification_graph": True,
+    }  # fmt: skip
+
+
+def test_what_the_server_does_not_load_is_said(
+    artifacts: dict[str, Path], installation: Installation, tmp_path: Path
+) -> None:
+    made = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
+    code = made.path / made.name / "1" / "model.py"
+    code.write_text(code.read_text(encoding="utf-8") + "\nraise RuntimeError('broken on purpose')\n", encoding="utf-8")
+    with pytest.raises(SessionError, match="broken on purpose"):
+        run(made.path)
+    assert os.environ.get("LD_LIBRARY_PATH", "").find("nvidia_pytriton") == -1
