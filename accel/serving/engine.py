@@ -111,6 +111,18 @@ class Engine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    def observe(self, observer: Observer) -> None:
+        """Tell this one of every call of a model and of every request from now on.
+
+        Raises:
+            ConfigError: Another one is told.
+        """
+        if self._observer not in (None, observer):
+            raise ConfigError("The engine has an observer.", fix="make the engine without one.")
+        self._observer = observer
+        for lane in self._lanes.values():
+            lane.observer = observer
+
     # What there is
 
     @property
@@ -137,7 +149,8 @@ class Engine:
             return next(iter(self._lanes.values()))
         if model not in self._lanes:
             raise ConfigError(
-                f"There is no model {model!r}.{did_you_mean(model, self._lanes)}", fix=f"use one of {', '.join(self._lanes)}."
+                f"There is no model {model!r}.{did_you_mean(model, self._lanes)}",
+                fix=f"use one of {', '.join(self._lanes)}.",
             )
         return self._lanes[model]
 
@@ -191,9 +204,7 @@ class Engine:
             job.future.cancel()
             raise _too_late(seconds) from error
 
-    def submit(
-        self, inputs: Any, *, model: str | None = None, operation: str | None = None, **options: Any
-    ) -> Job:
+    def submit(self, inputs: Any, *, model: str | None = None, operation: str | None = None, **options: Any) -> Job:
         """Put a request into the queue: its `future` gets the answer, its `timing` tells how long what took.
 
         Raises:
@@ -228,5 +239,3 @@ def _size(operation: str, inputs: Any) -> int:
     if operation == "rank":
         return len(inputs[1]) or 1
     return max(len(inputs), 1) if isinstance(inputs, list | tuple) and operation != "tensors" else 1
-
-

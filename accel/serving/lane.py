@@ -20,7 +20,7 @@ from ..models.base import ORTModel
 from .batching import WINDOW, CostModel, choose
 from .job import Job, Row
 from .limits import Limits
-from .work import Work, work_of
+from .work import Work, operations, tokenizer_of, work_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,25 @@ class Observer(Protocol):
         """A call of a model: its rows, their tokens, the same with padding, and how long it took."""
 
     def done(self, model: str, job: Job) -> None:
-        """A request was answered, refused or dropped."""
+        """A request was answered, failed or dropped."""
+
+    def refused(self, model: str) -> None:
+        """A request found too much waiting."""
 
 
 class _Bench:
-    """What one thread works with: the works of a model, with tokenizers of its own."""
+    """What one thread works with: the works of a model, with a tokenizer of its own."""
 
     def __init__(self, model: ORTModel) -> None:
         self._model = model
+        self._tokenizer = tokenizer_of(model)
         self._works: dict[str, Work] = {}
+        self.work(operations(model)[0])
 
     def work(self, operation: str) -> Work:
         """The work of an operation, made when it is first asked for."""
         if operation not in self._works:
-            self._works[operation] = work_of(self._model, operation)
+            self._works[operation] = work_of(self._model, operation, self._tokenizer)
         return self._works[operation]
 
 
@@ -59,13 +64,11 @@ class Lane:
         observer: Told of every call and every request.
     """
 
-    def __init__(
-        self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
         self.name = name
         self.model = models[0]
         self._limits = limits
-        self._observer = observer
+        self.observer = observer
         self._cost = CostModel()
         self._lock = threading.Lock()
         self._for_workers = threading.Condition(self._lock)
@@ -84,7 +87,10 @@ class Lane:
         benches = [_Bench(model) for model in models]
         self._threads = [
             threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
-            for kind, target, made in (("worker", self._worker, benches), ("helper", self._helper, [_Bench(self.model)]))
+            for kind, target, made in (
+                ("worker", self._worker, benches),
+                ("helper", self._helper, [_Bench(self.model)]),
+            )
             for bench in made
         ]
         for thread in self._threads:
@@ -120,11 +126,15 @@ class Lane:
             if not self._open:
                 raise EngineClosedError(f"{self.name!r} takes no more requests.", fix="start another engine.")
             wait, most = self.wait_s, self._limits.max_wait_s
-            if self._pending >= self._limits.max_queue or (most is not None and self._pending and wait > most):
-                raise self._full(wait)
-            self._pending += size
-            self._raw.append(job)
-            (self._for_workers if self._idle else self._for_helpers).notify()
+            full = self._pending >= self._limits.max_queue or (most is not None and self._pending and wait > most)
+            if not full:
+                self._pending += size
+                self._raw.append(job)
+                (self._for_workers if self._idle else self._for_helpers).notify()
+        if full:
+            if self.observer is not None:
+                self.observer.refused(self.name)
+            raise self._full(wait)
         job.future.add_done_callback(lambda future: self._settled(job))
         return job
 
@@ -145,8 +155,8 @@ class Lane:
                 self._raw.remove(job)
             if job.left:
                 self._ready = [row for row in self._ready if row.job is not job]
-        if self._observer is not None:
-            self._observer.done(self.name, job)
+        if self.observer is not None:
+            self.observer.done(self.name, job)
 
     def close(self, *, drain: bool = True) -> None:
         """Take nothing more, answer what was accepted (or refuse it, without `drain`), and end the threads."""
@@ -307,9 +317,9 @@ class Lane:
                 self._computed.extend(complete)
                 self._for_helpers.notify()
                 complete = []
-        if self._observer is not None:
+        if self.observer is not None:
             tokens = sum(row.length * row.count for row in rows)
-            self._observer.batch(self.name, count, tokens, padded, end - start)
+            self.observer.batch(self.name, count, tokens, padded, end - start)
         for job in complete:
             self._finish(bench, job)
 

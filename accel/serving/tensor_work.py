@@ -23,7 +23,7 @@ class Tensors:
     nothing, shorter rows are padded up to the longest and cut again.
     """
 
-    def __init__(self, model: ORTModel) -> None:
+    def __init__(self, model: ORTModel, tokenizer: Any) -> None:
         self._model = model
         component = model.artifact.components[0]
         self._session = session = model.sessions[component.name]
@@ -54,10 +54,14 @@ class Tensors:
             sizes[name][spec.shape.index(_SEQUENCE)] for name, spec in self._inputs.items() if _SEQUENCE in spec.shape
         }
         if len(lengths) > 1:
-            raise InputError(f"The inputs have no common length: {sizes}.", fix="send the same number of tokens of each.")
+            raise InputError(
+                f"The inputs have no common length: {sizes}.", fix="send the same number of tokens of each."
+            )
         length = next(iter(lengths), 1)
         if self._limit and length > self._limit:
-            raise InputError(f"The inputs have {length} tokens; the model has {self._limit} positions.", fix="shorten them.")
+            raise InputError(
+                f"The inputs have {length} tokens; the model has {self._limit} positions.", fix="shorten them."
+            )
         # What may differ inside a batch does not stand in the group.
         free = {"batch", _SEQUENCE} if self._pads else {"batch"}
         group = tuple(
@@ -72,7 +76,9 @@ class Tensors:
         width = max(row.length for row in rows)
         if len(rows) == 1:
             return [self._session.run(rows[0].inputs)]
-        feeds = {name: torch.cat([self._padded(name, row.inputs[name], width) for row in rows]) for name in self._inputs}
+        feeds = {
+            name: torch.cat([self._padded(name, row.inputs[name], width) for row in rows]) for name in self._inputs
+        }
         found = self._session.run(feeds)
         made, start = [], 0
         for row in rows:

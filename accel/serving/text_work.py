@@ -17,8 +17,8 @@ from .work import Options
 class Embedding:
     """Embeddings as `ORTModelForFeatureExtraction.encode` gives them: `(hidden,)` float32 for a text, `(texts, hidden)` for a list."""
 
-    def __init__(self, model: Any) -> None:
-        self._embedder = Embedder(model)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._embedder = Embedder(model, tokenizer)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
         """See `Work`."""
@@ -41,8 +41,8 @@ class Embedding:
 class Ranking:
     """Documents by how well they answer a query, as `ORTModelForSequenceClassification.rank` gives them."""
 
-    def __init__(self, model: Any) -> None:
-        self._scorer = PairScorer(model)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._scorer = PairScorer(model, tokenizer)
         self._activation = activation_of(model.config)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
@@ -72,6 +72,44 @@ class Ranking:
             {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if options.get("return_documents") else {})}
             for i in order
         ]
+
+
+class Tokenization:
+    """The tokens of texts: `[{"id", "text", "start", "stop", "special"}, ...]` for each; needs no call of the model."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """See `Work`."""
+        _no_others(options, ("add_special_tokens",))
+        return Prepared([], [self._tokens(text, options.get("add_special_tokens", True)) for text in _texts(inputs)])
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[dict[str, Any]]:
+        fast = self._tokenizer.is_fast
+        found = self._tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_special_tokens_mask=True,
+            return_offsets_mapping=fast,
+            truncation=False,
+            verbose=False,
+        )
+        ids = found["input_ids"]
+        places = found["offset_mapping"] if fast else [(None, None)] * len(ids)
+        words = self._tokenizer.convert_ids_to_tokens(ids)
+        return [
+            {"id": i, "text": word, "start": start, "stop": stop, "special": bool(special)}
+            for i, word, (start, stop), special in zip(ids, words, places, found["special_tokens_mask"], strict=True)
+        ]
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """See `Work`; there are no rows."""
+        return []
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """See `Work`."""
+        return memo
 
 
 def _row(kind: str, rows: TextRows, inputs: TokenRow) -> Row:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+import transformers
 from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
@@ -25,6 +26,7 @@ Options = Mapping[str, Any]
 KINDS = {
     "embed": "accel.serving.text_work:Embedding",
     "rank": "accel.serving.text_work:Ranking",
+    "tokenize": "accel.serving.text_work:Tokenization",
     "tensors": "accel.serving.tensor_work:Tensors",
 }
 """Operations besides pipeline tasks."""
@@ -50,10 +52,19 @@ def operations(model: ORTModel) -> tuple[str, ...]:
         found.append("embed")
     if hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1:
         found.append("rank")
+    if "input_ids" in model.input_names:
+        found.append("tokenize")
     return (*found, "tensors")
 
 
-def work_of(model: ORTModel, operation: str) -> Work:
+def tokenizer_of(model: ORTModel) -> Any:
+    """A tokenizer of its own for a thread; `None` for models of something else than text."""
+    if "input_ids" not in model.input_names or not (model.artifact.path / "tokenizer_config.json").is_file():
+        return None
+    return transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
+
+
+def work_of(model: ORTModel, operation: str, tokenizer: Any) -> Work:
     """The work of an operation.
 
     Raises:
@@ -67,9 +78,9 @@ def work_of(model: ORTModel, operation: str) -> Work:
             fix=f"use one of {', '.join(known)}.",
         )
     if operation in KINDS:
-        made: Work = load(KINDS[operation])(model)
+        made: Work = load(KINDS[operation])(model, tokenizer)
         return made
-    return PipelineWork(pipeline(operation, model=model))
+    return PipelineWork(pipeline(operation, model=model, tokenizer=tokenizer))
 
 
 class _Recorded(Exception):  # noqa: N818  # control flow
@@ -125,7 +136,9 @@ class PipelineWork:
         self._left = tokenizer is not None and tokenizer.padding_side == "left"
         component = pipe.model.artifact.components[0]
         self._limit = component.max_sizes.get("sequence", 0)
-        self._sequences = {spec.name: spec.shape.index("sequence") for spec in component.outputs if "sequence" in spec.shape}
+        self._sequences = {
+            spec.name: spec.shape.index("sequence") for spec in component.outputs if "sequence" in spec.shape
+        }
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
         """See `Work`."""
@@ -137,7 +150,9 @@ class PipelineWork:
         except _Recorded as found:
             items, (before, forward, after) = found.items, found.parameters
         except TypeError as error:
-            raise InputError(f"{self._pipe.task} does not take this: {error}", fix="see transformers' pipeline.") from error
+            raise InputError(
+                f"{self._pipe.task} does not take this: {error}", fix="see transformers' pipeline."
+            ) from error
         rows = []
         for item in items:
             made = self._pipe.preprocess(item, **before)
@@ -156,7 +171,7 @@ class PipelineWork:
         if self._limit and sized and length > self._limit:
             raise InputError(
                 f"The text has {length} tokens; the model has {self._limit} positions.",
-                fix="shorten it, or pass truncation=True.",
+                fix="shorten it, or have it truncated.",
             )
         alone = (length,) if self._collate is None else ()
         options = tuple(sorted((name, repr(value)) for name, value in forward.items()))
