@@ -111,5 +111,5 @@ class Job:
 
     def outputs_by_input(self) -> list[list[Any]]:
         """The outputs of each input's rows."""
-        starts = [0, *self.ends[:-1]]
+        starts = [0, *self.ends][: len(self.ends)]
         return [self.outputs[start:end] for start, end in zip(starts, self.ends, strict=True)]

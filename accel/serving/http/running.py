@@ -107,7 +107,7 @@ def serve(
         front, host=host, port=port, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=True,
         timeout_keep_alive=75, **options,  # type: ignore[arg-type]
     )  # fmt: skip
-        door = _bound(host, port)
+    door = _bound(host, port)
     secure = "https" if config.is_ssl or options.get("ssl_certfile") else "http"
     shown, number = door.getsockname()[:2]
     url = f"{secure}://{f'[{shown}]' if ':' in shown else shown}:{number}"
@@ -134,5 +134,7 @@ def _bound(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}.", fix="use another --port.") from error
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on: {error.strerror}.", fix="use another --port."
+        ) from error
     return made
