@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
 from ..models.base import ORTModel
-from .batching import WINDOW, CostModel, choose
+from .batching import CostModel, choose
 from .job import Job, Row
 from .limits import Limits
 from .work import Work, operations, tokenizer_of, work_of
@@ -135,7 +135,7 @@ class Lane:
             if self.observer is not None:
                 self.observer.refused(self.name)
             raise self._full(wait)
-        job.future.add_done_callback(lambda future: self._settled(job))
+        job.future.add_done_callback(lambda _: self._settled(job))
         return job
 
     def _full(self, wait: float) -> QueueFullError:
@@ -278,7 +278,7 @@ class Lane:
         start = time.perf_counter()
         try:
             outputs: list[Any] = bench.work(jobs[0].operation).run(rows)
-        except Exception as error:  # noqa: BLE001  # each request gets its own
+        except Exception as error:  # each request gets its own
             if len(jobs) > 1:
                 # One that the runtime refuses must not fail its neighbours.
                 logger.debug("A batch of %d requests failed; running them one by one.", len(jobs), exc_info=error)

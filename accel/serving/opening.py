@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
@@ -54,7 +54,7 @@ def named(models: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str,
     if isinstance(models, Mapping):
         found = dict(models)
     else:
-        several = list(models) if isinstance(models, list | tuple) else [models]
+        several: list[Source] = list(models) if isinstance(models, list | tuple) else [cast(Source, models)]
         found = {name_of(one): one for one in several}
         if len(found) != len(several):
             raise ConfigError("Two models have one name.", fix="pass {name: model, ...}.")

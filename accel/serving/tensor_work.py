@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError
 from ..models.base import ORTModel
 from .job import Prepared, Row
-from .work import Options
+from .work import Options, can_pad
 
 _SEQUENCE = "sequence"
 
@@ -29,9 +28,7 @@ class Tensors:
         self._session = session = model.sessions[component.name]
         self._inputs = {spec.name: spec for spec in session.inputs}
         self._outputs = {spec.name: spec for spec in session.outputs}
-        changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
-        masked = any(spec.role == "mask" for spec in self._inputs.values())
-        self._pads = masked and not any(change > 0 for change in changed)
+        self._pads = can_pad(model)
         firsts = [spec.shape[0] for spec in (*self._inputs.values(), *self._outputs.values()) if spec.shape]
         self._batches = len(firsts) == len(self._inputs) + len(self._outputs) and set(firsts) == {"batch"}
         self._limit = component.max_sizes.get(_SEQUENCE, 0)

@@ -9,9 +9,9 @@ import torch
 
 from ..errors import InputError
 from ..models.ranking import activation_of
-from ..models.texts import Embedder, PairScorer, TextRows, TokenRow
+from ..models.texts import Embedder, PairScorer, TokenRow
 from .job import Prepared, Row
-from .work import Options
+from .work import Options, can_pad
 
 
 class Embedding:
@@ -19,12 +19,13 @@ class Embedding:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._embedder = Embedder(model, tokenizer)
+        self._pads = self._embedder.pads and can_pad(model)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
         """See `Work`."""
         _no_others(options, ("normalize_embeddings",))
         rows = self._embedder.rows([inputs] if isinstance(inputs, str) else _texts(inputs))
-        return Prepared([[_row("embed", self._embedder, row)] for row in rows])
+        return Prepared([[_row("embed", self._pads, row)] for row in rows])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """See `Work`."""
@@ -43,6 +44,7 @@ class Ranking:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._scorer = PairScorer(model, tokenizer)
+        self._pads = self._scorer.pads and can_pad(model)
         self._activation = activation_of(model.config)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
@@ -55,7 +57,7 @@ class Ranking:
         if not texts:
             return Prepared([])
         rows = self._scorer.rows([query] * len(texts), texts)
-        return Prepared([[_row("rank", self._scorer, row)] for row in rows])
+        return Prepared([[_row("rank", self._pads, row)] for row in rows])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """See `Work`."""
@@ -112,9 +114,9 @@ class Tokenization:
         return memo
 
 
-def _row(kind: str, rows: TextRows, inputs: TokenRow) -> Row:
+def _row(kind: str, pads: bool, inputs: TokenRow) -> Row:
     length = len(inputs["input_ids"])
-    return Row(inputs=inputs, length=length, group=(kind,) if rows.pads else (kind, length))
+    return Row(inputs=inputs, length=length, group=(kind,) if pads else (kind, length))
 
 
 def _texts(inputs: Any) -> list[str]:

@@ -15,6 +15,7 @@ import transformers
 from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
+from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError, TaskError, did_you_mean
 from ..models.base import ORTModel
 from ..models.pipelines.opening import pipeline, pipeline_tasks
@@ -62,6 +63,13 @@ def tokenizer_of(model: ORTModel) -> Any:
     if "input_ids" not in model.input_names or not (model.artifact.path / "tokenizer_config.json").is_file():
         return None
     return transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
+
+
+def can_pad(model: ORTModel) -> bool:
+    """Whether a row's answer is the same beside a longer one: the graph has a mask, and padding was found to change nothing."""
+    changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
+    masked = any(spec.role == "mask" for spec in model.artifact.components[0].inputs)
+    return masked and not any(change > 0 for change in changed)
 
 
 def work_of(model: ORTModel, operation: str, tokenizer: Any) -> Work:
@@ -133,6 +141,7 @@ class PipelineWork:
         self._collate = None
         if tokenizer is None or tokenizer.pad_token_id is not None:
             self._collate = pad_collate_fn(tokenizer, pipe.feature_extractor or pipe.image_processor)
+        self._pads = self._collate is not None and can_pad(pipe.model)
         self._left = tokenizer is not None and tokenizer.padding_side == "left"
         component = pipe.model.artifact.components[0]
         self._limit = component.max_sizes.get("sequence", 0)
@@ -161,21 +170,21 @@ class PipelineWork:
 
     def _row(self, inputs: Mapping[str, Any], forward: Mapping[str, Any]) -> Row:
         ids = inputs.get("input_ids")
-        sized = isinstance(ids, torch.Tensor)
+        length = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
+        # What padding does not make equal has to be.
         shapes = tuple(
             (name, tuple(value.shape[1:]))
             for name, value in inputs.items()
-            if isinstance(value, torch.Tensor) and not (sized and value.shape[1:2] == ids.shape[1:2])
+            if isinstance(value, torch.Tensor) and (length is None or value.shape[1:2] != (length,))
         )
-        length = int(ids.shape[-1]) if sized else 1
-        if self._limit and sized and length > self._limit:
+        if self._limit and length is not None and length > self._limit:
             raise InputError(
                 f"The text has {length} tokens; the model has {self._limit} positions.",
                 fix="shorten it, or have it truncated.",
             )
-        alone = (length,) if self._collate is None else ()
+        alone = () if self._pads else (length,)
         options = tuple(sorted((name, repr(value)) for name, value in forward.items()))
-        return Row(inputs=(inputs, forward), length=length, group=(self._pipe.task, alone, shapes, options))
+        return Row(inputs=(inputs, forward), length=length or 1, group=(self._pipe.task, alone, shapes, options))
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """See `Work`."""

@@ -130,7 +130,7 @@ def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found
     for one, asked in wanted.items():
         _known(asked.parameters, ("binary_data",))
         tensor = found[one].cpu()
-        entry = {
+        entry: dict[str, Any] = {
             "name": one,
             "datatype": DATATYPES[str(tensor.dtype).removeprefix("torch.")],
             "shape": list(tensor.shape),
