@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .models.pipelines.opening import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
+    from .serving.engine import Engine as Engine
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
     from .stages.validate import validate as validate
@@ -56,6 +57,7 @@ _MODULE_OF = {
     "AccelError": "errors",
     "Artifact": "artifact.manifest",
     "benchmark": "measuring.latency.benchmarking",
+    "Engine": "serving.engine",
     "evaluate": "measuring.accuracy.evaluation",
     "export": "stages.export",
     "ExportConfig": "config",
