@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -12,6 +13,9 @@ from ..backends.opening import RunSettings
 from ..config import SessionOptions
 from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
+from .generation.engine import GenerationEngine
+from .generation.options import GenerationLimits
+from .generation.scheduler import continues_text
 from .job import Job
 from .lane import Lane, Observer
 from .limits import Limits
@@ -80,6 +84,8 @@ class Engine:
         self._observer = observer
         self._opened: dict[str, list[ORTModel]] = {}
         self._lanes: dict[str, Lane] = {}
+        self._generators: dict[str, GenerationEngine] = {}
+        self._making = threading.Lock()
 
     # Lifetime
 
@@ -93,6 +99,10 @@ class Engine:
 
     def close(self, *, drain: bool = True) -> None:
         """Answer what was accepted (or refuse it, without `drain`), and give the runtimes' memory back."""
+        with self._making:
+            generators, self._generators = self._generators, {}
+        for generator in generators.values():
+            generator.close(drain=drain)
         for lane in self._lanes.values():
             lane.close(drain=drain)
         for name, models in self._opened.items():
@@ -131,8 +141,22 @@ class Engine:
         return {name: lane.model for name, lane in self._lanes.items()}
 
     def operations(self, model: str | None = None) -> tuple[str, ...]:
-        """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`."""
-        return operations(self._lane(model).model)
+        """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
+        found = self._lane(model).model
+        return (*operations(found), *(("generate",) if continues_text(found) else ()))
+
+    def generator(self, model: str | None = None) -> GenerationEngine:
+        """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
+
+        Raises:
+            InputError: The model does not continue text.
+        """
+        lane = self._lane(model)
+        with self._making:
+            if lane.name not in self._generators:
+                limits = GenerationLimits(rows=min(self.limits.max_batch, 16), queue=self.limits.max_queue)
+                self._generators[lane.name] = GenerationEngine(lane.model, limits=limits)
+            return self._generators[lane.name]
 
     def pending(self, model: str | None = None) -> int:
         """Inputs that wait or are computed."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ..errors import QueueFullError
 from .job import Job
 
 if TYPE_CHECKING:
@@ -57,6 +59,28 @@ class Metrics:
         self.refusals = Counter(
             "accel_refused", "Requests refused because too much was waiting.", of_model, registry=registry
         )
+
+        self.first_token = Histogram(
+            "accel_first_token_seconds", "From a prompt's arrival to its first token.", of_model, buckets=_SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self.generated_tokens = Counter(
+            "accel_generated_tokens", "Tokens generated in answers that were completed.", of_model, registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "accel_prompt_tokens", "Tokens of the prompts of those answers.", of_model, registry=registry
+        )
+
+    def generated(self, model: str, usage: Mapping[str, int], first_token_s: float) -> None:
+        """An answer was completed: how many tokens were read and made for it, and when the first of them was there."""
+        self.prompt_tokens.labels(model).inc(usage["prompt_tokens"])
+        self.generated_tokens.labels(model).inc(usage["completion_tokens"])
+        self.first_token.labels(model).observe(first_token_s)
+
+    def turned_away(self, model: str, error: Exception) -> None:
+        """A prompt was not taken."""
+        if isinstance(error, QueueFullError):
+            self.refused(model)
 
     def watch(self, engine: Engine) -> None:
         """Report how much waits for each model of an engine."""

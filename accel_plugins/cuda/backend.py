@@ -25,7 +25,7 @@ from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
-from .forms.causal import NoCausalFormError, needs_form
+from ..ortkit.graph.causal import NoCausalFormError, needs_form
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession

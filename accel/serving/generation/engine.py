@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -75,6 +76,7 @@ class GenerationEngine:
     def __init__(self, model: Any, tokenizer: Any = None, *, limits: GenerationLimits | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
+        self._encoding = threading.Lock()
         self.scheduler = Scheduler(model, limits or GenerationLimits())
 
     # Prompts
@@ -88,7 +90,8 @@ class GenerationEngine:
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("The prompt is empty.", fix="give a text.")
-            return list(self.tokenizer(prompt)["input_ids"])
+            with self._encoding:
+                return list(self.tokenizer(prompt)["input_ids"])
         if prompt and isinstance(prompt[0], Mapping):
             return self._chat(prompt)  # type: ignore[arg-type]
         return [int(token) for token in prompt]  # type: ignore[call-overload]
@@ -97,9 +100,10 @@ class GenerationEngine:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError("The tokenizer has no chat template.", fix="give the prompt as a text.")
         try:
-            found = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-            )
+            with self._encoding:
+                found = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+                )
         # Templates raise errors of their own (jinja2), about roles for example.
         except Exception as error:
             raise InputError(f"The chat template refuses the messages: {error}", fix="correct their roles.") from error
@@ -170,6 +174,7 @@ class _Reader:
 
     def __init__(self, tokenizer: Any, generation: Generation) -> None:
         self._text = TextPieces(tokenizer, generation.options.stop)
+        self._generation = generation
         self._tokens = 0
 
     def take(self, token: Token) -> TextPiece:
@@ -181,6 +186,7 @@ class _Reader:
             text += self._text.finish()
         if self._text.stopped:
             finish = "stop"
+            self._generation.cancel()
         return TextPiece(text, self._tokens, finish)
 
 

@@ -37,6 +37,7 @@ class Generation:
         on_cancel: Called when nobody wants it any more.
 
     Attributes:
+        created: When it was submitted, by `time.perf_counter`.
         queued_s: Seconds until its prompt began to be read; 0 while it waits.
         prefill_s: Seconds from then to its first token.
     """
@@ -54,7 +55,7 @@ class Generation:
         self._lock = threading.Lock()
         self._items: list[Token | BaseException] = []
         self._wake: Callable[[], None] | None = None
-        self._created = time.perf_counter()
+        self.created = time.perf_counter()
         self._started = 0.0
 
     def cancel(self) -> None:
@@ -68,7 +69,7 @@ class Generation:
     def begin(self) -> None:
         """Its prompt is being read."""
         self._started = time.perf_counter()
-        self.queued_s = self._started - self._created
+        self.queued_s = self._started - self.created
 
     def put(self, token: Token) -> None:
         """One more token."""

@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 _LEAST_CACHE = 16_384
 
 
+def continues_text(model: Any) -> bool:
+    """Whether a model reads text and generates."""
+    return getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
+
+
 class Scheduler:
     """Continuous batching of one model, in a thread of its own.
 
@@ -38,7 +43,7 @@ class Scheduler:
     """
 
     def __init__(self, model: Any, limits: GenerationLimits) -> None:
-        if getattr(model, "main_input_name", None) != "input_ids" or not model.can_generate():
+        if not continues_text(model):
             raise InputError(f"{type(model).__name__} does not continue text.", fix="open a model for text-generation.")
         self.model, self.limits = model, limits
         component: Component = model.artifact.components[-1 if model.config.is_encoder_decoder else 0]
@@ -52,6 +57,8 @@ class Scheduler:
         self.steps = self.step_rows = 0
         """Steps that were run, and rows of all of them together."""
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+        # Rotary positions go on behind those that the model was trained with; its answers do not.
+        self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = Batch(model, self._limit)
         self._waiting: deque[tuple[Generation, Chooser]] = deque()
         self._reading: deque[Reading] = deque()
@@ -115,7 +122,7 @@ class Scheduler:
                 fix="use the model's own tokenizer.",
             )
         before = 1 if self._behind_encoder else len(ids)
-        limits = [n for n in (self._limit, self.cache_tokens) if n]
+        limits = [n for n in (self._limit, self._positions, self.cache_tokens) if n]
         room = min(limits) - before + (1 if not self._behind_encoder else 0)
         asked = options.max_new_tokens
         if room < 1 or (asked is not None and asked > room):
@@ -195,6 +202,9 @@ class Scheduler:
         while self._reading and budget > 0:
             reading = self._reading[0]
             before = reading.left
+            if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
+                # Whole in the next round: what is read in parts is not rounded as in one.
+                break
             try:
                 logits = reading.advance(budget)
             except Exception as error:

@@ -27,7 +27,7 @@ from .settings import ServerSettings
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-PROTOCOLS = ("health", "tasks", "openai", "inference_protocol", "sagemaker", "page")
+PROTOCOLS = ("health", "tasks", "openai", "generation", "inference_protocol", "sagemaker", "page")
 """Modules beside this one, each with a table `ENDPOINTS`."""
 
 

@@ -194,7 +194,7 @@ class Call:
         return answer
 
     async def _wait(self, future: asyncio.Future[Any], timeout: float | None) -> None:
-        gone = asyncio.ensure_future(self._hung_up())
+        gone = asyncio.ensure_future(self.hung_up())
         try:
             left = None if timeout is None else max(timeout - _PATIENCE_S, 0)
             await asyncio.wait((future, gone), timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +205,8 @@ class Call:
         finally:
             gone.cancel()
 
-    async def _hung_up(self) -> None:
+    async def hung_up(self) -> None:
+        """Until the caller has."""
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
