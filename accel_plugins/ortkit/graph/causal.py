@@ -17,12 +17,11 @@ from onnx_ir.passes import common as passes
 
 from accel.errors import SessionError
 
+from ..runtime.state import LENGTHS as LENGTHS
 from .analysis import bounds, dims, producer, shape_value
 from .editing import MICROSOFT, nodes, read_graph, scalar
 from ..optimization.padding import padding_source
 
-LENGTHS = "accel.lengths"
-"""Input `(batch,) int32`: the place of each row's last token after this call."""
 TOTAL = "accel.total"
 """Input `(1,) int32` in host memory: at least the longest row after this call; the number of new tokens in a prompt."""
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10

@@ -20,6 +20,8 @@ from .values import as_ort_value, ort_value_as_tensor
 _MIN_CAPACITY = 256
 _GROWTH = 1.5
 HOST = torch.device("cpu")
+LENGTHS = "accel.lengths"
+"""Input `(batch,) int32` of a graph whose rows may have lengths of their own: the place of each row's last token."""
 
 
 class OrtState(StateDescription):
@@ -30,12 +32,22 @@ class OrtState(StateDescription):
     contract. Everything else, keys and values that a graph returns longer each step and states of one size, is a new tensor
     after each step, which becomes the next one's past.
 
+    A graph that takes lengths has rows that joined shorter than others begin in the first column of their buffers all the same:
+    what a caller's mask has in front of them has no place there. So each is computed as alone, to the last bit. In other graphs
+    there are zeros in front.
+
     Buffers that are written in place are the first rows of larger ones, once rows have joined: the next come and go without a
     copy of those that stay.
     """
 
     def __init__(
-        self, session: ort.InferenceSession, component: Component, batch: int, where: torch.device = HOST
+        self,
+        session: ort.InferenceSession,
+        component: Component,
+        batch: int,
+        where: torch.device = HOST,
+        *,
+        lengths: bool = False,
     ) -> None:
         check_rows(batch)
         self._where = where
@@ -50,6 +62,9 @@ class OrtState(StateDescription):
         self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
         # The axis along which the cache grows.
         self._growing = {s.name: _growing_axis(s, outputs[s.pair or ""]) for s in self._pasts if grows(s)}
+        self._lengths = lengths
+        # Columns of the caller's mask that have no place, for each row; `None` where no row has any.
+        self._front: torch.Tensor | None = None
         self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
         self._results = [spec.name for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
@@ -82,11 +97,18 @@ class OrtState(StateDescription):
                 base[target, :, : self._length] = base[source, :, : self._length]
             buffers[name] = base[: len(chosen)]
         self._batch = len(chosen)
+        self._set_front(self._front[chosen] if self._front is not None else None)
         self._replace(buffers)
 
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         check_crop(length, self._length, croppable=self._component.croppable)
+        if not length:
+            self._front = None
+        elif self._front is not None and length <= int(self._front.max()):
+            raise InputError(
+                f"Of {length} tokens, rows that joined with fewer have none.", fix="let those rows leave first (reorder)."
+            )
         if length < self._length:
             # What a graph finds in its past is its past: nothing may be left behind the end. States begin again with zeros.
             self._replace(
@@ -106,6 +128,10 @@ class OrtState(StateDescription):
         assert isinstance(other, OrtState)
         mine, theirs, rows = self._length, other._length, self._batch
         length = max(mine, theirs)
+        # What moves to the right: the tokens, or where a row's first column is in the caller's mask.
+        by, further = (0, 0) if self._lengths else (length - mine, length - theirs)
+        if self._lengths:
+            self._set_front(torch.cat([self._fronts() + length - mine, other._fronts() + length - theirs]))
         self._batch += other._batch
         if length > self._capacity:
             self._capacity = _roomy(length, self._capacity)
@@ -113,9 +139,9 @@ class OrtState(StateDescription):
         for name, buffer in self._buffers.items():
             axis, more = self._growing.get(name), other._buffers[name]
             if name in self._in_place:
-                base = self._spread(name, buffer, length - mine)
-                base[rows : self._batch, :, : length - theirs] = 0
-                base[rows : self._batch, :, length - theirs : length] = more[:, :, :theirs]
+                base = self._spread(name, buffer, by)
+                base[rows : self._batch, :, :further] = 0
+                base[rows : self._batch, :, further : further + theirs] = more[:, :, :theirs]
                 buffers[name] = base[: self._batch]
             elif axis is None:
                 buffers[name] = torch.cat([buffer, more])
@@ -123,6 +149,13 @@ class OrtState(StateDescription):
                 buffers[name] = torch.cat([_behind(buffer, axis, length), _behind(more, axis, length)])
         self._length = length
         self._replace(buffers)
+
+    def _fronts(self) -> torch.Tensor:
+        """Columns of the mask that have no place, for each row."""
+        return self._front if self._front is not None else torch.zeros(self._batch, dtype=torch.int64)
+
+    def _set_front(self, front: torch.Tensor | None) -> None:
+        self._front = front if front is not None and bool(front.any()) else None
 
     def _spread(self, name: str, buffer: torch.Tensor, by: int) -> torch.Tensor:
         """A buffer with room for all rows and columns, in which these tokens stand `by` columns further right."""
@@ -148,19 +181,24 @@ class OrtState(StateDescription):
             return
         left = self._length - columns
         buffers = dict(self._buffers)
+        # Rows whose first columns have a place have to move.
+        moved = (columns - self._fronts()).clamp(min=0).tolist()
         for name, axis in self._growing.items():
-            kept = self._buffers[name].narrow(axis, columns, left)
-            if name in self._in_place:
-                self._buffers[name].narrow(axis, 0, left).copy_(kept.clone())
-            else:
-                buffers[name] = kept.clone(memory_format=torch.contiguous_format)
+            if name not in self._in_place:
+                buffers[name] = self._buffers[name].narrow(axis, columns, left).clone(memory_format=torch.contiguous_format)
+                continue
+            for row, by in enumerate(moved):
+                if by:
+                    held = self._buffers[name][row, :, by : by + left].clone()
+                    self._buffers[name][row, :, : held.shape[1]] = held
+        self._set_front((self._fronts() - columns).clamp(min=0))
         self._length = left
         self._replace(buffers)
 
     def clone(self) -> OrtState:
         """An independent copy."""
-        copy = OrtState(self._session, self._component, self._batch, self._where)
-        copy._length, copy._capacity = self._length, self._capacity
+        copy = OrtState(self._session, self._component, self._batch, self._where, lengths=self._lengths)
+        copy._length, copy._capacity, copy._front = self._length, self._capacity, self._front
         copy._replace({name: buffer.clone() for name, buffer in self._buffers.items()})
         return copy
 
@@ -169,7 +207,11 @@ class OrtState(StateDescription):
         held = {}
         for name, buffer in self._buffers.items():
             filled = buffer.narrow(self._growing[name], 0, self._length) if name in self._in_place else buffer
-            held[kept_name(name)] = filled.clone()
+            copied = held[kept_name(name)] = filled.clone()
+            for row, by in enumerate(self._fronts().tolist() if name in self._in_place else ()):
+                if by:
+                    copied[row, :, :by] = 0
+                    copied[row, :, by:] = buffer[row, :, : self._length - by]
         return held
 
     def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
@@ -187,6 +229,7 @@ class OrtState(StateDescription):
         check_held(values, {name: (spec.shape[1], spec.shape[3]) for name, spec in pasts.items()}, self._batch, length)
         tensors = {spec.name: values[name].to(self._where, getattr(torch, spec.dtype)) for name, spec in pasts.items()}
         replaced = {spec.name: tensors[spec.name] for spec in self._replaced}
+        self._front = None
         self._bases.clear()
         self._buffers = {n: t.clone(memory_format=torch.contiguous_format) for n, t in replaced.items()}
         self._binding, self._capacity, self._length = None, 0, length
@@ -207,6 +250,8 @@ class OrtState(StateDescription):
         total = self._length + new
         self._reserve(total)
         binding = self._binding
+        if self._lengths:
+            feeds = self._with_lengths(feeds, total)
         for name, tensor in feeds.items():
             binding.bind_ortvalue_input(name, as_ort_value(tensor))
         for name in self._results:
@@ -226,6 +271,25 @@ class OrtState(StateDescription):
             self._replace({**self._buffers, **made})
             self._held = [values[spec.pair or ""] for spec in self._replaced]
         return found
+
+    def _with_lengths(self, feeds: Feeds, total: int) -> Feeds:
+        """The inputs, with the place of each row's last token, and a mask of places instead of columns.
+
+        Raises:
+            InputError: The mask keeps columns in front that hold no token.
+        """
+        front = self._front
+        if front is None:
+            return {**feeds, LENGTHS: torch.full((self._batch,), total - 1, dtype=torch.int32)}
+        assert self._mask is not None
+        mask, columns = feeds[self._mask], torch.arange(total)
+        if bool(mask[columns < front.unsqueeze(1)].any()):
+            raise InputError(
+                "The mask keeps columns in front of rows that joined with fewer tokens.", fix="put zeros there."
+            )
+        places = torch.arange(total - int(front.min())) + front.unsqueeze(1)
+        placed = mask.gather(1, places.clamp(max=total - 1)) * (places < total)
+        return {**feeds, self._mask: placed.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
 
     def _bind_output(self, binding: Any, name: str | None) -> None:
         binding.bind_output(name, self._where.type, self._where.index or 0)
