@@ -61,9 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("task", "inputs", "options"), CASES)
-def test_answers_are_the_pipelines_own(
-    task: str, inputs: list[Any], options: dict[str, Any], served: Served
-) -> None:
+def test_answers_are_the_pipelines_own(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
     model = served(task)
     pipe = accel.pipeline(task, model=model)
     expected_alone = [pipe(one, **options) for one in inputs]
@@ -71,7 +69,11 @@ def test_answers_are_the_pipelines_own(
 
     async def ask(engine: accel.Engine) -> tuple[list[Any], Any, Any]:
         alone = await asyncio.gather(*(engine(one, operation=task, **options) for one in inputs))
-        return alone, await engine(inputs, operation=task, **options), await engine(inputs[:1], operation=task, **options)
+        return (
+            alone,
+            await engine(inputs, operation=task, **options),
+            await engine(inputs[:1], operation=task, **options),
+        )
 
     with accel.Engine(model) as engine:
         alone, together, one = asyncio.run(ask(engine))
