@@ -207,8 +207,8 @@ class Lane:
             computed: list[Job] = []
             jobs: list[Job] = []
             with self._lock:
-                while not (self._computed or (self._raw and not self._idle)):
-                    if self._stopping and not self._raw:
+                while not (self._computed or (self._raw and (self._stopping or not self._idle))):
+                    if self._stopping:
                         return
                     self._for_helpers.wait()
                 if self._computed:

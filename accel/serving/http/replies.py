@@ -31,7 +31,12 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         """Written by pydantic's serializer: several times as fast as the standard library's on lists of numbers."""
-        return to_json(content, inf_nan_mode="constants")
+        return to_json(content, inf_nan_mode="constants", fallback=_number)
+
+
+def _number(value: Any) -> Any:
+    """NumPy's numbers, which some pipelines answer with, as Python's."""
+    return value.tolist()
 
 
 class HttpError(AccelError):

@@ -94,7 +94,7 @@ def serve(
     on_ready: Callable[[str], None] | None = None,
     **options: object,
 ) -> None:
-    """Run the application until it is told to end.
+    """Open the models and run the application until it is told to end.
 
     Args:
         front: Made by `create_app`.
@@ -102,6 +102,9 @@ def serve(
         port: 0 takes a free one.
         on_ready: Called with the URL when requests are taken.
         **options: Of `uvicorn.Config`, such as `ssl_certfile` and `ssl_keyfile`.
+
+    Raises:
+        ConfigError: The port is taken.
     """
     config = uvicorn.Config(
         front, host=host, port=port, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=True,
@@ -115,7 +118,9 @@ def serve(
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        server.run(sockets=[door])
+        # Before the loop runs, so that what is wrong with a model is raised here.
+        with front.server.engine:
+            server.run(sockets=[door])
     finally:
         sys.setswitchinterval(before)
         door.close()

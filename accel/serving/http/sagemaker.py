@@ -28,7 +28,9 @@ async def _invoke(call: Call, body: InvocationBody) -> Response:
     task = next((one for operation in done for one in TASKS if one.operation == operation), None)
     if task is None or task.body is None:
         raise HttpError(
-            422, "No such model, or none for its task.", fix=f"set parameters.model to one of {', '.join(names)}."
+            422,
+            f"parameters.model is {model!r}: no such model, or no endpoint for its task.",
+            fix=f"set it to one of {', '.join(names)}.",
         )
     # A question with its context, or a query with its documents, is itself what the endpoint takes.
     whole = isinstance(body.inputs, dict) and "inputs" not in task.body.model_fields
