@@ -131,11 +131,6 @@ class Slot:
             held = block[:, :, :, :tokens]
             mine[:, :, :, :tokens].copy_(held if rows is None else held.index_select(1, rows))
 
-    def put(self, other: Slot, tokens: int, row: int) -> None:
-        """Copy the first tokens of all rows of another slot to the rows from `row` on, on the current stream."""
-        for mine, block in zip(self.blocks, other.blocks, strict=True):
-            mine[:, row : row + block.shape[1], :, :tokens].copy_(block[:, :, :, :tokens])
-
     def set_lengths(self, lengths: torch.Tensor) -> None:
         """Tokens of each row, `lengths: (batch,)` on the host; forgets the mask."""
         self.lengths.copy_(lengths)

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import ValueCheck, check_crop, check_drop, check_join, check_rows, check_step
+from accel.backends.checks import ValueCheck, check_crop, check_rows, check_step
 from accel.backends.description import StateDescription
-from accel.backends.interfaces import Feeds, State
+from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
 from ..ortkit.graph.causal import LENGTHS, TOTAL
@@ -108,33 +108,6 @@ class CudaState(StateDescription):
         self._length = length
         self._rows_held.crop(length)
         if self._slot is not None:
-            with self.session.runtime.lock, self.session.on_device():
-                self.session.runtime.follow()
-                self._set_lengths()
-
-    def join(self, other: State) -> None:
-        """The rows of another state of the session behind these; its buffers are free for others then."""
-        check_join(self, other, same=getattr(other, "session", None) is self.session)
-        assert isinstance(other, CudaState) and self._slot is not None and other._slot is not None
-        with self.session.runtime.lock, self.session.on_device():
-            self.session.runtime.follow()
-            parts = [(state._slot, int(state._rows_held.lengths.max())) for state in (self, other)]
-            self._rows_held.join(other._rows_held)
-            self._length, first = self._rows_held.columns, self._batch
-            self._batch += other._batch
-            slot = self._new_slot(max(self._slot.capacity, other._slot.capacity))
-            for (before, tokens), row in zip(parts, (0, first), strict=True):
-                slot.put(before, tokens, row)
-                self.session.slots.release(before)
-            self._slot, other._slot = slot, None
-            self._set_lengths()
-
-    def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid: here they take no place."""
-        check_drop(columns, self._length)
-        self._rows_held.drop(columns)
-        self._length -= columns
-        if self._slot is not None and columns:
             with self.session.runtime.lock, self.session.on_device():
                 self.session.runtime.follow()
                 self._set_lengths()

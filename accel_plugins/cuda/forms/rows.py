@@ -100,26 +100,6 @@ class Rows:
         """Row `i` becomes what row `index[i]` was (`index: (rows,) int64`)."""
         self._mask = self._mask.index_select(0, index)
 
-    def join(self, other: Rows) -> None:
-        """The other's rows behind these; the shorter ones get columns in front that keep nothing."""
-        columns = max(self.columns, other.columns)
-
-        def behind(rows: Rows) -> torch.Tensor:
-            return torch.nn.functional.pad(rows._kept(), (columns - rows.columns, 0))
-
-        self._mask, self._behind = torch.cat([behind(self), behind(other)]), 0
-
-    def drop(self, columns: int) -> None:
-        """Forget the first columns, which keep nothing.
-
-        Raises:
-            InputError: They keep tokens.
-        """
-        kept = self._kept()
-        if bool(kept[:, :columns].any()):
-            raise InputError(f"The first {columns} columns hold tokens.", fix="drop columns that all masks hid.")
-        self._mask, self._behind = kept[:, columns:], 0
-
     def clone(self) -> Rows:
         """An independent copy."""
         copy = Rows(self._mask.shape[0])
