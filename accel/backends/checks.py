@@ -399,7 +399,8 @@ def check_join(state: State, other: object, *, same: bool) -> None:
         raise InputError("Rows join from another state of the same session.", fix="make it with its new_state().")
     if not state.length or not other.length:
         raise InputError(
-            f"States of {state.length} and {other.length} tokens cannot be joined.", fix="run a prompt in each of them first."
+            f"States of {state.length} and {other.length} tokens cannot be joined.",
+            fix="run a prompt in each of them first.",
         )
 
 

@@ -159,9 +159,13 @@ class TokenState(StateDescription):
         length = max(self._length, other._length)
 
         def behind(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.cat([tensor.new_zeros((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])), tensor], dim=1)
+            return torch.cat(
+                [tensor.new_zeros((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])), tensor], dim=1
+            )
 
-        self._held = {name: torch.cat([behind(tensor), behind(other._held[name])]) for name, tensor in self._held.items()}
+        self._held = {
+            name: torch.cat([behind(tensor), behind(other._held[name])]) for name, tensor in self._held.items()
+        }
         self._batch, self._length = self._batch + other._batch, length
 
     def drop(self, columns: int) -> None:

@@ -170,7 +170,13 @@ class OpenVinoState(StateDescription):
         """Forget the first columns of every row, which all masks hid. Copies all keys and values."""
         check_drop(columns, self._length)
         if columns:
-            self._set({name: value.take(range(columns, self._length), axis) for name, value in self._values().items() if (axis := _token_axis(name))})
+            self._set(
+                {
+                    name: value.take(range(columns, self._length), axis)
+                    for name, value in self._values().items()
+                    if (axis := _token_axis(name))
+                }
+            )
             self._length -= columns
 
     def clone(self) -> OpenVinoState:

@@ -104,7 +104,9 @@ def test_a_chat_needs_a_template(model: Any) -> None:
     with GenerationEngine(model, tokenizer) as engine:
         with pytest.raises(InputError, match="no chat template"):
             engine(messages)
-        tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('roles') if m.role == 'odd' }}{{ m.content }}{% endfor %}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ raise_exception('roles') if m.role == 'odd' }}{{ m.content }}{% endfor %}"
+        )
         assert engine.encode(messages) == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         with pytest.raises(InputError, match="roles"):
             engine.encode([{"role": "odd", "content": ""}])

@@ -84,7 +84,9 @@ def ids(generation: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_each_answer_is_that_of_a_call_of_its_own(engine: Callable[..., GenerationEngine], model: Any, rows: int) -> None:
+def test_each_answer_is_that_of_a_call_of_its_own(
+    engine: Callable[..., GenerationEngine], model: Any, rows: int
+) -> None:
     """Greedy and drawn ones side by side; with more prompts than rows, some join while others run."""
     served = engine(rows=rows)
     asked = [

@@ -89,7 +89,8 @@ def choose(choosers: Sequence[Chooser], logits: torch.Tensor) -> list[int | Inpu
                 tokens[row] = choosers[row].choose(on_host[i : i + 1])
             except RuntimeError as error:
                 tokens[row] = InputError(
-                    f"With these settings no token can be drawn: {error}", fix="use a higher temperature, or smaller biases."
+                    f"With these settings no token can be drawn: {error}",
+                    fix="use a higher temperature, or smaller biases.",
                 )
     return tokens
 

@@ -247,7 +247,8 @@ class Scheduler:
             wider = max(prompt, 1 if self._behind_encoder else len(request.ids))
             longer = max(new, request.new_tokens)
             if rows and (
-                (len(rows) + 1) * (wider + longer) > self.cache_tokens or (self._limit and wider + longer > self._limit + 1)
+                (len(rows) + 1) * (wider + longer) > self.cache_tokens
+                or (self._limit and wider + longer > self._limit + 1)
             ):
                 break
             with self._changed:

@@ -259,7 +259,9 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
 _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
 
 
-def _streamed(call: Call, answers: _Answers, event: _Event, *, before: Sequence[Any] = (), usage: Any = None) -> Response:
+def _streamed(
+    call: Call, answers: _Answers, event: _Event, *, before: Sequence[Any] = (), usage: Any = None
+) -> Response:
     """Server-sent events: what `event` makes of each piece, and OpenAI's last line."""
 
     async def lines() -> AsyncIterator[bytes]:

@@ -107,7 +107,8 @@ class OrtState(StateDescription):
             self._front = None
         elif self._front is not None and length <= int(self._front.max()):
             raise InputError(
-                f"Of {length} tokens, rows that joined with fewer have none.", fix="let those rows leave first (reorder)."
+                f"Of {length} tokens, rows that joined with fewer have none.",
+                fix="let those rows leave first (reorder).",
             )
         if length < self._length:
             # What a graph finds in its past is its past: nothing may be left behind the end. States begin again with zeros.
@@ -165,7 +166,9 @@ class OrtState(StateDescription):
         fresh = base.shape[0] < self._batch or base.shape[2] < self._capacity
         if fresh:
             room = max(self._batch, base.shape[0] if base.shape[0] >= self._batch else 2 * rows)
-            base = torch.zeros((room, buffer.shape[1], self._capacity, buffer.shape[3]), dtype=buffer.dtype, device=buffer.device)
+            base = torch.zeros(
+                (room, buffer.shape[1], self._capacity, buffer.shape[3]), dtype=buffer.dtype, device=buffer.device
+            )
         elif by:
             held = held.clone()
         if fresh or by:
@@ -185,7 +188,9 @@ class OrtState(StateDescription):
         moved = (columns - self._fronts()).clamp(min=0).tolist()
         for name, axis in self._growing.items():
             if name not in self._in_place:
-                buffers[name] = self._buffers[name].narrow(axis, columns, left).clone(memory_format=torch.contiguous_format)
+                buffers[name] = (
+                    self._buffers[name].narrow(axis, columns, left).clone(memory_format=torch.contiguous_format)
+                )
                 continue
             for row, by in enumerate(moved):
                 if by:
