@@ -18,6 +18,7 @@ from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
+from ..ortkit.graph.causal import NoCausalFormError, needs_form
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.optimization.fusions import CUDA as FUSIONS
 from ..ortkit.optimization.optimizer import OrtOptimizer
@@ -25,7 +26,6 @@ from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
-from ..ortkit.graph.causal import NoCausalFormError, needs_form
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession

@@ -70,10 +70,12 @@ class Chooser:
         """The next token, from its logits `(1, vocabulary)` on the host."""
         assert self._ids is not None, "plain rows are chosen together"
         scores = self._processors(self._ids, logits.float().clone())
-        if self._draws:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
-        else:
-            token = scores.argmax(-1, keepdim=True)
+        if not self._draws:
+            return self._taken(scores.argmax(-1, keepdim=True))
+        return self._taken(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+    def _taken(self, token: torch.Tensor) -> int:
+        assert self._ids is not None
         self._ids = torch.cat([self._ids, token], dim=1)
         return int(token)
 

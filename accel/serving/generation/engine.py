@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import transformers
 
@@ -93,8 +93,8 @@ class GenerationEngine:
             with self._encoding:
                 return list(self.tokenizer(prompt)["input_ids"])
         if prompt and isinstance(prompt[0], Mapping):
-            return self._chat(prompt)  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+            return self._chat(cast(Messages, prompt))
+        return [int(cast(int, token)) for token in prompt]
 
     def _chat(self, messages: Messages) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):

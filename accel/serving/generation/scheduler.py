@@ -163,7 +163,7 @@ class Scheduler:
                         self.steps += 1
                         self.step_rows += len(self._batch.rows)
                         self._batch.step()
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001
                     # Whatever a runtime raises belongs to those who wait for it; the next ones may fare better.
                     self._fail(error)
 
@@ -207,7 +207,7 @@ class Scheduler:
                 break
             try:
                 logits = reading.advance(budget)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Its own: the rows that run have other caches.
                 self._reading.popleft().row.request.end(_told(error))
                 continue

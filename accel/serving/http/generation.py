@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -112,8 +112,8 @@ class CompletionBody(OpenAIBody):
     def prompts(self) -> list[Prompt]:
         """One for each answer."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class GenerateBody(Sampling):
@@ -145,7 +145,7 @@ class _Answers:
         read, made = sum(len(one.ids) for one in self._generations), sum(self._tokens)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
-    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
         """Pieces of all answers as they come, each with the number of its prompt. Whoever stops listening frees the rows.
 
         Raises:
@@ -242,7 +242,8 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
     def submit() -> None:
         start = time.perf_counter()
         for prompt in prompts:
-            generations.append(engine.submit(prompt, options))
+            # One by one: those before one that is refused are cancelled.
+            generations.append(engine.submit(prompt, options))  # noqa: PERF401
         call.timing.tokenization_s = time.perf_counter() - start
 
     try:
