@@ -18,8 +18,8 @@ from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
-from ..ortkit.graph.causal import NoCausalFormError, needs_form
 from ..ortkit.graph.editing import load_graph
+from ..ortkit.optimization.causal import NoCausalFormError, needs_form
 from ..ortkit.optimization.fusions import CUDA as FUSIONS
 from ..ortkit.optimization.optimizer import OrtOptimizer
 from ..ortkit.runtime.device_session import DeviceSession

@@ -21,8 +21,8 @@ from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import SessionError
 
-from ..ortkit.graph.causal import NoCausalFormError, causal_form
 from ..ortkit.graph.editing import read_graph
+from ..ortkit.optimization.causal import NoCausalFormError, causal_form
 from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime

@@ -17,10 +17,10 @@ from onnx_ir.passes import common as passes
 
 from accel.errors import SessionError
 
-from ..optimization.padding import padding_source
+from ..graph.analysis import bounds, dims, producer, shape_value
+from ..graph.editing import MICROSOFT, nodes, read_graph, scalar
 from ..runtime.state import LENGTHS as LENGTHS
-from .analysis import bounds, dims, producer, shape_value
-from .editing import MICROSOFT, nodes, read_graph, scalar
+from .padding import padding_source
 
 TOTAL = "accel.total"
 """Input `(1,) int32` in host memory: at least the longest row after this call; the number of new tokens in a prompt."""
