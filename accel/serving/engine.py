@@ -8,8 +8,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from ..artifact.hub import HubOptions
-from ..backends.opening import RunSettings
 from ..config import SessionOptions
 from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
@@ -71,12 +69,11 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         self._sources = named(models)
-        self._how = Opening(
-            workers=workers,
-            task=task,
-            settings=RunSettings(backend=backend, device=device, options=session_options),
-            hub=HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code),
-        )
+        arguments = {
+            "task": task, "backend": backend, "device": device, "session_options": session_options, "revision": revision,
+            "token": token, "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
+        self._how = Opening(workers=workers, arguments=arguments)
         self.limits = Limits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
             timeout_s=timeout_s,

@@ -5,30 +5,32 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
-from ..backends.opening import RunSettings
 from ..config import available_processors
 from ..errors import ConfigError
 from ..models.base import ORTModel
-from ..models.opening import open_model
-from ..stages.resolving import resolve
 
 Source = str | os.PathLike[str] | Artifact | ORTModel
+
+_KEPT = ("backend", "device", "trust_remote_code")
+"""Of the arguments, those that an artifact is opened again with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How models are opened, where they are named by folder or id."""
+    """How models are opened, where they are named by folder or id.
+
+    Attributes:
+        workers: Sessions a model.
+        arguments: Of `from_pretrained`.
+    """
 
     workers: int = 1
-    task: str | None = None
-    settings: RunSettings = RunSettings()
-    hub: HubOptions = HubOptions()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -67,16 +69,16 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
     """A model once for each worker; one that was opened by the caller is the first of them."""
     if isinstance(source, ORTModel):
         return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
-    resolved = resolve(source, task=how.task, hub=how.hub)
-    first = open_model(resolved, how.settings)
+    first: ORTModel = ORTModel.from_pretrained(source, **how.arguments)
     if how.workers == 1:
         return [first]
     options = first.session_options
     if options.threads is None:
         options = replace(options, threads=max(1, available_processors() // how.workers))
     first.close()
-    settings = replace(how.settings, options=options)
-    return [open_model(first.artifact, settings) for _ in range(how.workers)]
+    kept = {name: how.arguments[name] for name in _KEPT if name in how.arguments}
+    again = {**kept, "session_options": options}
+    return [type(first).from_pretrained(first.artifact, **again) for _ in range(how.workers)]
 
 
 def close_all(source: Source, models: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ A pipeline task's work is the stock pipeline's own steps, so that answers look e
 
 from __future__ import annotations
 
+import pkgutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -19,7 +20,6 @@ from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError, TaskError, did_you_mean
 from ..models.base import ORTModel
 from ..models.pipelines.opening import pipeline, pipeline_tasks
-from ..tasks.spec import load
 from .job import Prepared, Row
 
 Options = Mapping[str, Any]
@@ -86,7 +86,7 @@ def work_of(model: ORTModel, operation: str, tokenizer: Any) -> Work:
             fix=f"use one of {', '.join(known)}.",
         )
     if operation in KINDS:
-        made: Work = load(KINDS[operation])(model, tokenizer)
+        made: Work = pkgutil.resolve_name(KINDS[operation])(model, tokenizer)
         return made
     return PipelineWork(pipeline(operation, model=model, tokenizer=tokenizer))
 

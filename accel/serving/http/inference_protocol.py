@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ..._version import __version__
-from ...backends.specs import TensorSpec
+from ...artifact.tensors import TensorSpec
 from .endpoints import Call, Endpoint
 from .health import ready
 from .replies import HttpError, Json, error_text
