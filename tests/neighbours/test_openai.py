@@ -66,9 +66,7 @@ def expected(model: Any) -> str:
 
 
 def test_chats_of_eight_callers_at_once(url: str, model: Any) -> None:
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-
-    async def ask() -> tuple[str, int]:
+    async def ask(client: Any) -> tuple[str, int]:
         text, tokens = "", 0
         stream = await client.chat.completions.create(
             messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **SETTINGS
@@ -79,17 +77,18 @@ def test_chats_of_eight_callers_at_once(url: str, model: Any) -> None:
         return text, tokens
 
     async def all_of_them() -> list[tuple[str, int]]:
-        return await asyncio.gather(*(ask() for _ in range(8)))
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(8)))
 
     assert asyncio.run(all_of_them()) == [(expected(model), 12)] * 8
 
 
 def test_completions(url: str) -> None:
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    found = client.completions.create(prompt=["where is my card", "help"], **SETTINGS)
-    assert [choice.index for choice in found.choices] == [0, 1]
-    assert found.usage.completion_tokens == 24
-    with pytest.raises(openai.UnprocessableEntityError, match="n: "):
-        client.chat.completions.create(messages=MESSAGES, n=2, **SETTINGS)
-    with pytest.raises(openai.NotFoundError, match="no model"):
-        client.chat.completions.create(messages=MESSAGES, **{**SETTINGS, "model": "other"})
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        found = client.completions.create(prompt=["where is my card", "help"], **SETTINGS)
+        assert [choice.index for choice in found.choices] == [0, 1]
+        assert found.usage.completion_tokens == 24
+        with pytest.raises(openai.UnprocessableEntityError, match="n: "):
+            client.chat.completions.create(messages=MESSAGES, n=2, **SETTINGS)
+        with pytest.raises(openai.NotFoundError, match="no model"):
+            client.chat.completions.create(messages=MESSAGES, **{**SETTINGS, "model": "other"})
