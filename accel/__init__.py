@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from .models.pipelines.opening import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
+    from .serving.engine import Engine as Engine
+    from .serving.generation.engine import GenerationEngine as GenerationEngine
+    from .serving.generation.options import GenerationLimits as GenerationLimits
+    from .serving.generation.options import GenerationOptions as GenerationOptions
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
     from .stages.validate import validate as validate
@@ -56,10 +60,14 @@ _MODULE_OF = {
     "AccelError": "errors",
     "Artifact": "artifact.manifest",
     "benchmark": "measuring.latency.benchmarking",
+    "Engine": "serving.engine",
     "evaluate": "measuring.accuracy.evaluation",
     "export": "stages.export",
     "ExportConfig": "config",
     "Exporter": "backends.interfaces",
+    "GenerationEngine": "serving.generation.engine",
+    "GenerationLimits": "serving.generation.options",
+    "GenerationOptions": "serving.generation.options",
     "list_backends": "backends.doctor",
     "optimize": "stages.optimize",
     "OptimizeConfig": "config",

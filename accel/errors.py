@@ -16,6 +16,10 @@
     │   ├── PluginError                          a plugin that breaks the contract
     │   └── SessionError (RuntimeError)          a runtime failed to open or to run a graph
     │       └── SessionClosedError               `run` after `close`
+    ├── ServingError
+    │   ├── QueueFullError                       more is waiting than may wait
+    │   ├── RequestTimeoutError (TimeoutError)   no answer within the time given
+    │   └── EngineClosedError (RuntimeError)     a call before the engine was started, or after it was closed
     └── StageError
         ├── ExportError                          a model that could not be captured
         ├── OptimizeError
@@ -114,6 +118,28 @@ class SessionError(BackendError, RuntimeError):
 
 class SessionClosedError(SessionError):
     """`run` was called after `close`."""
+
+
+class ServingError(AccelError):
+    """Base of the errors about serving."""
+
+
+class QueueFullError(ServingError):
+    """More is waiting for the model than may wait.
+
+    Attributes:
+        retry_after_s: After how many seconds there is room, as it looks now.
+    """
+
+    retry_after_s: float = 1.0
+
+
+class RequestTimeoutError(ServingError, TimeoutError):
+    """No answer came within the time given; the request was dropped."""
+
+
+class EngineClosedError(ServingError, RuntimeError):
+    """A call of an engine that was not started, or was closed."""
 
 
 class StageError(AccelError):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..artifact.manifest import Component
     from ..artifact.tensors import TensorSpec
-    from .interfaces import Feeds
+    from .interfaces import Feeds, State
 
 _REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
 _FEW = 32  # values that are checked faster as a list
@@ -382,6 +382,36 @@ def check_crop(length: int, held: int, *, croppable: bool = True) -> None:
             "no token can be taken out of.",
             fix="clone() it before the tokens that may have to go, or begin a new one.",
         )
+
+
+def check_join(state: State, other: object, *, same: bool) -> None:
+    """Check two states before the rows of one join the other's.
+
+    Args:
+        state: Where they come to.
+        other: Where they come from.
+        same: Whether both are of one session.
+
+    Raises:
+        InputError: They are one, of two sessions, or one holds nothing.
+    """
+    if other is state or not isinstance(other, type(state)) or not same:
+        raise InputError("Rows join from another state of the same session.", fix="make it with its new_state().")
+    if not state.length or not other.length:
+        raise InputError(
+            f"States of {state.length} and {other.length} tokens cannot be joined.",
+            fix="run a prompt in each of them first.",
+        )
+
+
+def check_drop(columns: int, held: int) -> None:
+    """Check how many columns a state of `held` is to forget at its beginning.
+
+    Raises:
+        InputError: It is negative, or all of them.
+    """
+    if not 0 <= columns < max(held, 1):
+        raise InputError(f"A state of {held} tokens cannot lose its first {columns}.", fix="keep at least one.")
 
 
 def grows(spec: TensorSpec) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.manifest import Component
 from ..errors import InputError
-from .checks import check_crop, check_rows, check_state, check_step
+from .checks import check_crop, check_drop, check_join, check_rows, check_state, check_step
 from .description import StateDescription
 from .interfaces import Feeds, Names, Session, State
 
@@ -149,6 +149,30 @@ class TokenState(StateDescription):
         check_crop(length, self._length)
         self._held = {name: tensor[:, :length] for name, tensor in self._held.items()}
         self._length = length
+
+    def join(self, other: State) -> None:
+        """The rows of another state behind these, the shorter ones moved to the right."""
+        import torch
+
+        check_join(self, other, same=getattr(other, "_names", None) == self._names)
+        assert isinstance(other, TokenState)
+        length = max(self._length, other._length)
+
+        def behind(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat(
+                [tensor.new_zeros((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])), tensor], dim=1
+            )
+
+        self._held = {
+            name: torch.cat([behind(tensor), behind(other._held[name])]) for name, tensor in self._held.items()
+        }
+        self._batch, self._length = self._batch + other._batch, length
+
+    def drop(self, columns: int) -> None:
+        """Forget the first columns of every row, which all masks hid."""
+        check_drop(columns, self._length)
+        self._held = {name: tensor[:, columns:] for name, tensor in self._held.items()}
+        self._length -= columns
 
     def clone(self) -> TokenState:
         """An independent copy."""

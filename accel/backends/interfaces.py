@@ -71,6 +71,23 @@ class State(Protocol):
 
 
 @runtime_checkable
+class JoinableState(State, Protocol):
+    """A state whose rows come and go while others stay (continuous batching); rows leave by `reorder`. A plugin need not have it.
+
+    The last token of every row stands in the last column. A row of fewer tokens has columns in front that hold none: the masks
+    of later calls have to hide them.
+    """
+
+    def join(self, other: State) -> None:
+        """The rows of another state of the same session behind these; that one is not used any more. Both hold tokens; the rows
+        of whichever has fewer columns get some in front.
+        """
+
+    def drop(self, columns: int) -> None:
+        """Forget the first columns of every row, which all masks hid; fewer than are held."""
+
+
+@runtime_checkable
 class Session(Protocol):
     """A graph opened on a device."""
 

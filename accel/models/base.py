@@ -314,6 +314,11 @@ class ORTModel(Familiar, Saveable):
         return self._opened.backend.name
 
     @property
+    def session_options(self) -> SessionOptions:
+        """How its sessions were opened."""
+        return self._opened.options
+
+    @property
     def sessions(self) -> Mapping[str, Session]:
         """The open session of each component."""
         return self._opened.sessions
@@ -419,6 +424,14 @@ class ORTModel(Familiar, Saveable):
         if wants_tuple:
             return tuple(values.values())
         return fast_output(self._output_class, values)
+
+    def read_inputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Tensors as the graph takes them, defaults filled in.
+
+        Raises:
+            InputError: One that it does not take, or one that is missing.
+        """
+        return self._inputs.read(inputs)[0]
 
     # Lifetime
 

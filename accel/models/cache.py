@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..backends.interfaces import Session, State
+from ..backends.interfaces import JoinableState, Session, State
 from ..errors import InputError
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -114,6 +114,11 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return self._croppable
 
     @property
+    def is_joinable(self) -> bool:
+        """Whether rows of another cache of the model can join (`join`), while others stay."""
+        return isinstance(self.state if self.state is not None else self.session.new_state(1), JoinableState)
+
+    @property
     def is_initialized(self) -> bool:
         """Whether a call was made."""
         return self.state is not None
@@ -149,6 +154,33 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Each row `repeats` times."""
         if self.state is not None and self.batch_size > 0:
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def join(self, other: StateCache) -> None:
+        """The rows of another cache of the model behind these; that one is empty then.
+
+        The last token of every row stands in the last column: a row of fewer tokens has columns in front that the masks of later
+        calls have to hide.
+
+        Raises:
+            InputError: The runtime's states cannot, it is of another model, it holds nothing, or what an encoder made is in it.
+        """
+        if not isinstance(self.state, JoinableState) or other.state is None or self.constants or other.constants:
+            raise InputError(
+                "Rows join rows that hold tokens, of a backend whose states can, and of a decoder alone.",
+                fix="ask is_joinable, and run a prompt through both caches first.",
+            )
+        self.state.join(other.state)
+        other.reset()
+
+    def drop(self, columns: int) -> None:
+        """Forget the first columns of every row, which all masks hid; see `join`.
+
+        Raises:
+            InputError: The runtime's states cannot, or nothing would be left.
+        """
+        if not isinstance(self.state, JoinableState):
+            raise InputError("No columns can be taken from the front of this cache.", fix="ask is_joinable.")
+        self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, given as a negative number as in transformers."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import transformers
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
-from ..artifact.reading import read_json
 from ..errors import (
     ConfigError,
     InputError,
@@ -20,18 +17,7 @@ from ..errors import (
 from .base import ORTModel
 from .outputs import SentenceEmbeddingOutput
 from .ranking import Activation, scores
-
-
-def sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
-    """What sentence-transformers' files in a folder say about texts, and the prompt before each of them."""
-
-    def settings(name: str) -> dict[str, Any]:
-        path = folder / name
-        return read_json(path) if path.is_file() else {}
-
-    general = settings("config_sentence_transformers.json")
-    prompt = (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
-    return settings("sentence_bert_config.json"), prompt
+from .texts import Embedder
 
 
 class _TextEncoder(ORTModel):
@@ -187,36 +173,12 @@ class ORTModelForFeatureExtraction(ORTModel):
             raise InputError("encode takes texts.", fix="pass a string or a list of strings.")
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
-        tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(self.artifact.path, local_files_only=True)
-        limit = self.artifact.components[0].max_sizes.get("sequence")
-        texts_config, prompt = sentence_settings(self.artifact.path)
-        items = [prompt + item for item in items]
-        if texts_config.get("do_lower_case"):
-            items = [item.lower() for item in items]
-        lengths = [
-            limit,
-            tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None,
-            texts_config.get("max_seq_length"),
-        ]
-        max_length = min((n for n in lengths if n), default=None)
+        embedder = Embedder(self, tokenizer)
         order = sorted(range(len(items)), key=lambda i: len(items[i]))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(items)
         for start in range(0, len(order), batch_size):
             part = order[start : start + batch_size]
-            inputs = tokenizer(
-                [items[i] for i in part],
-                padding=True,
-                truncation=max_length is not None,
-                max_length=max_length,
-                return_tensors="pt",
-            )
-            output = self._run(dict(inputs))
-            if "sentence_embedding" in output:
-                pooled = output.sentence_embedding
-            else:
-                mask = inputs["attention_mask"].unsqueeze(-1).to(output.last_hidden_state.dtype)
-                pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1).clamp(min=1)
-            for i, row in zip(part, pooled, strict=True):
+            for i, row in zip(part, embedder.embed(embedder.rows([items[i] for i in part])), strict=True):
                 rows[i] = row
         embeddings = torch.stack(rows) if rows else torch.empty(0, 0)
         if normalize_embeddings:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 
-from ..data.batches import longest
 from ..errors import ConfigError, InputError
+from .texts import PairScorer
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _KNOWN: dict[str, Activation] = {"Sigmoid": torch.sigmoid, "Identity": lambda logits: logits}
@@ -28,18 +27,14 @@ def scores(
         raise InputError("predict takes pairs of texts.", fix="pass [(query, document), ...].")
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
-    tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
-    limit = longest(model.artifact.components[0].max_sizes.get("sequence"), tokenizer, None)
+    scorer = PairScorer(model, tokenizer)
     function = activation or activation_of(model.config)
     order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
     rows: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
         first, second = ([pairs[i][side] for i in part] for side in (0, 1))
-        inputs = tokenizer(
-            first, second, padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt"
-        )
-        for i, row in zip(part, function(model(**inputs).logits.float().cpu()), strict=True):
+        for i, row in zip(part, function(scorer.logits(scorer.rows(first, second))), strict=True):
             rows[i] = row
     found = torch.stack(rows) if rows else torch.empty(0, model.config.num_labels)
     return found[:, 0] if found.shape[1] == 1 else found

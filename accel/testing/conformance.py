@@ -22,7 +22,7 @@ import torch
 
 from accel.artifact.manifest import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Backend, OpenRequest, Session, State
+from accel.backends.interfaces import Backend, JoinableState, OpenRequest, Session, State
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
 from accel.errors import ConfigError, InputError, SessionClosedError
 from accel.stages.export import export
@@ -368,3 +368,80 @@ class BackendConformance:
         found = self._continue(stateful, state, swapped, slice(5, 8))
         expected = self._continue(stateful, stateful.new_state(2), swapped, slice(0, 8))
         assert (found - expected).abs().max() <= self.tolerance
+
+    def _alone(self, session: Session, feeds: Mapping[str, torch.Tensor], row: int, length: int) -> torch.Tensor:
+        """The logits behind a row's first tokens, in a call of its own."""
+        one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
+        return self._continue(session, session.new_state(1), one, slice(0, length))
+
+    def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> JoinableState:
+        """A state whose rows hold so many of their first tokens; each was read in a state of its own."""
+        states = []
+        for row, length in enumerate(lengths):
+            state = session.new_state(1)
+            if not isinstance(state, JoinableState):
+                pytest.skip(f"{self.backend} offers no states that can be joined")
+            one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
+            self._continue(session, state, one, slice(0, length))
+            states.append(state)
+        for state in states[1:]:
+            states[0].join(state)
+        return states[0]
+
+    @staticmethod
+    def _step(
+        session: Session, state: State, feeds: Mapping[str, torch.Tensor], rows: list[int], lengths: list[int]
+    ) -> torch.Tensor:
+        """One more token of each row, which holds so many of its first ones."""
+        held = torch.tensor(lengths)
+        total = state.length + 1
+        step = {}
+        for name, tensor in feeds.items():
+            if name == "attention_mask":
+                step[name] = (torch.arange(total) >= (total - 1 - held).unsqueeze(1)).long()
+            elif name == "logits_to_keep":
+                step[name] = tensor[:1]
+            else:
+                step[name] = torch.stack([tensor[row, n : n + 1] for row, n in zip(rows, lengths, strict=True)])
+        logits = session.run(step, outputs=("logits",), state=state)["logits"]
+        return logits[:, -1] if logits.ndim == 3 else logits
+
+    def _whole_feeds(self, session: Session, rows: int) -> dict[str, torch.Tensor]:
+        feeds = self.feeds(session, batch=rows, sequence=12)
+        feeds["attention_mask"] = torch.ones_like(feeds["attention_mask"])
+        return feeds
+
+    def test_rows_join(self, stateful: Session) -> None:
+        """Shorter and longer ones than those that are there, each computed as alone."""
+        feeds = self._whole_feeds(stateful, 3)
+        lengths = [5, 9, 2]
+        state = self._joined(stateful, feeds, (5, 9, 2))
+        assert (state.batch, state.length) == (3, 9)
+        for _ in range(2):
+            found = self._step(stateful, state, feeds, [0, 1, 2], lengths)
+            lengths = [length + 1 for length in lengths]
+            for row, length in enumerate(lengths):
+                assert (found[row] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
+
+    def test_rows_leave(self, stateful: Session) -> None:
+        """And the columns in front go that nobody needs any more, before another row joins."""
+        feeds = self._whole_feeds(stateful, 4)
+        state = self._joined(stateful, feeds, (5, 9, 2))
+        state.reorder(torch.tensor([0, 2]))
+        state.drop(4)
+        assert (state.batch, state.length) == (2, 5)
+        found = self._step(stateful, state, feeds, [0, 2], [5, 2])
+        late = self._joined(stateful, {name: t[3:] if t.ndim > 1 else t for name, t in feeds.items()}, (7,))
+        state.join(late)
+        found = self._step(stateful, state, feeds, [0, 2, 3], [6, 3, 7])
+        for i, (row, length) in enumerate([(0, 7), (2, 4), (3, 8)]):
+            assert (found[i] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
+
+    def test_states_that_hold_nothing_do_not_join(self, stateful: Session) -> None:
+        state = self._joined(stateful, self._whole_feeds(stateful, 1), (5,))
+        for other in (state, stateful.new_state(1)):
+            with pytest.raises(InputError):
+                state.join(other)
+        for columns in (-1, 5):
+            with pytest.raises(InputError):
+                state.drop(columns)

@@ -46,6 +46,7 @@ class CpuBackend(ProviderBackend):
     install = 'pip install "accel-transformers[onnxruntime]"'
     # ONNX Runtime casts half-precision graphs to float32 for its CPU kernels.
     kernel_dtype = "float32"
+    own_lengths = True
 
     def devices(self) -> tuple[DeviceSpec, ...]:
         """The host, with the instruction sets that matter to kernels."""

@@ -19,13 +19,13 @@ from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
 from ..ortkit.graph.editing import load_graph
+from ..ortkit.optimization.causal import NoCausalFormError, needs_form
 from ..ortkit.optimization.fusions import CUDA as FUSIONS
 from ..ortkit.optimization.optimizer import OrtOptimizer
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, judge, survey
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
-from .forms.causal import NoCausalFormError, needs_form
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession

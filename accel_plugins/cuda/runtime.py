@@ -22,11 +22,11 @@ from accel.config import SessionOptions
 from accel.errors import SessionError
 
 from ..ortkit.graph.editing import read_graph
+from ..ortkit.optimization.causal import NoCausalFormError, causal_form
 from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
-from .forms.causal import NoCausalFormError, causal_form
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions

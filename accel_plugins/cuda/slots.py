@@ -9,7 +9,7 @@ import torch
 
 from accel.artifact import Component
 
-from .forms.causal import LENGTHS, TOTAL
+from ..ortkit.optimization.causal import LENGTHS, TOTAL
 from .graphs import Bounded, CaptureError, LateCheck, beside, captured
 from .runtime import Runtime, copy_in
 

@@ -14,7 +14,7 @@ from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
 
-from .forms.causal import LENGTHS, TOTAL
+from ..ortkit.optimization.causal import LENGTHS, TOTAL
 from .forms.rows import Added, Rows
 from .runtime import DecoderRuntime, on_device
 from .slots import Slot, Slots, capacity_for

@@ -11,9 +11,9 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_held, check_rows, check_step
+from accel.backends.checks import check_crop, check_drop, check_held, check_join, check_rows, check_step
 from accel.backends.description import StateDescription, kept_name
-from accel.backends.interfaces import Feeds
+from accel.backends.interfaces import Feeds, State
 from accel.errors import InputError
 
 BEAM_INDEX = "beam_idx"
@@ -137,6 +137,48 @@ class OpenVinoState(StateDescription):
             self._set(cut)
         self._length = length
 
+    def join(self, other: State) -> None:
+        """The rows of another state of the session behind these, the shorter ones moved to the right. Copies all variables.
+
+        Raises:
+            InputError: A graph that keeps its encoder's keys and values, whose number of rows cannot change.
+        """
+        check_join(self, other, same=getattr(other, "_compiled", None) is self._compiled)
+        assert isinstance(other, OpenVinoState)
+        if self._encoded:
+            raise InputError(
+                "The graph keeps its encoder's keys and values for the rows that it began with.",
+                fix="begin a new cache with all rows wanted.",
+            )
+        length = max(self._length, other._length)
+        mine, theirs = self._values(), other._values()
+        self._set(
+            {
+                name: np.concatenate(
+                    [
+                        _behind(name, value[self._order], length - self._length),
+                        _behind(name, theirs[name][other._order], length - other._length),
+                    ]
+                )
+                for name, value in mine.items()
+            }
+        )
+        self._batch, self._length = self._batch + other._batch, length
+        self._order = np.arange(self._batch, dtype=np.int32)
+
+    def drop(self, columns: int) -> None:
+        """Forget the first columns of every row, which all masks hid. Copies all keys and values."""
+        check_drop(columns, self._length)
+        if columns:
+            self._set(
+                {
+                    name: value.take(range(columns, self._length), axis)
+                    for name, value in self._values().items()
+                    if (axis := _token_axis(name))
+                }
+            )
+            self._length -= columns
+
     def clone(self) -> OpenVinoState:
         """An independent copy."""
         copy = OpenVinoState(self._compiled, self._component, self._batch)
@@ -198,6 +240,19 @@ def _is_cache(variable: str) -> bool:
 def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:
     """The first tokens of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys `(batch, tokens, size)`."""
     return value[:, :length] if "_indexer" in name else value[:, :, :length]
+
+
+def _token_axis(name: str) -> int:
+    """The axis of the tokens in a variable: of keys and values, or of an indexer's keys; 0 for a state of one size."""
+    if "_indexer" in name:
+        return 1
+    return 2 if _kept_name(name).endswith((".key", ".value")) else 0
+
+
+def _behind(name: str, value: np.ndarray, columns: int) -> np.ndarray:
+    """A variable's tokens with so many columns in front."""
+    axis = _token_axis(name)
+    return np.pad(value, [(columns if axis and i == axis else 0, 0) for i in range(value.ndim)])
 
 
 def _kept_name(variable: str) -> str:

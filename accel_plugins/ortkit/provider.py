@@ -34,12 +34,14 @@ class ProviderBackend:
         provider: ONNX Runtime's name of the execution provider.
         install: The command that installs a build (or a library) with the provider; the remedy where it is missing.
         kernel_dtype: The floating-point type that the kernels compute in whatever the graph's is; the graph's, when `None`.
+        own_lengths: Whether the kernels' `GroupQueryAttention` takes a length for each row.
     """
 
     spec: ClassVar[BackendSpec]
     provider: ClassVar[str]
     install: ClassVar[str]
     kernel_dtype: ClassVar[str | None] = None
+    own_lengths: ClassVar[bool] = False
 
     # What a provider may say
 
@@ -143,9 +145,18 @@ class ProviderBackend:
                 disabled_optimizers=self.disabled_optimizers(component),
                 shapes=request.shapes,
                 devices=devices,
+                model=self._with_lengths(artifact, component, request),
             )
             for component in artifact.components
         }
+
+    def _with_lengths(self, artifact: Artifact, component: Component, request: OpenRequest) -> bytes | None:
+        """The graph of a decoder whose rows may have lengths of their own, where the kernels know them and the graph allows it."""
+        if not (self.own_lengths and component.stateful) or request.shapes:
+            return None
+        from .optimization.lengths import lengths_form
+
+        return lengths_form(artifact.path / component.file)
 
     def _found(self) -> tuple[tuple[DeviceSpec, ...], Reason | None]:
         """Devices, or the reason why there is none."""

@@ -11,7 +11,15 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from accel.artifact import Component
-from accel.backends.checks import check_crop, check_rows, check_state, check_step, wanted_outputs
+from accel.backends.checks import (
+    check_crop,
+    check_drop,
+    check_join,
+    check_rows,
+    check_state,
+    check_step,
+    wanted_outputs,
+)
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
@@ -69,6 +77,44 @@ class CacheState(StateDescription):
         made = copy.copy(self)
         made.cache = copy.deepcopy(self.cache)
         return made
+
+
+class KeysAndValues(CacheState):
+    """A cache that holds nothing but a tensor of each token, so that rows can come and go."""
+
+    def join(self, other: State) -> None:
+        """The rows of another state of the model behind these, the shorter ones moved to the right."""
+        check_join(self, other, same=getattr(other, "_component", None) is self._component)
+        assert isinstance(other, KeysAndValues)
+        length = max(self._length, other._length)
+        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+            for name, axis in _token_axes(mine).items():
+                parts = [_behind(getattr(layer, name), axis, length) for layer in (mine, theirs)]
+                setattr(mine, name, torch.cat(parts))
+        self._batch, self._length = self._batch + other._batch, length
+
+    def drop(self, columns: int) -> None:
+        """Forget the first columns of every row, which all masks hid."""
+        check_drop(columns, self._length)
+        self._length -= columns
+        for layer in self.cache.layers:
+            for name, axis in _token_axes(layer).items():
+                setattr(layer, name, getattr(layer, name).narrow(axis, columns, self._length))
+
+
+def _token_axes(layer: Any) -> dict[str, int]:
+    """What a layer keeps of each token, and along which axis."""
+    if not layer.is_initialized:
+        return {}
+    indexer = {"indexer_keys": 1} if getattr(layer, "indexer_keys", None) is not None else {}
+    return {"keys": 2, "values": 2, **indexer}
+
+
+def _behind(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+    """Tokens along an axis, moved to the right to be `length`."""
+    sizes = list(tensor.shape)
+    sizes[axis] = length - sizes[axis]
+    return torch.cat([tensor.new_zeros(sizes), tensor], dim=axis)
 
 
 class DecoderSession(ModuleSession):
@@ -176,4 +222,5 @@ class DecoderSession(ModuleSession):
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
-        return CacheState(batch, lambda: DynamicCache(config=self._config), self._component)
+        kind = KeysAndValues if self._component.croppable and not self._cross else CacheState
+        return kind(batch, lambda: DynamicCache(config=self._config), self._component)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...artifact.manifest import Artifact
 from ...errors import ConfigError, TaskError
-from ...models.encoders import sentence_settings
+from ...models.texts import sentence_settings
 from ...models.ranking import activation_name
 
 TEXT = "string"

@@ -133,10 +133,33 @@ def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
     return found
 
 
+def pipeline_tasks(model: ORTModel) -> tuple[str, ...]:
+    """Every pipeline task that a model serves, its own first."""
+    return tuple(name for name in _pipelines_of(task_spec(model.artifact.task)) if _has_what_it_needs(name, model))
+
+
+def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
+    known = set(PIPELINE_REGISTRY.get_supported_tasks())
+    return tuple(name for name in spec.serves if name in spec.own_pipelines or name in known)
+
+
+def _has_what_it_needs(task: str, model: ORTModel) -> bool:
+    """Whether a model of a task that serves a pipeline reads what it gives, and has the labels that it looks for."""
+    impl: Any = _ours(task) or _stock(task)
+    if getattr(impl, "_load_image_processor", False) is True and "pixel_values" not in model.input_names:
+        return False
+    needed = _LABELS_NEEDED.get(task)
+    labels = getattr(model.config, "label2id", None) or {}
+    return needed is None or any(str(label).lower().startswith(needed) for label in labels)
+
+
+_LABELS_NEEDED = {"zero-shot-classification": "entail"}
+"""How a label begins without which a pipeline has no answer."""
+
+
 def _pipeline_of(spec: TaskSpec) -> str:
     """The pipeline task for a model's task: itself, or the first one that there is a pipeline for."""
-    known = set(PIPELINE_REGISTRY.get_supported_tasks())
-    return next((name for name in spec.serves if name in spec.own_pipelines or name in known), spec.name)
+    return next(iter(_pipelines_of(spec)), spec.name)
 
 
 def _ours(task: str) -> type[Pipeline] | None:

@@ -32,7 +32,7 @@ from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, SessionError, did_you_mean
 
 from .assignment import Assignment, assignment_of, check_assignment, record
-from .state import OrtState
+from .state import LENGTHS, OrtState
 from .values import as_ort_value, ort_value_as_tensor
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ def open_session(
     disabled_optimizers: Sequence[str] = (),
     shapes: Mapping[str, int] | None = None,
     devices: Sequence[ort.OrtEpDevice] = (),
+    model: bytes | None = None,
 ) -> OrtSession:
     """Open a graph on one provider and wrap it; see `open_runtime`."""
     session = open_runtime(
@@ -150,6 +151,7 @@ def open_session(
         disabled_optimizers=disabled_optimizers,
         shapes=shapes,
         devices=devices,
+        model=model,
     )
     return OrtSession(session, component, device, compute_dtype, shapes)
 
@@ -281,6 +283,7 @@ class OrtSession(SessionDescription):
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._where = torch.device("cpu")
+        self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
         self._check_shapes = ShapeCheck(component.inputs, shapes)
         self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._output_names = [spec.name for spec in component.outputs]
@@ -417,7 +420,7 @@ class OrtSession(SessionDescription):
         """
         if not self._component.stateful:
             raise no_state()
-        return OrtState(self.runtime, self._component, batch)
+        return OrtState(self.runtime, self._component, batch, lengths=self._own_lengths)
 
     def close(self) -> None:
         """Give ONNX Runtime's memory back."""

@@ -4,7 +4,7 @@ The graph of an artifact gives `GroupQueryAttention` an additive bias that says 
 Runtime's CUDA kernel refuses. Where that bias says no more than "no later token, no padding, none outside the window",
 the operator says it by itself: it is causal, it takes the length of each row, and it has a window. In this form of the
 graph the lengths are inputs, the mask is gone, and each row's tokens stand at the beginning of its buffers
-(`accel_plugins.cuda.state` puts them there).
+(`state of a session puts them there).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from onnx_ir.passes import common as passes
 
 from accel.errors import SessionError
 
-from ...ortkit.graph.analysis import bounds, dims, producer, shape_value
-from ...ortkit.graph.editing import MICROSOFT, nodes, read_graph, scalar
-from ...ortkit.optimization.padding import padding_source
+from ..graph.analysis import bounds, dims, producer, shape_value
+from ..graph.editing import MICROSOFT, nodes, read_graph, scalar
+from ..runtime.state import LENGTHS as LENGTHS
+from .padding import padding_source
 
-LENGTHS = "accel.lengths"
-"""Input `(batch,) int32`: the place of each row's last token after this call."""
 TOTAL = "accel.total"
 """Input `(1,) int32` in host memory: at least the longest row after this call; the number of new tokens in a prompt."""
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10

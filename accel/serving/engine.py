@@ -1,0 +1,262 @@
+"""`accel.Engine`: many callers, few calls of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from ..config import SessionOptions
+from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
+from ..models.base import ORTModel
+from .generation.engine import GenerationEngine
+from .generation.options import GenerationLimits
+from .generation.scheduler import continues_text
+from .job import Job
+from .lane import Lane, Observer
+from .limits import Limits
+from .opening import Opening, Source, close_all, named, open_all
+from .work import operations
+
+
+class Engine:
+    """Answers many callers at once with few calls of the model.
+
+    What waits when the model is free runs together: rows of like lengths, within a budget of tokens. There is no delay to tune.
+    Answers look exactly like those of `accel.pipeline`. An engine may be called from any number of tasks and threads.
+
+        async with accel.Engine("model-int8/") as engine:
+            answers = await asyncio.gather(*(engine(text) for text in texts))
+
+        with accel.Engine("model-int8/") as engine:
+            answer = engine.run("I lost my card")
+
+    Args:
+        models: Hub id, folder, artifact or `ORTModelFor...`; a list of them; or a mapping, names first.
+        workers: Sessions a model; they share the processors unless `session_options` says otherwise.
+        task: For folders that do not tell.
+        backend, device, session_options, revision, token, trust_remote_code: As in `from_pretrained`.
+        max_batch: Rows in one call of the model.
+        max_batch_tokens: Tokens in one call, padding counted.
+        max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
+        max_wait_s: A request that would wait longer than this, as it looks when it comes, is refused.
+        timeout_s: A request that is not answered by then is dropped.
+        observer: Told of every call of a model and of every request.
+
+    Raises:
+        ConfigError: A limit or a number of workers that cannot work.
+    """
+
+    def __init__(
+        self,
+        models: Source | Sequence[Source] | Mapping[str, Source],
+        *,
+        workers: int = 1,
+        task: str | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+        session_options: SessionOptions | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        trust_remote_code: bool = False,
+        max_batch: int = 64,
+        max_batch_tokens: int = 16384,
+        max_queue: int = 512,
+        max_wait_s: float | None = None,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._sources = named(models)
+        arguments = {
+            "task": task, "backend": backend, "device": device, "session_options": session_options, "revision": revision,
+            "token": token, "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
+        self._how = Opening(workers=workers, arguments=arguments)
+        self.limits = Limits(
+            max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        self._observer = observer
+        self._opened: dict[str, list[ORTModel]] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._generators: dict[str, GenerationEngine] = {}
+        self._making = threading.Lock()
+
+    # Lifetime
+
+    def start(self) -> Self:
+        """Open the models and start the threads: what `with` does."""
+        if not self._lanes:
+            for name, source in self._sources.items():
+                self._opened[name] = open_all(source, self._how)
+                self._lanes[name] = Lane(name, self._opened[name], self.limits, self._observer)
+        return self
+
+    def close(self, *, drain: bool = True) -> None:
+        """Answer what was accepted (or refuse it, without `drain`), and give the runtimes' memory back."""
+        with self._making:
+            generators, self._generators = self._generators, {}
+        for generator in generators.values():
+            generator.close(drain=drain)
+        for lane in self._lanes.values():
+            lane.close(drain=drain)
+        for name, models in self._opened.items():
+            close_all(self._sources[name], models)
+        self._opened.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.start)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell this one of every call of a model and of every request from now on.
+
+        Raises:
+            ConfigError: Another one is told.
+        """
+        if self._observer not in (None, observer):
+            raise ConfigError("The engine has an observer.", fix="make the engine without one.")
+        self._observer = observer
+        for lane in self._lanes.values():
+            lane.observer = observer
+
+    # What there is
+
+    @property
+    def models(self) -> Mapping[str, ORTModel]:
+        """The opened models by name."""
+        return {name: lane.model for name, lane in self._lanes.items()}
+
+    def operations(self, model: str | None = None) -> tuple[str, ...]:
+        """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
+        found = self._lane(model).model
+        return (*operations(found), *(("generate",) if continues_text(found) else ()))
+
+    def generator(self, model: str | None = None) -> GenerationEngine:
+        """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
+
+        Raises:
+            InputError: The model does not continue text.
+        """
+        lane = self._lane(model)
+        with self._making:
+            if lane.name not in self._generators:
+                limits = GenerationLimits(rows=min(self.limits.max_batch, 16), queue=self.limits.max_queue)
+                self._generators[lane.name] = GenerationEngine(lane.model, limits=limits)
+            return self._generators[lane.name]
+
+    def pending(self, model: str | None = None) -> int:
+        """Inputs that wait or are computed."""
+        return self._lane(model).pending
+
+    def _lane(self, model: str | None) -> Lane:
+        if not self._lanes:
+            raise EngineClosedError("The engine was not started.", fix="use `with accel.Engine(...) as engine`.")
+        if model is None:
+            if len(self._lanes) > 1:
+                raise ConfigError(
+                    f"The engine has several models: {', '.join(self._lanes)}.", fix="say which: model=..."
+                )
+            return next(iter(self._lanes.values()))
+        if model not in self._lanes:
+            raise ConfigError(
+                f"There is no model {model!r}.{did_you_mean(model, self._lanes)}",
+                fix=f"use one of {', '.join(self._lanes)}.",
+            )
+        return self._lanes[model]
+
+    # Asking
+
+    async def __call__(
+        self,
+        inputs: Any,
+        *,
+        model: str | None = None,
+        operation: str | None = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """The answer to an input, or to a list of them, as the pipeline gives it.
+
+        A caller that is cancelled frees its place: what was not computed yet is dropped.
+
+        Args:
+            inputs: What the pipeline takes; for `rank` a query and its documents, for `tensors` arrays by name.
+            model: Which one, of several.
+            operation: See `operations`; the model's own task when `None`.
+            timeout_s: Instead of the engine's.
+            **options: Of the pipeline.
+
+        Raises:
+            QueueFullError: Too much is waiting.
+            RequestTimeoutError: Not in time.
+            TaskError: The model does not do the operation.
+        """
+        job = self.submit(inputs, model=model, operation=operation, **options)
+        return await self.answer(job, timeout_s)
+
+    def run(
+        self,
+        inputs: Any,
+        *,
+        model: str | None = None,
+        operation: str | None = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """The same for callers without an event loop; blocks."""
+        job = self.submit(inputs, model=model, operation=operation, **options)
+        seconds = timeout_s if timeout_s is not None else self.limits.timeout_s
+        try:
+            return job.future.result(seconds)
+        except concurrent.futures.TimeoutError as error:
+            if job.future.done():
+                raise
+            job.future.cancel()
+            raise _too_late(seconds) from error
+
+    def submit(self, inputs: Any, *, model: str | None = None, operation: str | None = None, **options: Any) -> Job:
+        """Put a request into the queue: its `future` gets the answer, its `timing` tells how long what took.
+
+        Raises:
+            QueueFullError: Too much is waiting.
+            TaskError: The model does not do the operation.
+        """
+        lane = self._lane(model)
+        operation = operation or operations(lane.model)[0]
+        return lane.submit(operation, inputs, options, _size(operation, inputs))
+
+    async def answer(self, job: Job, timeout_s: float | None = None) -> Any:
+        """Wait for a request that was submitted."""
+        seconds = timeout_s if timeout_s is not None else self.limits.timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(job.future)
+        except TimeoutError as error:
+            if isinstance(error, RequestTimeoutError):
+                raise
+            raise _too_late(seconds) from error
+
+
+def _too_late(seconds: float | None) -> RequestTimeoutError:
+    return RequestTimeoutError(
+        f"There was no answer within {seconds:g} s, and the request was dropped.",
+        fix="give it more time (timeout_s=...), or send less at once.",
+    )
+
+
+def _size(operation: str, inputs: Any) -> int:
+    """How many inputs a request holds."""
+    if operation == "rank":
+        return len(inputs[1]) or 1
+    return max(len(inputs), 1) if isinstance(inputs, list | tuple) and operation != "tensors" else 1

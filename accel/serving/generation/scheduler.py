@@ -1,0 +1,277 @@
+"""The thread that runs one generating model: which prompts are read next to which steps, and who waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...artifact.manifest import Component
+from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from .batch import Batch, Reading, Row
+from .choosing import Chooser, choose
+from .options import GenerationLimits, GenerationOptions
+from .requests import Generation
+
+logger = logging.getLogger(__name__)
+
+_LEAST_CACHE = 16_384
+
+
+def continues_text(model: Any) -> bool:
+    """Whether a model reads text and generates."""
+    return getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
+
+
+class Scheduler:
+    """Continuous batching of one model, in a thread of its own.
+
+    Between two steps of the running rows, finished and cancelled ones leave, and prompts of waiting ones are read, up to
+    `GenerationLimits.prefill_tokens`, whose rows then join. Where the backend's states cannot be joined, and behind an encoder,
+    rows start together instead, when all those before are through.
+
+    Args:
+        model: A causal language model, or an encoder-decoder of text.
+        limits: How much at once.
+
+    Raises:
+        InputError: It reads something else than text.
+    """
+
+    def __init__(self, model: Any, limits: GenerationLimits) -> None:
+        if not continues_text(model):
+            raise InputError(f"{type(model).__name__} does not continue text.", fix="open a model for text-generation.")
+        self.model, self.limits = model, limits
+        component: Component = model.artifact.components[-1 if model.config.is_encoder_decoder else 0]
+        component = next((c for c in model.artifact.components if c.name in ("decoder", "model")), component)
+        self._behind_encoder = bool(model.config.is_encoder_decoder)
+        self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
+        self._parts = component.continues == "any"
+        self.joins = not self._behind_encoder and model.new_cache().is_joinable
+        """Whether rows join while others run; else they start together."""
+        self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
+        self.steps = self.step_rows = 0
+        """Steps that were run, and rows of all of them together."""
+        self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+        # Rotary positions go on behind those that the model was trained with; its answers do not.
+        self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+        self._batch = Batch(model, self._limit)
+        self._waiting: deque[tuple[Generation, Chooser]] = deque()
+        self._reading: deque[Reading] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._dropping = False
+        self._thread = threading.Thread(target=self._run, name="accel-generation", daemon=True)
+        self._thread.start()
+
+    # From any thread
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Rows that are read or running."""
+        return len(self._batch.rows) + len(self._reading)
+
+    def submit(self, ids: Sequence[int], options: GenerationOptions) -> Generation:
+        """Put a prompt into the queue.
+
+        Raises:
+            InputError: No prompt, one that is too long, ids that the model does not have, settings that transformers refuses.
+            QueueFullError: As many wait as may.
+            EngineClosedError: After `close`.
+        """
+        request = Generation(ids, options, self._new_tokens(ids, options), self._wake)
+        chooser = self._chooser(request)
+        with self._changed:
+            if self._closing:
+                raise EngineClosedError("The engine is closed.", fix="start another one.")
+            if len(self._waiting) >= self.limits.queue:
+                raise QueueFullError(
+                    f"{len(self._waiting)} prompts wait for {self.limits.rows} rows.", fix="try again later."
+                )
+            self._waiting.append((request, chooser))
+            self._changed.notify()
+        return request
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more prompts and wait for the thread: finish what was accepted, or cancel it without `drain`."""
+        with self._changed:
+            self._closing = True
+            self._dropping = self._dropping or not drain
+            self._changed.notify()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _new_tokens(self, ids: Sequence[int], options: GenerationOptions) -> int:
+        """How many tokens an answer may have."""
+        if not ids:
+            raise InputError("The prompt is empty.", fix="give at least one token.")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise InputError(
+                f"The prompt holds token {max(ids) if max(ids) >= self._vocabulary else min(ids)} of {self._vocabulary}.",
+                fix="use the model's own tokenizer.",
+            )
+        before = 1 if self._behind_encoder else len(ids)
+        limits = [n for n in (self._limit, self._positions, self.cache_tokens) if n]
+        room = min(limits) - before + (1 if not self._behind_encoder else 0)
+        asked = options.max_new_tokens
+        if room < 1 or (asked is not None and asked > room):
+            raise InputError(
+                f"The prompt has {len(ids)} tokens{f', and {asked} new ones are asked for' if asked else ''}; together they can "
+                f"be {min(limits) + 1}.",
+                fix="shorten the prompt, or ask for fewer new tokens.",
+            )
+        if asked is not None:
+            return asked
+        usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
+        return min(room, usual)
+
+    def _chooser(self, request: Generation) -> Chooser:
+        if not self._behind_encoder:
+            return Chooser(self.model, request.ids, request.options)
+        return Chooser(self.model, [self._start], request.options, encoded=request.ids)
+
+    @property
+    def _start(self) -> int:
+        """The token that a decoder behind an encoder starts with."""
+        config = self.model.generation_config
+        start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+        return int(start)
+
+    # The thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._wait():
+                try:
+                    self._leave_cancelled()
+                    if self.joins:
+                        self._read()
+                    elif not self._batch.rows:
+                        self._start_together()
+                    if self._batch.rows:
+                        self.steps += 1
+                        self.step_rows += len(self._batch.rows)
+                        self._batch.step()
+                except Exception as error:  # noqa: BLE001
+                    # Whatever a runtime raises belongs to those who wait for it; the next ones may fare better.
+                    self._fail(error)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; whether there will be anything more."""
+        with self._changed:
+            while not (self._waiting or self._reading or self._batch.rows):
+                if self._closing:
+                    return False
+                self._changed.wait()
+            if self._dropping:
+                for request, _ in self._waiting:
+                    request.cancelled = True
+                for row in (*self._batch.rows, *(reading.row for reading in self._reading)):
+                    row.request.cancelled = True
+        return True
+
+    def _leave_cancelled(self) -> None:
+        leaving = [row for row in self._batch.rows if row.request.cancelled]
+        if leaving:
+            self._batch.leave(leaving)
+        stopped = [reading for reading in self._reading if reading.row.request.cancelled]
+        for reading in stopped:
+            self._reading.remove(reading)
+        with self._changed:
+            dropped = [item for item in self._waiting if item[0].cancelled]
+            for item in dropped:
+                self._waiting.remove(item)
+        for request in (*(row.request for row in leaving), *(r.row.request for r in stopped), *(r for r, _ in dropped)):
+            request.end()
+
+    def _read(self) -> None:
+        """Read prompts, and let the rows join whose prompts are read."""
+        self._admit()
+        budget = self.limits.prefill_tokens
+        while self._reading and budget > 0:
+            reading = self._reading[0]
+            before = reading.left
+            if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
+                # Whole in the next round: what is read in parts is not rounded as in one.
+                break
+            try:
+                logits = reading.advance(budget)
+            except Exception as error:  # noqa: BLE001
+                # Its own: the rows that run have other caches.
+                self._reading.popleft().row.request.end(_told(error))
+                continue
+            budget -= before - reading.left
+            if logits is None:
+                continue
+            row = self._reading.popleft().row
+            if row.take(*choose([row.chooser], logits)):
+                continue
+            try:
+                self._batch.join(row, reading.cache)
+            except Exception as error:
+                row.request.end(_told(error))
+                raise
+
+    def _admit(self) -> None:
+        """Give rows to those that wait longest, while there is room for what they may become."""
+        rows = [*self._batch.rows, *(reading.row for reading in self._reading)]
+        while self._waiting and len(rows) < self.limits.rows:
+            request, chooser = self._waiting[0]
+            longest = max(_whole(one) for one in (request, *(row.request for row in rows)))
+            if rows and (len(rows) + 1) * longest > self.cache_tokens:
+                return
+            with self._changed:
+                self._waiting.popleft()
+            request.begin()
+            reading = Reading(self.model, Row(request, chooser), parts=self._parts)
+            self._reading.append(reading)
+            rows.append(reading.row)
+
+    def _start_together(self) -> None:
+        """Rows that wait, from prompts of their own lengths to answers of theirs, as many as fit."""
+        rows: list[Row] = []
+        prompt = new = 0
+        while self._waiting and len(rows) < self.limits.rows:
+            request, chooser = self._waiting[0]
+            wider = max(prompt, 1 if self._behind_encoder else len(request.ids))
+            longer = max(new, request.new_tokens)
+            if rows and (
+                (len(rows) + 1) * (wider + longer) > self.cache_tokens
+                or (self._limit and wider + longer > self._limit + 1)
+            ):
+                break
+            with self._changed:
+                self._waiting.popleft()
+            request.begin()
+            prompt, new = wider, longer
+            rows.append(Row(request, chooser, last=self._start if self._behind_encoder else -1))
+        if rows:
+            self._batch.begin(rows)
+
+    def _fail(self, error: Exception) -> None:
+        for row in self._batch.clear():
+            row.request.end(_told(error))
+
+
+def _told(error: Exception) -> AccelError:
+    """An error as callers may see it."""
+    if isinstance(error, AccelError):
+        return error
+    logger.error("generating failed", exc_info=error)
+    return SessionError(f"Generating failed: {type(error).__name__}.", fix="see the log of the process.")
+
+
+def _whole(request: Generation) -> int:
+    """Tokens of a prompt and the longest answer to it."""
+    return len(request.ids) + request.new_tokens

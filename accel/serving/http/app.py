@@ -1,0 +1,159 @@
+"""The application: an engine's endpoints as Starlette routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import importlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..engine import Engine
+from ..metrics import Metrics
+from .endpoints import Call, Endpoint, Server
+from .front import Front
+from .replies import HttpError, error_reply
+from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from .tracing import Tracer
+
+PROTOCOLS = ("health", "tasks", "openai", "generation", "inference_protocol", "sagemaker", "page")
+"""Modules beside this one, each with a table `ENDPOINTS`."""
+
+
+def endpoints() -> list[Endpoint]:
+    """Every endpoint of every protocol."""
+    package = __name__.rpartition(".")[0]
+    found: list[Endpoint] = []
+    for name in PROTOCOLS:
+        found += importlib.import_module(f"{package}.{name}").ENDPOINTS
+    return found
+
+
+def create_app(
+    engine: Engine,
+    settings: ServerSettings | None = None,
+    *,
+    metrics: Metrics | None = None,
+    more: Sequence[Endpoint] = (),
+    traces: bool | Any = False,
+) -> Front:
+    """An ASGI application over an engine.
+
+    Args:
+        engine: What answers; started and closed with the application unless it was started before.
+        settings: What is let in.
+        metrics: The engine's observer, where it has one of these; else the application becomes it.
+        more: Endpoints of your own.
+        traces: Send OpenTelemetry traces; or its `TracerProvider`.
+    """
+    settings = settings or ServerSettings()
+    metrics = metrics or Metrics()
+    engine.observe(metrics)
+    server = Server(engine, settings, metrics)
+    table = [*endpoints(), *more]
+    keys = _Keys(settings.api_keys)
+    tracer = _tracer(traces)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        opened_here = not engine.models
+        await asyncio.to_thread(engine.start)
+        metrics.watch(engine)
+        server.ready = True
+        try:
+            yield
+        finally:
+            server.ready = False
+            if opened_here:
+                await asyncio.to_thread(engine.close)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+
+    routes = [Route(one.path, _serve(one, server, keys, tracer), methods=[one.method]) for one in table]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
+    app.state.server, app.state.endpoints = server, table
+    # The outermost part is what the caller gets; its server tells a process that is about to end what is still answered.
+    return Front(app, server, frozenset(one.path for one in table if one.open))
+
+
+class _Keys:
+    """Checks API keys in constant time: every key is looked at, by digests of one length."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, request: Request) -> None:
+        """Refuse a request without a key.
+
+        Raises:
+            HttpError: 401.
+        """
+        if not self._digests:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
+        found = [hmac.compare_digest(digest, one) for one in self._digests]
+        if scheme.lower() != "bearer" or not any(found):
+            raise HttpError(
+                401, "The request has no valid API key.", kind="unauthorized", fix="send Authorization: Bearer <key>.",
+                headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+
+
+def _tracer(traces: Any) -> Tracer | None:
+    if traces is False:
+        return None
+    from .tracing import Tracer
+
+    return Tracer(None if traces is True else traces)
+
+
+def _serve(
+    endpoint: Endpoint, server: Server, keys: _Keys, tracer: Tracer | None
+) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        request.scope["endpoint_path"] = endpoint.path
+        call = Call(request, request.scope["request_id"], server)
+        start = time.perf_counter()
+        try:
+            if not endpoint.open:
+                keys.check(request)
+                if not server.ready:
+                    raise HttpError(503, "The models are not open yet.", kind="starting", headers={"retry-after": "1"})
+            body: Any = None
+            if endpoint.body is not None and not endpoint.raw:
+                body = endpoint.body.model_validate_json(await call.read())
+            response = await endpoint.answer(call, body)
+        except ClientDisconnect:
+            # Nobody reads it; the status is for the log.
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001  # the last one who can answer
+            response = error_reply(error, call.id, endpoint.error)
+        if call.worked:
+            timing = call.timing
+            response.headers["x-queue-ms"] = f"{timing.queue_s * 1e3:.3f}"
+            response.headers["x-tokenization-ms"] = f"{timing.tokenization_s * 1e3:.3f}"
+            response.headers["x-inference-ms"] = f"{timing.inference_s * 1e3:.3f}"
+        if tracer is not None and not endpoint.open:
+            tracer.record(call, endpoint.path, response.status_code, start)
+        return response
+
+    return serve
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405 in our shape."""
+    assert isinstance(error, HTTPException)
+    made = HttpError(error.status_code, str(error.detail), kind="not_found", fix="see /docs.", headers=error.headers)
+    return error_reply(made, request.scope["request_id"])

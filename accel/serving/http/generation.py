@@ -1,0 +1,365 @@
+"""Generated text: OpenAI's completions and chat, and `/generate`, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from ...errors import RequestTimeoutError
+from ..generation.engine import GenerationEngine, Prompt, TextPiece
+from ..generation.options import GenerationOptions
+from ..generation.requests import Generation
+from .endpoints import Body, Call, Endpoint
+from .replies import Json, plain_error, problem_of
+
+_OPERATION = "generate"
+_Count = Annotated[int, Field(ge=1, le=1 << 31)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Sampling(Body):
+    """How to continue a prompt; what is left out is as the model's `generation_config` has it."""
+
+    model: str | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=1 << 31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    ignore_eos: bool = False
+
+    def options(self, new_tokens: int | None, temperature: float | None) -> GenerationOptions:
+        """As the engine takes them."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return GenerationOptions(
+            max_new_tokens=new_tokens,
+            temperature=self.temperature if self.temperature is not None else temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            stop=tuple(text for text in stop if text),
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+
+
+class OpenAIBody(Sampling):
+    """What OpenAI's two endpoints have in common."""
+
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatBody(OpenAIBody):
+    """What `/v1/chat/completions` takes."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+
+
+class CompletionBody(OpenAIBody):
+    """What `/v1/completions` takes: texts, or tokens."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    max_tokens: _Count = 16
+
+    def prompts(self) -> list[Prompt]:
+        """One for each answer."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class GenerateBody(Sampling):
+    """What `/generate` takes: a text, which a chat template does not change."""
+
+    inputs: str = Field(min_length=1)
+    max_new_tokens: _Count | None = None
+    stream: bool = True
+
+
+class _Answers:
+    """The answers to the prompts of one request, while they are made.
+
+    Args:
+        call: Who asks.
+        name: The model's name.
+        engine: The model's.
+        generations: One a prompt.
+    """
+
+    def __init__(self, call: Call, name: str, engine: GenerationEngine, generations: Sequence[Generation]) -> None:
+        self.name, self.created = name, int(time.time())
+        self._call, self._engine, self._generations = call, engine, generations
+        self._tokens = [0] * len(generations)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens read and made."""
+        read, made = sum(len(one.ids) for one in self._generations), sum(self._tokens)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
+        """Pieces of all answers as they come, each with the number of its prompt. Whoever stops listening frees the rows.
+
+        Raises:
+            RequestTimeoutError: None came for as long as the engine waits.
+        """
+        queue: asyncio.Queue[tuple[int, TextPiece | Exception]] = asyncio.Queue()
+
+        async def follow(number: int, generation: Generation) -> None:
+            try:
+                async for piece in self._engine.stream(generation):
+                    queue.put_nowait((number, piece))
+            except Exception as error:  # noqa: BLE001  # raised by who reads the queue
+                queue.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(follow(*item)) for item in enumerate(self._generations)]
+        left = len(tasks)
+        seconds = self._call.engine.limits.timeout_s
+        try:
+            while left:
+                try:
+                    async with asyncio.timeout(seconds):
+                        number, piece = await queue.get()
+                except TimeoutError as error:
+                    raise RequestTimeoutError(
+                        f"No token came within {seconds:g} s, and the request was dropped.", fix="try again later."
+                    ) from error
+                if isinstance(piece, Exception):
+                    raise piece
+                self._tokens[number] = piece.tokens
+                if piece.finish is not None:
+                    left -= 1
+                    if not left:
+                        self._count()
+                yield number, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            for generation in self._generations:
+                generation.cancel()
+
+    def _count(self) -> None:
+        """Before the client has the last piece: who scrapes after it finds it counted."""
+        timing, first = self._call.timing, self._generations[0]
+        timing.queue_s = max(one.queued_s for one in self._generations)
+        timing.inference_s = time.perf_counter() - min(one.created for one in self._generations) - timing.queue_s
+        timing.tokens = self.usage["prompt_tokens"]
+        self._call.worked = True
+        self._call.server.metrics.generated(self.name, self.usage, first.queued_s + first.prefill_s)
+
+    async def whole(self) -> list[tuple[str, str]]:
+        """Text and reason of its end of each answer. A caller that hangs up frees the rows.
+
+        Raises:
+            ClientDisconnect: It did.
+        """
+        texts = [""] * len(self._generations)
+        ends = [""] * len(self._generations)
+
+        async def collect() -> None:
+            async with contextlib.aclosing(self.pieces()) as pieces:
+                async for number, piece in pieces:
+                    texts[number] += piece.text
+                    ends[number] = piece.finish or ""
+
+        work = asyncio.ensure_future(collect())
+        gone = asyncio.ensure_future(self._call.hung_up())
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+        return list(zip(texts, ends, strict=True))
+
+
+async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool) -> _Answers:
+    """The answers, begun.
+
+    Args:
+        call: Who asks.
+        body: How to continue.
+        prompts: What.
+        new: Tokens of an answer, at most.
+        draw: Whether tokens are drawn where neither the request nor the model says otherwise, as OpenAI does.
+    """
+    call.check_batch(len(prompts))
+    name = call.server.model_for(body.model, _OPERATION)
+    engine = await asyncio.to_thread(call.engine.generator, name)
+    options = body.options(new, 1.0 if draw and not engine.model.generation_config.do_sample else None)
+    generations: list[Generation] = []
+
+    def submit() -> None:
+        start = time.perf_counter()
+        for prompt in prompts:
+            # One by one: those before one that is refused are cancelled.
+            generations.append(engine.submit(prompt, options))  # noqa: PERF401
+        call.timing.tokenization_s = time.perf_counter() - start
+
+    try:
+        await asyncio.to_thread(submit)
+    except BaseException as error:
+        for one in generations:
+            one.cancel()
+        if isinstance(error, Exception):
+            call.server.metrics.turned_away(name, error)
+        raise
+    return _Answers(call, name, engine, generations)
+
+
+_Event = Callable[[int, TextPiece], list[dict[str, Any]]]
+
+
+def _streamed(
+    call: Call, answers: _Answers, event: _Event, *, before: Sequence[Any] = (), usage: Any = None
+) -> Response:
+    """Server-sent events: what `event` makes of each piece, and OpenAI's last line."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        for item in before:
+            yield _line(item)
+        try:
+            async with contextlib.aclosing(answers.pieces()) as pieces:
+                async for number, piece in pieces:
+                    for item in event(number, piece):
+                        yield _line(item)
+        except Exception as error:  # noqa: BLE001  # the status is sent: the stream tells it
+            yield _line(plain_error(problem_of(error, call.id), call.id))
+            return
+        if usage is not None:
+            yield _line(usage(answers.usage))
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _line(item: Any) -> bytes:
+    return b"data: " + to_json(item, inf_nan_mode="constants") + b"\n\n"
+
+
+async def _chat(call: Call, body: ChatBody) -> Response:
+    messages = [message.plain() for message in body.messages]
+    new = body.max_completion_tokens or body.max_tokens
+    answers = await _started(call, body, [messages], new, draw=True)
+    head = {"id": f"chatcmpl-{call.id}", "created": answers.created, "model": answers.name}
+    if not body.stream:
+        ((text, end),) = await answers.whole()
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end}
+        return Json({**head, "object": "chat.completion", "choices": [choice], "usage": answers.usage})
+
+    def chunk(delta: dict[str, Any], end: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
+        found = [chunk({"content": piece.text}, None)] if piece.text else []
+        return [*found, chunk({}, piece.finish)] if piece.finish else found
+
+    first = chunk({"role": "assistant", "content": ""}, None)
+    return _streamed(call, answers, event, before=[first], usage=_usage_chunk(body, head, "chat.completion.chunk"))
+
+
+def _usage_chunk(body: OpenAIBody, head: dict[str, Any], kind: str) -> Any:
+    if body.stream_options is None or not body.stream_options.include_usage:
+        return None
+    return lambda usage: {**head, "object": kind, "choices": [], "usage": usage}
+
+
+async def _completions(call: Call, body: CompletionBody) -> Response:
+    answers = await _started(call, body, body.prompts(), body.max_tokens, draw=True)
+    head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": answers.created, "model": answers.name}
+
+    def choice(number: int, text: str, end: str | None) -> dict[str, Any]:
+        return {"index": number, "text": text, "logprobs": None, "finish_reason": end}
+
+    if not body.stream:
+        choices = [choice(number, *found) for number, found in enumerate(await answers.whole())]
+        return Json({**head, "choices": choices, "usage": answers.usage})
+
+    def event(number: int, piece: TextPiece) -> list[dict[str, Any]]:
+        if not piece.text and not piece.finish:
+            return []
+        return [{**head, "choices": [choice(number, piece.text, piece.finish)]}]
+
+    return _streamed(call, answers, event, usage=_usage_chunk(body, head, "text_completion"))
+
+
+async def _generate(call: Call, body: GenerateBody) -> Response:
+    answers = await _started(call, body, [body.inputs], body.max_new_tokens, draw=False)
+    if not body.stream:
+        ((text, end),) = await answers.whole()
+        return Json({"text": text, "finish_reason": end, "usage": answers.usage})
+
+    def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
+        if not piece.finish:
+            return [{"text": piece.text}] if piece.text else []
+        return [{"text": piece.text, "finish_reason": piece.finish, "usage": answers.usage}]
+
+    return _streamed(call, answers, event)
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="The answer in a conversation", tag="openai",
+        operation=_OPERATION, example={"messages": [{"role": "user", "content": "Where is my card?"}], "max_tokens": 64},
+    ),
+    Endpoint(
+        path="/v1/completions", answer=_completions, body=CompletionBody, summary="Texts continued", tag="openai",
+        operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
+    ),
+    Endpoint(
+        path="/generate", answer=_generate, body=GenerateBody, summary="A text continued, as server-sent events",
+        tag="tasks", operation=_OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
+    ),
+)  # fmt: skip

@@ -1,0 +1,194 @@
+"""The Open Inference Protocol, version 2, as KServe and Triton speak it: tensors in, tensors out, as JSON or binary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from ..._version import __version__
+from ...artifact.tensors import TensorSpec
+from .endpoints import Call, Endpoint
+from .health import ready
+from .replies import HttpError, Json, error_text
+from .tensors import DATATYPES, from_binary, from_json, to_binary, to_json_data
+
+_HEADER = "inference-header-content-length"
+_VERSION = "1"
+
+
+class _Loose(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class InputTensor(_Loose):
+    """One input: its values in `data`, flat or nested, or behind the JSON (`parameters.binary_data_size`)."""
+
+    name: str
+    datatype: str
+    shape: list[int] = Field(max_length=8)
+    data: list[Any] | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class WantedOutput(_Loose):
+    """One output that is wanted."""
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class InferBody(_Loose):
+    """What `infer` takes."""
+
+    id: str | None = Field(default=None, max_length=256)
+    inputs: list[InputTensor] = Field(min_length=1, max_length=64)
+    outputs: list[WantedOutput] = Field(default_factory=list)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+async def _server(call: Call, _: Any) -> Response:
+    return Json({"name": "accel", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+
+async def _live(call: Call, _: Any) -> Response:
+    return Json({"live": True})
+
+
+def _name(call: Call) -> str:
+    """The model of the path.
+
+    Raises:
+        HttpError: There is none, or not in that version.
+    """
+    name, version = call.request.path_params["model"], call.request.path_params.get("version", _VERSION)
+    if name not in call.engine.models or version != _VERSION:
+        raise HttpError(404, f"There is no model {name!r} of version {version!r}.", kind="model_not_found")
+    return str(name)
+
+
+async def _model_ready(call: Call, _: Any) -> Response:
+    return Json({"name": _name(call), "ready": True})
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    shape = [size if isinstance(size, int) else -1 for size in spec.shape]
+    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
+
+
+async def _metadata(call: Call, _: Any) -> Response:
+    name = _name(call)
+    model = call.engine.models[name]
+    session = model.sessions[model.artifact.components[0].name]
+    return Json(
+        {
+            "name": name,
+            "versions": [_VERSION],
+            "platform": f"accel_{model.backend}",
+            "inputs": [_described(spec) for spec in session.inputs],
+            "outputs": [_described(spec) for spec in session.outputs],
+        }
+    )
+
+
+async def _infer(call: Call, _: Any) -> Response:
+    name = _name(call)
+    whole = await call.read()
+    if call.request.headers.get("content-encoding", "identity") != "identity":
+        raise HttpError(415, "Compressed bodies are not taken.", fix="send it as it is.")
+    body, binary = _split(whole, call.request.headers.get(_HEADER))
+    _known(body.parameters, ("binary_data_output",))
+    feeds, used = {}, 0
+    for one in body.inputs:
+        _known(one.parameters, ("binary_data_size",))
+        size = one.parameters.get("binary_data_size")
+        if one.name in feeds:
+            raise HttpError(422, f"Input {one.name!r} came twice.", fix="send it once.")
+        if size is None:
+            feeds[one.name] = from_json(one.name, one.datatype, one.shape, one.data)
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - used:
+            raise HttpError(422, f"Input {one.name!r} has no {size} bytes behind the JSON.", fix="send all of them.")
+        feeds[one.name] = from_binary(one.name, one.datatype, one.shape, binary[used : used + size])
+        used += size
+    if used != len(binary):
+        raise HttpError(422, f"{len(binary) - used} bytes behind the JSON belong to no input.", fix="leave them out.")
+    session = call.engine.models[name].sessions[call.engine.models[name].artifact.components[0].name]
+    specs = {spec.name: spec for spec in session.outputs}
+    wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in specs}
+    unknown = sorted(set(wanted) - set(specs))
+    if unknown:
+        raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(specs)}.")
+    found = await call.ask(feeds, operation="tensors", model=name)
+    return _reply(name, body, wanted, found)
+
+
+def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found: Mapping[str, Any]) -> Response:
+    outputs, parts = [], []
+    for one, asked in wanted.items():
+        _known(asked.parameters, ("binary_data",))
+        tensor = found[one].cpu()
+        entry: dict[str, Any] = {
+            "name": one,
+            "datatype": DATATYPES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+        }
+        if asked.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
+            parts.append(to_binary(tensor))
+            entry["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            entry["data"] = to_json_data(tensor)
+        outputs.append(entry)
+    made: dict[str, Any] = {"model_name": name, "model_version": _VERSION, "outputs": outputs}
+    if body.id is not None:
+        made["id"] = body.id
+    response = Json(made)
+    if not parts:
+        return response
+    head = bytes(response.body)
+    return Response(b"".join([head, *parts]), media_type="application/octet-stream", headers={_HEADER: str(len(head))})
+
+
+def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
+    """The JSON of a body, and the bytes behind it."""
+    if declared is None:
+        return InferBody.model_validate_json(whole), b""
+    if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(whole):
+        raise HttpError(
+            400, f"{_HEADER} is {declared[:20]!r} and the body has {len(whole)} bytes.", fix="send its length."
+        )
+    length = int(declared)
+    return InferBody.model_validate_json(whole[:length]), whole[length:]
+
+
+def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse what is asked for and would not be done, such as shared memory."""
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        raise HttpError(422, f"The parameters {unknown} are not supported.", fix=f"use {', '.join(known)}.")
+
+
+_MODEL = "/v2/models/{model}"
+_OF_VERSION = _MODEL + "/versions/{version}"
+_SHAPE = {"tag": "inference protocol", "error": error_text}
+_EXAMPLE = {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 3], "data": [2, 9, 3]}]}
+
+ENDPOINTS = (
+    Endpoint(path="/v2", method="GET", answer=_server, summary="Name, version, extensions", **_SHAPE),  # type: ignore[arg-type]
+    Endpoint(path="/v2/health/live", method="GET", answer=_live, summary="As /health", open=True, **_SHAPE),  # type: ignore[arg-type]
+    Endpoint(path="/v2/health/ready", method="GET", answer=ready, summary="As /ready", open=True, **_SHAPE),  # type: ignore[arg-type]
+    *(
+        Endpoint(path=base + path, method=method, answer=answer, summary=summary, **more, **_SHAPE)  # type: ignore[arg-type]
+        for base in (_MODEL, _OF_VERSION)
+        for path, method, answer, summary, more in (
+            ("/ready", "GET", _model_ready, "Whether a model takes requests", {}),
+            ("", "GET", _metadata, "A model's inputs and outputs", {}),
+            (
+                "/infer", "POST", _infer, "Tensors through a model",
+                {"body": InferBody, "raw": True, "operation": "tensors", "example": _EXAMPLE},
+            ),
+        )
+    ),
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""OpenAI's embeddings and list of models."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.responses import Response
+
+from .endpoints import Body, Call, Endpoint
+from .replies import HttpError, Json
+
+_STARTED = int(time.time())
+
+
+class EmbeddingsBody(Body):
+    """What `/v1/embeddings` takes."""
+
+    model: str | None = None
+    input: str | list[str] = Field(min_length=1)
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)
+    normalize: bool = True
+    user: str | None = None
+
+
+async def _embeddings(call: Call, body: EmbeddingsBody) -> Response:
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    call.check_batch(len(texts))
+    model = call.server.model_for(body.model, "embed")
+    found: np.ndarray[Any, Any] = await call.ask(texts, operation="embed", model=model)
+    if body.dimensions is not None:
+        if body.dimensions > found.shape[1]:
+            raise HttpError(422, f"The embeddings have {found.shape[1]} dimensions.", fix="ask for no more than that.")
+        found = found[:, : body.dimensions]
+    if body.normalize:
+        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+    if body.encoding_format == "base64":
+        rows: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode("ascii") for row in found]
+    else:
+        rows = found.tolist()
+    data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
+    usage = {"prompt_tokens": call.timing.tokens, "total_tokens": call.timing.tokens}
+    return Json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _card(call: Call, name: str) -> dict[str, Any]:
+    model = call.engine.models[name]
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "accel",
+        "task": model.artifact.task,
+        "operations": list(call.engine.operations(name)),
+        "backend": model.backend,
+        "compute_dtype": model.compute_dtype,
+    }
+
+
+async def _models(call: Call, _: Any) -> Response:
+    return Json({"object": "list", "data": [_card(call, name) for name in call.engine.models]})
+
+
+async def _model(call: Call, _: Any) -> Response:
+    name = call.request.path_params["model"]
+    if name not in call.engine.models:
+        raise HttpError(404, f"There is no model {name!r}.", kind="model_not_found", fix="see /v1/models.")
+    return Json(_card(call, name))
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/embeddings", answer=_embeddings, body=EmbeddingsBody, summary="Embeddings of texts", tag="openai",
+        operation="embed", example={"input": ["a lost card", "a stolen card"]},
+    ),
+    Endpoint(path="/v1/models", method="GET", answer=_models, summary="What is served", tag="openai"),
+    Endpoint(path="/v1/models/{model:path}", method="GET", answer=_model, summary="One of them", tag="openai"),
+)  # fmt: skip

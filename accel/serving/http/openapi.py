@@ -1,0 +1,76 @@
+"""The OpenAPI description, made of the table of endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..._version import __version__
+from .endpoints import Endpoint
+from .replies import ErrorBody
+
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_FAILURES = {
+    "400": "no JSON",
+    "401": "no API key",
+    "404": "no such model",
+    "413": "too large",
+    "422": "not what is taken",
+    "429": "too much is waiting; try again after Retry-After seconds",
+    "503": "starting or ending",
+}
+
+
+def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The description of some endpoints, OpenAPI 3.1."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for one in endpoints:
+        path = _PARAMETER.sub(r"{\1}", one.path)
+        paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "accel", "version": __version__, "description": "Models behind one engine."},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _reference(model: Any, schemas: dict[str, Any]) -> dict[str, str]:
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas[model.__name__] = schema
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    answered: dict[str, Any] = {"description": "The answer"}
+    if one.returns is not None:
+        answered["content"] = {"application/json": {"schema": _reference(one.returns, schemas)}}
+    failure = {"application/json": {"schema": _reference(ErrorBody, schemas)}}
+    made: dict[str, Any] = {
+        "summary": one.summary,
+        "tags": [one.tag],
+        "operationId": f"{one.method.lower()}_{re.sub('[^a-z0-9]+', '_', one.path.lower()).strip('_')}",
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _PARAMETER.findall(one.path)
+        ],
+        "responses": {
+            "200": answered,
+            **{status: {"description": text, "content": failure} for status, text in _FAILURES.items()},
+        },
+        "security": [] if one.open else [{}, {"key": []}],
+    }
+    if one.operation:
+        made["x-operation"] = one.operation
+    if one.body is not None:
+        content: dict[str, Any] = {"schema": _reference(one.body, schemas)}
+        if one.example:
+            content["example"] = dict(one.example)
+        made["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return made

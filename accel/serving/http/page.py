@@ -1,0 +1,30 @@
+"""The page where a person tries the models, and the description that it and other programs read."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from starlette.responses import Response
+
+from .endpoints import Call, Endpoint
+from .openapi import openapi
+from .replies import Json
+
+# The page is one file and talks to this server alone.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+async def _docs(call: Call, _: Any) -> Response:
+    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return Response(text, media_type="text/html; charset=utf-8", headers={"content-security-policy": _POLICY})
+
+
+async def _openapi(call: Call, _: Any) -> Response:
+    return Json(openapi(call.request.app.state.endpoints))
+
+
+ENDPOINTS = (
+    Endpoint(path="/docs", method="GET", answer=_docs, summary="A page to try the models on", tag="docs", open=True),
+    Endpoint(path="/openapi.json", method="GET", answer=_openapi, summary="This description", tag="docs", open=True),
+)

@@ -1,0 +1,209 @@
+"""An endpoint for each task: texts in, answers as the stock pipelines give them out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.responses import Response
+
+from .endpoints import Body, Call, Endpoint
+from .replies import Json
+
+
+class Pair(Body):
+    """Two texts that are read together."""
+
+    text: str
+    text_pair: str
+
+
+class Texts(Body):
+    """What all endpoints for texts take."""
+
+    model: str | None = None
+    inputs: str | list[str] = Field(min_length=1)
+
+
+class ClassifyBody(Body):
+    """What `/classify` takes; `truncate` cuts texts that are longer than the model reads."""
+
+    model: str | None = None
+    inputs: str | Pair | list[str | Pair]
+    top_k: int | None = Field(default=None, ge=1)
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    truncate: bool = False
+
+
+class NerBody(Texts):
+    """What `/ner` takes."""
+
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
+    ignore_labels: list[str] | None = None
+
+
+class QaBody(Body):
+    """What `/qa` takes."""
+
+    model: str | None = None
+    question: str = Field(min_length=1)
+    context: str = Field(min_length=1)
+    top_k: int = Field(default=1, ge=1, le=100)
+    max_answer_len: int = Field(default=15, ge=1, le=1000)
+    handle_impossible_answer: bool = False
+
+
+class ZeroShotBody(Texts):
+    """What `/zero-shot` takes."""
+
+    candidate_labels: list[str] = Field(min_length=1)
+    hypothesis_template: str = "This example is {}."
+    multi_label: bool = False
+
+
+class FillMaskBody(Texts):
+    """What `/fill-mask` takes."""
+
+    top_k: int = Field(default=5, ge=1, le=1000)
+
+
+class EmbedBody(Texts):
+    """What `/embed` takes."""
+
+    normalize: bool = True
+
+
+class RerankBody(Body):
+    """What `/rerank` takes."""
+
+    model: str | None = None
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int | None = Field(default=None, ge=1)
+    return_documents: bool = False
+    raw_scores: bool = False
+
+
+class TokenizeBody(Texts):
+    """What `/tokenize` takes."""
+
+    add_special_tokens: bool = True
+
+
+Answer = Callable[[Call, Any], Awaitable[Response]]
+
+
+def _pipeline(operation: str, *names: str) -> Answer:
+    """Answers a body whose fields are a pipeline's options."""
+
+    async def answer(call: Call, body: Any) -> Response:
+        if isinstance(body.inputs, list):
+            call.check_batch(len(body.inputs))
+        options = {name: value for name in names if (value := getattr(body, name)) is not None}
+        found = await call.ask(_plain(body.inputs), operation=operation, model=body.model, **options)
+        return Json(found)
+
+    return answer
+
+
+def _plain(inputs: Any) -> Any:
+    """Pairs as the pipelines take them."""
+    if isinstance(inputs, list):
+        return [_plain(one) for one in inputs]
+    return inputs.model_dump() if isinstance(inputs, Pair) else inputs
+
+
+async def _classify(call: Call, body: ClassifyBody) -> Response:
+    inputs = _plain(body.inputs)
+    if isinstance(inputs, list):
+        call.check_batch(len(inputs))
+    options: dict[str, Any] = {"truncation": True} if body.truncate else {}
+    if body.top_k is not None:
+        options["top_k"] = body.top_k
+    if body.function_to_apply is not None:
+        options["function_to_apply"] = body.function_to_apply
+    return Json(await call.ask(inputs, operation="text-classification", model=body.model, **options))
+
+
+async def _zero_shot(call: Call, body: ZeroShotBody) -> Response:
+    call.check_batch(len(body.candidate_labels) * (len(body.inputs) if isinstance(body.inputs, list) else 1))
+    return await _ZERO_SHOT(call, body)
+
+
+async def _qa(call: Call, body: QaBody) -> Response:
+    inputs = {"question": body.question, "context": body.context}
+    names = ("top_k", "max_answer_len", "handle_impossible_answer")
+    options = {name: getattr(body, name) for name in names}
+    return Json(await call.ask(inputs, operation="question-answering", model=body.model, **options))
+
+
+async def _embed(call: Call, body: EmbedBody) -> Response:
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    call.check_batch(len(texts))
+    found = await call.ask(texts, operation="embed", model=body.model, normalize_embeddings=body.normalize)
+    return Json(found.tolist())
+
+
+async def _rerank(call: Call, body: RerankBody) -> Response:
+    call.check_batch(len(body.documents))
+    model = call.server.model_for(body.model, "rank")
+    ranked = await call.ask(
+        (body.query, body.documents), operation="rank", model=model, top_k=body.top_n,
+        return_documents=body.return_documents, raw_scores=body.raw_scores,
+    )  # fmt: skip
+    results = [
+        {
+            "index": one["corpus_id"],
+            "relevance_score": one["score"],
+            **({"document": one["text"]} if "text" in one else {}),
+        }
+        for one in ranked
+    ]
+    return Json({"model": model, "results": results, "usage": {"total_tokens": call.timing.tokens}})
+
+
+async def _tokenize(call: Call, body: TokenizeBody) -> Response:
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    call.check_batch(len(texts))
+    found = await call.ask(texts, operation="tokenize", model=body.model, add_special_tokens=body.add_special_tokens)
+    return Json(found)
+
+
+_ZERO_SHOT = _pipeline("zero-shot-classification", "candidate_labels", "hypothesis_template", "multi_label")
+_CONTEXT = "My name is Wolfgang and I live in Berlin."
+
+ENDPOINTS = (
+    Endpoint(
+        path="/classify", answer=_classify, body=ClassifyBody, summary="Labels of texts, or of pairs", tag="tasks",
+        operation="text-classification", example={"inputs": "I lost my card"},
+    ),
+    Endpoint(
+        path="/ner", answer=_pipeline("token-classification", "aggregation_strategy", "ignore_labels"), body=NerBody,
+        summary="Named entities and the like", tag="tasks", operation="token-classification", example={"inputs": _CONTEXT},
+    ),
+    Endpoint(
+        path="/qa", answer=_qa, body=QaBody, summary="The part of a text that answers a question", tag="tasks",
+        operation="question-answering", example={"question": "Where do I live?", "context": _CONTEXT},
+    ),
+    Endpoint(
+        path="/zero-shot", answer=_zero_shot, body=ZeroShotBody, summary="Which of your labels fit a text", tag="tasks",
+        operation="zero-shot-classification", example={"inputs": "I lost my card", "candidate_labels": ["bank", "sports"]},
+    ),
+    Endpoint(
+        path="/fill-mask", answer=_pipeline("fill-mask", "top_k"), body=FillMaskBody, summary="What a mask stands for",
+        tag="tasks", operation="fill-mask", example={"inputs": "I lost my [MASK]."},
+    ),
+    Endpoint(
+        path="/embed", answer=_embed, body=EmbedBody, summary="Embeddings of texts, and nothing around them", tag="tasks",
+        operation="embed", example={"inputs": ["a lost card", "a stolen card"]},
+    ),
+    Endpoint(
+        path="/rerank", answer=_rerank, body=RerankBody, summary="Documents by how well they answer a query", tag="tasks",
+        operation="rank", example={"query": "a lost card", "documents": ["I cannot find my card", "the exchange rate"]},
+    ),
+    Endpoint(
+        path="/tokenize", answer=_tokenize, body=TokenizeBody, summary="The tokens of texts", tag="tasks",
+        operation="tokenize", example={"inputs": "I lost my card"},
+    ),
+)  # fmt: skip

@@ -1,0 +1,361 @@
+"""One model's queue, and the threads that empty it.
+
+A request goes through three steps: its inputs become rows (tokenization), rows of like lengths run together, outputs become
+its answer. A worker has a session of its own. When it is free it takes what is there, and nothing waits for more to come; an
+idle worker does all three steps itself, which is quickest for a single caller. Helpers do the first and the last step while
+the workers run the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from ..models.base import ORTModel
+from .batching import CostModel, choose
+from .job import Job, Row
+from .limits import Limits
+from .work import Work, operations, tokenizer_of, work_of
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """What wants to know what an engine does; called from its threads."""
+
+    def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
+        """A call of a model: its rows, their tokens, the same with padding, and how long it took."""
+
+    def done(self, model: str, job: Job) -> None:
+        """A request was answered, failed or dropped."""
+
+    def refused(self, model: str) -> None:
+        """A request found too much waiting."""
+
+
+class _Bench:
+    """What one thread works with: the works of a model, with a tokenizer of its own."""
+
+    def __init__(self, model: ORTModel) -> None:
+        self._model = model
+        self._tokenizer = tokenizer_of(model)
+        self._works: dict[str, Work] = {}
+        self.work(operations(model)[0])
+
+    def work(self, operation: str) -> Work:
+        """The work of an operation, made when it is first asked for."""
+        if operation not in self._works:
+            self._works[operation] = work_of(self._model, operation, self._tokenizer)
+        return self._works[operation]
+
+
+class Lane:
+    """A model's queue and threads.
+
+    Args:
+        name: What callers name the model by.
+        models: It, once for each worker.
+        limits: How much is taken at once.
+        observer: Told of every call and every request.
+    """
+
+    def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
+        self.name = name
+        self.model = models[0]
+        self._limits = limits
+        self.observer = observer
+        self._cost = CostModel()
+        self._lock = threading.Lock()
+        self._for_workers = threading.Condition(self._lock)
+        self._for_helpers = threading.Condition(self._lock)
+        self._raw: deque[Job] = deque()
+        self._ready: list[Row] = []
+        self._computed: deque[Job] = deque()
+        self._pending = 0
+        self._idle = 0
+        self._preparing = 0
+        self._seconds_a_row = 0.0
+        self._warm = False
+        self._open = True
+        self._stopping = False
+        self._workers = len(models)
+        benches = [_Bench(model) for model in models]
+        self._threads = [
+            threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
+            for kind, target, made in (
+                ("worker", self._worker, benches),
+                ("helper", self._helper, [_Bench(self.model)]),
+            )
+            for bench in made
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # Callers
+
+    @property
+    def pending(self) -> int:
+        """Requests' inputs that wait or are computed."""
+        return self._pending
+
+    @property
+    def wait_s(self) -> float:
+        """How long a request that comes now would wait, as it looks."""
+        return self._pending * self._seconds_a_row / self._workers
+
+    def submit(self, operation: str, inputs: Any, options: Mapping[str, Any], size: int) -> Job:
+        """Put a request into the queue.
+
+        Args:
+            operation: See `work`.
+            inputs: Of the operation.
+            options: Likewise.
+            size: How many inputs it holds.
+
+        Raises:
+            QueueFullError: Too much is waiting.
+            EngineClosedError: Nothing is taken any more.
+        """
+        job = Job(operation, inputs, options, time.perf_counter(), size)
+        with self._lock:
+            if not self._open:
+                raise EngineClosedError(f"{self.name!r} takes no more requests.", fix="start another engine.")
+            wait, most = self.wait_s, self._limits.max_wait_s
+            full = self._pending >= self._limits.max_queue or (most is not None and self._pending and wait > most)
+            if not full:
+                self._pending += size
+                self._raw.append(job)
+                (self._for_workers if self._idle else self._for_helpers).notify()
+        if full:
+            if self.observer is not None:
+                self.observer.refused(self.name)
+            raise self._full(wait)
+        job.future.add_done_callback(lambda _: self._settled(job))
+        return job
+
+    def _full(self, wait: float) -> QueueFullError:
+        error = QueueFullError(
+            f"{self._pending} inputs are waiting for {self.name!r}, about {wait:.2g} s of work.",
+            fix="try again later, send less at once, or add workers (workers=..., --workers).",
+        )
+        error.retry_after_s = max(wait, 0.01)
+        return error
+
+    def _settled(self, job: Job) -> None:
+        """A request was answered, or given up by its caller: its rows make room."""
+        job.timing.total_s = time.perf_counter() - job.arrived
+        with self._lock:
+            self._pending -= job.size
+            if job.future.cancelled() and job in self._raw:
+                self._raw.remove(job)
+            if job.left:
+                self._ready = [row for row in self._ready if row.job is not job]
+        if self.observer is not None:
+            self.observer.done(self.name, job)
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take nothing more, answer what was accepted (or refuse it, without `drain`), and end the threads."""
+        with self._lock:
+            self._open = False
+            dropped = [] if drain else [*self._raw, *dict.fromkeys(row.job for row in self._ready)]
+            if not drain:
+                self._raw.clear()
+                self._ready.clear()
+        for job in dropped:
+            _fail(job, EngineClosedError("The engine was closed.", fix="start another one."))
+        with self._lock:
+            self._stopping = True
+            self._for_workers.notify_all()
+            self._for_helpers.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # Threads
+
+    def _worker(self, bench: _Bench) -> None:
+        while True:
+            rows: list[Row] = []
+            jobs: list[Job] = []
+            with self._lock:
+                self._idle += 1
+                while not (self._ready or self._raw):
+                    if self._stopping and not self._preparing:
+                        self._for_workers.notify()
+                        return
+                    self._for_workers.wait()
+                self._idle -= 1
+                if self._ready:
+                    rows = self._take_rows()
+                    if self._ready and self._idle:
+                        self._for_workers.notify()
+                    elif self._raw:
+                        self._for_helpers.notify()
+                else:
+                    jobs = self._take_jobs()
+            if rows:
+                self._run(bench, rows)
+            else:
+                self._prepare(bench, jobs)
+
+    def _helper(self, bench: _Bench) -> None:
+        while True:
+            computed: list[Job] = []
+            jobs: list[Job] = []
+            with self._lock:
+                while not (self._computed or (self._raw and (self._stopping or not self._idle))):
+                    if self._stopping:
+                        return
+                    self._for_helpers.wait()
+                if self._computed:
+                    computed = [*self._computed]
+                    self._computed.clear()
+                else:
+                    jobs = self._take_jobs()
+            for job in computed:
+                self._finish(bench, job)
+            if jobs:
+                self._prepare(bench, jobs)
+
+    def _take_jobs(self) -> list[Job]:
+        """Requests for one tokenization: as many as fill a batch, not all that wait."""
+        taken: list[Job] = []
+        size = 0
+        while self._raw and size < self._limits.max_batch:
+            taken.append(self._raw.popleft())
+            size += taken[-1].size
+        self._preparing += 1
+        return taken
+
+    def _take_rows(self) -> list[Row]:
+        limits = self._limits
+        chosen = choose(
+            self._ready,
+            max_rows=limits.max_batch,
+            max_tokens=limits.max_batch_tokens,
+            call_tokens=self._cost.read().call_tokens,
+        )
+        rows = [self._ready[i] for i in chosen]
+        gone = set(chosen)
+        self._ready = [row for i, row in enumerate(self._ready) if i not in gone]
+        return rows
+
+    def _prepare(self, bench: _Bench, jobs: Sequence[Job]) -> None:
+        """Make rows of requests; what is wrong with one is its own error."""
+        made: list[Job] = []
+        for job in jobs:
+            if job.future.cancelled():
+                continue
+            start = time.perf_counter()
+            try:
+                job.take(bench.work(job.operation).prepare(job.inputs, job.options))
+            except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to this request
+                _fail(job, _unfit(job, error))
+                continue
+            job.timing.queue_s += start - job.arrived
+            job.last_end = time.perf_counter()
+            job.timing.tokenization_s = job.last_end - start
+            if job.left:
+                made.append(job)
+            else:
+                self._finish(bench, job)
+        with self._lock:
+            self._preparing -= 1
+            for job in made:
+                if not job.future.cancelled():
+                    self._ready.extend(job.rows)
+            if (self._ready and self._idle) or self._stopping:
+                self._for_workers.notify()
+            if self._raw and not self._idle:
+                self._for_helpers.notify()
+
+    def _run(self, bench: _Bench, rows: Sequence[Row]) -> None:
+        jobs = list(dict.fromkeys(row.job for row in rows))
+        start = time.perf_counter()
+        try:
+            outputs: list[Any] = bench.work(jobs[0].operation).run(rows)
+        except Exception as error:  # each request gets its own
+            if len(jobs) > 1:
+                # One that the runtime refuses must not fail its neighbours.
+                logger.debug("A batch of %d requests failed; running them one by one.", len(jobs), exc_info=error)
+                for job in jobs:
+                    self._run(bench, [row for row in rows if row.job is job])
+            else:
+                _fail(jobs[0], error)
+            return
+        end = time.perf_counter()
+        count = sum(row.count for row in rows)
+        padded = max(row.length for row in rows) * count
+        if self._warm:
+            self._cost.add(padded, end - start)
+        for row, output in zip(rows, outputs, strict=True):
+            row.job.outputs[row.place] = output
+        for job in jobs:
+            timing = job.timing
+            timing.queue_s += max(start - job.last_end, 0.0)
+            timing.inference_s += end - max(start, job.last_end)
+            timing.batch = max(timing.batch, count)
+            job.last_end = end
+        complete: list[Job] = []
+        with self._lock:
+            if self._warm:
+                taken = (end - start) / count
+                self._seconds_a_row += (taken - self._seconds_a_row) * (0.1 if self._seconds_a_row else 1.0)
+            # A runtime's first call does more than later ones.
+            self._warm = True
+            for row in rows:
+                row.job.left -= 1
+                if not row.job.left:
+                    complete.append(row.job)
+            # When it stops, helpers may be gone.
+            busy = bool(self._ready or self._raw) and not self._stopping
+            if busy and complete:
+                self._computed.extend(complete)
+                self._for_helpers.notify()
+                complete = []
+        if self.observer is not None:
+            tokens = sum(row.length * row.count for row in rows)
+            self.observer.batch(self.name, count, tokens, padded, end - start)
+        for job in complete:
+            self._finish(bench, job)
+
+    def _finish(self, bench: _Bench, job: Job) -> None:
+        if job.future.cancelled():
+            return
+        try:
+            answer = bench.work(job.operation).finish(job.inputs, job.options, job.memo, job.outputs_by_input())
+        except Exception as error:  # noqa: BLE001  # it belongs to this request
+            _fail(job, _unfit(job, error))
+            return
+        job.timing.total_s = time.perf_counter() - job.arrived
+        _settle(job, lambda: job.future.set_result(answer))
+
+
+def _unfit(job: Job, error: Exception) -> AccelError:
+    """What a pipeline's own steps raise is about what they were given."""
+    if isinstance(error, AccelError):
+        return error
+    logger.info("An input for %s was refused.", job.operation, exc_info=error)
+    made = InputError(f"{job.operation} cannot take this: {error}", fix="see what transformers' pipeline takes.")
+    made.__cause__ = error
+    return made
+
+
+def _fail(job: Job, error: Exception) -> None:
+    if not isinstance(error, AccelError):
+        logger.error("A call of the model for %s failed.", job.operation, exc_info=error)
+        made = SessionError(f"The model could not compute {job.operation}: {error}", fix="see the log.")
+        made.__cause__ = error
+        error = made
+    failure = error
+    _settle(job, lambda: job.future.set_exception(failure))
+
+
+def _settle(job: Job, set_it: Callable[[], None]) -> None:
+    """Answer a request unless its caller gave it up."""
+    if not job.future.done() and job.future.set_running_or_notify_cancel():
+        set_it()

@@ -1,0 +1,88 @@
+"""What is to be served, opened: a session a worker, each with its share of the processors."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ..artifact.manifest import Artifact
+from ..config import available_processors
+from ..errors import ConfigError
+from ..models.base import ORTModel
+
+Source = str | os.PathLike[str] | Artifact | ORTModel
+
+_KEPT = ("backend", "device", "trust_remote_code")
+"""Of the arguments, those that an artifact is opened again with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How models are opened, where they are named by folder or id.
+
+    Attributes:
+        workers: Sessions a model.
+        arguments: Of `from_pretrained`.
+    """
+
+    workers: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"workers is {self.workers}.", fix="use at least 1.")
+
+
+def name_of(source: Source) -> str:
+    """What a model is called where nobody gave it a name: its folder or its id."""
+    if isinstance(source, ORTModel):
+        source = source.artifact
+    if isinstance(source, Artifact):
+        source = source.path
+    path = Path(source)
+    return path.resolve().name if path.exists() else str(source)
+
+
+def named(models: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
+    """Models by name.
+
+    Raises:
+        ConfigError: None, or two of one name.
+    """
+    if isinstance(models, Mapping):
+        found = dict(models)
+    else:
+        several: list[Source] = list(models) if isinstance(models, list | tuple) else [cast(Source, models)]
+        found = {name_of(one): one for one in several}
+        if len(found) != len(several):
+            raise ConfigError("Two models have one name.", fix="pass {name: model, ...}.")
+    if not found:
+        raise ConfigError("There is no model to serve.", fix="name at least one.")
+    return found
+
+
+def open_all(source: Source, how: Opening) -> list[ORTModel]:
+    """A model once for each worker; one that was opened by the caller is the first of them."""
+    if isinstance(source, ORTModel):
+        return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
+    first: ORTModel = ORTModel.from_pretrained(source, **how.arguments)
+    if how.workers == 1:
+        return [first]
+    options = first.session_options
+    if options.threads is None:
+        options = replace(options, threads=max(1, available_processors() // how.workers))
+    first.close()
+    kept = {name: how.arguments[name] for name in _KEPT if name in how.arguments}
+    again = {**kept, "session_options": options}
+    return [type(first).from_pretrained(first.artifact, **again) for _ in range(how.workers)]
+
+
+def close_all(source: Source, models: Sequence[Any]) -> None:
+    """Close what `open_all` opened."""
+    for model in models:
+        if model is not source:
+            model.close()

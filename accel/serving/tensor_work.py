@@ -1,0 +1,102 @@
+"""Work on plain tensors: the graph's inputs in, its outputs out, rows of several callers in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..models.base import ORTModel
+from .job import Prepared, Row
+from .work import Options, can_pad
+
+_SEQUENCE = "sequence"
+
+
+class Tensors:
+    """A request is the tensors of one call, by name; the answer is the graph's outputs.
+
+    Requests share a call where all their axes but the batch agree. Where the graph has a mask and padding was found to change
+    nothing, shorter rows are padded up to the longest and cut again.
+    """
+
+    def __init__(self, model: ORTModel, tokenizer: Any) -> None:
+        self._model = model
+        component = model.artifact.components[0]
+        self._session = session = model.sessions[component.name]
+        self._inputs = {spec.name: spec for spec in session.inputs}
+        self._outputs = {spec.name: spec for spec in session.outputs}
+        self._pads = can_pad(model)
+        firsts = [spec.shape[0] for spec in (*self._inputs.values(), *self._outputs.values()) if spec.shape]
+        self._batches = len(firsts) == len(self._inputs) + len(self._outputs) and set(firsts) == {"batch"}
+        self._limit = component.max_sizes.get(_SEQUENCE, 0)
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """See `Work`."""
+        if not isinstance(inputs, Mapping):
+            raise InputError("Tensors have names.", fix="pass {name: array}.")
+        feeds = self._model.read_inputs(inputs)
+        sizes = {name: tuple(tensor.shape) for name, tensor in feeds.items()}
+        for name, spec in self._inputs.items():
+            if len(sizes[name]) != len(spec.shape):
+                raise InputError(
+                    f"{name!r} has {len(sizes[name])} axes; the graph takes {spec.shape}.", fix="send that many axes."
+                )
+        count = {sizes[name][0] for name in sizes} if self._batches else {1}
+        if len(count) != 1 or 0 in count:
+            raise InputError(f"The inputs have no common batch: {sizes}.", fix="send the same number of rows of each.")
+        lengths = {
+            sizes[name][spec.shape.index(_SEQUENCE)] for name, spec in self._inputs.items() if _SEQUENCE in spec.shape
+        }
+        if len(lengths) > 1:
+            raise InputError(
+                f"The inputs have no common length: {sizes}.", fix="send the same number of tokens of each."
+            )
+        length = next(iter(lengths), 1)
+        if self._limit and length > self._limit:
+            raise InputError(
+                f"The inputs have {length} tokens; the model has {self._limit} positions.", fix="shorten them."
+            )
+        # What may differ inside a batch does not stand in the group.
+        free = {"batch", _SEQUENCE} if self._pads else {"batch"}
+        group = tuple(
+            tuple(size for size, axis in zip(sizes[name], spec.shape, strict=True) if axis not in free)
+            for name, spec in self._inputs.items()
+        )
+        alone = () if self._batches else (id(inputs),)
+        return Prepared([[Row(inputs=feeds, length=length, count=count.pop(), group=("tensors", group, alone))]])
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """See `Work`."""
+        width = max(row.length for row in rows)
+        if len(rows) == 1:
+            return [self._session.run(rows[0].inputs)]
+        feeds = {
+            name: torch.cat([self._padded(name, row.inputs[name], width) for row in rows]) for name in self._inputs
+        }
+        found = self._session.run(feeds)
+        made, start = [], 0
+        for row in rows:
+            made.append({name: self._cut(name, found[name][start : start + row.count], row.length) for name in found})
+            start += row.count
+        return made
+
+    def _padded(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+        spec = self._inputs[name]
+        if _SEQUENCE not in spec.shape:
+            return tensor
+        axis = spec.shape.index(_SEQUENCE)
+        amount = [0, 0] * (tensor.ndim - axis - 1) + [0, width - int(tensor.shape[axis])]
+        return torch.nn.functional.pad(tensor, amount, value=spec.pad_value)
+
+    def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        spec = self._outputs.get(name)
+        if spec is None or _SEQUENCE not in spec.shape:
+            return tensor
+        return tensor.narrow(spec.shape.index(_SEQUENCE), 0, length)
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """See `Work`."""
+        return outputs[0][0]

@@ -1,0 +1,229 @@
+"""What is done to inputs: into rows, rows through the model, outputs into answers.
+
+A pipeline task's work is the stock pipeline's own steps, so that answers look exactly like its. What no pipeline does
+(embeddings, scores of documents, plain tensors) has a class of its own, named in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+import transformers
+from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
+from transformers.pipelines.pt_utils import PipelineIterator
+
+from ..artifact.manifest import PADDING_DIFFERENCE
+from ..errors import InputError, TaskError, did_you_mean
+from ..models.base import ORTModel
+from ..models.pipelines.opening import pipeline, pipeline_tasks
+from .job import Prepared, Row
+
+Options = Mapping[str, Any]
+
+KINDS = {
+    "embed": "accel.serving.text_work:Embedding",
+    "rank": "accel.serving.text_work:Ranking",
+    "tokenize": "accel.serving.text_work:Tokenization",
+    "tensors": "accel.serving.tensor_work:Tensors",
+}
+"""Operations besides pipeline tasks."""
+
+
+class Work(Protocol):
+    """One operation of one model, for one thread: tokenizers keep settings between calls."""
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """The rows of a request."""
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """Outputs of the model, one a row, in one call."""
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """The answer to a request, of the outputs of each input's rows."""
+
+
+def operations(model: ORTModel) -> tuple[str, ...]:
+    """What can be asked of a model, its own task first."""
+    found = [*pipeline_tasks(model)]
+    if hasattr(model, "encode") and "input_ids" in model.input_names:
+        found.append("embed")
+    if hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1:
+        found.append("rank")
+    if "input_ids" in model.input_names:
+        found.append("tokenize")
+    return (*found, "tensors")
+
+
+def tokenizer_of(model: ORTModel) -> Any:
+    """A tokenizer of its own for a thread; `None` for models of something else than text."""
+    if "input_ids" not in model.input_names or not (model.artifact.path / "tokenizer_config.json").is_file():
+        return None
+    return transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
+
+
+def can_pad(model: ORTModel) -> bool:
+    """Whether a row's answer is the same beside a longer one: the graph has a mask, and padding was found to change nothing."""
+    changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
+    masked = any(spec.role == "mask" for spec in model.artifact.components[0].inputs)
+    return masked and not any(change > 0 for change in changed)
+
+
+def work_of(model: ORTModel, operation: str, tokenizer: Any) -> Work:
+    """The work of an operation.
+
+    Raises:
+        TaskError: The model does not do it.
+    """
+    known = operations(model)
+    if operation not in known:
+        raise TaskError(
+            f"{model.artifact.path.name} is a model for {model.artifact.task} and does not do {operation!r}."
+            f"{did_you_mean(operation, known)}",
+            fix=f"use one of {', '.join(known)}.",
+        )
+    if operation in KINDS:
+        made: Work = pkgutil.resolve_name(KINDS[operation])(model, tokenizer)
+        return made
+    return PipelineWork(pipeline(operation, model=model, tokenizer=tokenizer))
+
+
+class _Recorded(Exception):  # noqa: N818  # control flow
+    """What a pipeline's call was about to compute."""
+
+    def __init__(self, items: Sequence[Any], parameters: Sequence[Mapping[str, Any]]) -> None:
+        self.items = items
+        self.parameters = parameters
+
+
+class _Script:
+    """Stands in for a pipeline's own loop: the first time it says what is to be computed, the second time it gives the answers.
+
+    What a pipeline's `__call__` does around the loop, to its inputs and to its answers, stays its own.
+    """
+
+    def __init__(self) -> None:
+        self._answers: Iterator[Any] | None = None
+
+    def play(self, pipe: Pipeline, answers: Sequence[Any] | None, inputs: Any, options: Options) -> Any:
+        """Call the pipeline: without answers it raises `_Recorded`."""
+        self._answers = None if answers is None else iter(answers)
+        return pipe(inputs, **options)
+
+    def run_single(self, inputs: Any, *parameters: Mapping[str, Any]) -> Any:
+        """Of one input."""
+        return next(self._loop([inputs], *parameters))
+
+    def get_iterator(self, inputs: Any, workers: int, batch_size: int, *parameters: Mapping[str, Any]) -> Iterator[Any]:
+        """Of several."""
+        return self._loop(list(inputs), *parameters)
+
+    def _loop(self, items: Sequence[Any], *parameters: Mapping[str, Any]) -> Iterator[Any]:
+        return self._answers if self._answers is not None else _record(items, parameters)
+
+
+def _record(items: Sequence[Any], parameters: Sequence[Mapping[str, Any]]) -> NoReturn:
+    raise _Recorded(items, parameters)
+
+
+class PipelineWork:
+    """The steps of a stock pipeline, with rows of several callers in one call of the model."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._script = _Script()
+        pipe.run_single, pipe.get_iterator = self._script.run_single, self._script.get_iterator
+        self._chunks = isinstance(pipe, ChunkPipeline)
+        tokenizer = pipe.tokenizer
+        self._collate = None
+        if tokenizer is None or tokenizer.pad_token_id is not None:
+            self._collate = pad_collate_fn(tokenizer, pipe.feature_extractor or pipe.image_processor)
+        self._pads = self._collate is not None and can_pad(pipe.model)
+        self._left = tokenizer is not None and tokenizer.padding_side == "left"
+        component = pipe.model.artifact.components[0]
+        self._limit = component.max_sizes.get("sequence", 0)
+        self._sequences = {
+            spec.name: spec.shape.index("sequence") for spec in component.outputs if "sequence" in spec.shape
+        }
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """See `Work`."""
+        if isinstance(inputs, types.GeneratorType):
+            raise InputError("A request cannot be a generator.", fix="pass a list.")
+        try:
+            # Nothing to compute: an empty list.
+            return Prepared([], self._script.play(self._pipe, None, inputs, options))
+        except _Recorded as found:
+            items, (before, forward, after) = found.items, found.parameters
+        except TypeError as error:
+            raise InputError(
+                f"{self._pipe.task} does not take this: {error}", fix="see transformers' pipeline."
+            ) from error
+        rows = []
+        for item in items:
+            made = self._pipe.preprocess(item, **before)
+            rows.append([self._row(chunk, forward) for chunk in (made if self._chunks else (made,))])
+        return Prepared(rows, after)
+
+    def _row(self, inputs: Mapping[str, Any], forward: Mapping[str, Any]) -> Row:
+        ids = inputs.get("input_ids")
+        length = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
+        # What padding does not make equal has to be.
+        shapes = tuple(
+            (name, tuple(value.shape[1:]))
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor) and (length is None or value.shape[1:2] != (length,))
+        )
+        if self._limit and length is not None and length > self._limit:
+            raise InputError(
+                f"The text has {length} tokens; the model has {self._limit} positions.",
+                fix="shorten it, or have it truncated.",
+            )
+        alone = () if self._pads else (length,)
+        options = tuple(sorted((name, repr(value)) for name, value in forward.items()))
+        return Row(inputs=(inputs, forward), length=length or 1, group=(self._pipe.task, alone, shapes, options))
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """See `Work`."""
+        forward = rows[0].inputs[1]
+        if len(rows) == 1:
+            return [self._pipe.forward(dict(rows[0].inputs[0]), **forward)]
+        items = [row.inputs[0] for row in rows]
+        batch = self._collate(items) if self._collate is not None else _stacked(items)
+        split = PipelineIterator([batch], self._pipe.forward, forward, loader_batch_size=len(rows))
+        width = max(row.length for row in rows)
+        return [self._unpadded(row, found, width) for row, found in zip(rows, split, strict=True)]
+
+    def _unpadded(self, row: Row, found: Any, width: int) -> Any:
+        """A row of a batch as it would be alone."""
+        if row.length == width:
+            return found
+        start = width - row.length if self._left else 0
+        inputs = row.inputs[0]
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor):
+                if isinstance(inputs.get(name), torch.Tensor):
+                    found[name] = inputs[name]
+                elif name in self._sequences and value.shape[self._sequences[name]] == width:
+                    found[name] = value.narrow(self._sequences[name], start, row.length)
+        return found
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """See `Work`."""
+        if not outputs:
+            return memo
+        answers = [self._pipe.postprocess(found if self._chunks else found[0], **memo) for found in outputs]
+        return self._script.play(self._pipe, answers, inputs, options)
+
+
+def _stacked(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Items of one length, without padding."""
+    return {
+        name: torch.cat([item[name] for item in items])
+        if isinstance(items[0][name], torch.Tensor)
+        else [item[name] for item in items]
+        for name in items[0]
+    }

@@ -1,0 +1,202 @@
+"""`accel serve` against the in-process pipeline (one caller) and against FastAPI over PyTorch without batching (many callers).
+
+    python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6] [--rate-overload 3]
+
+BANKING77's test queries, every server a process of its own, clients in another one on the same machine, variants taking
+turns; answers are compared first. Needs the extra `serve` and, for the other side, FastAPI. Without a folder it takes the
+model that ships with accel, as a model for embeddings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.demo import MODEL, read_test_set
+
+
+def fastapi(folder: str, port: int) -> None:
+    """The usual server: a function that tokenizes, runs and pools one request."""
+    import torch
+    import transformers
+    import uvicorn
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @app.post("/v1/embeddings")
+    def embed(body: dict[str, str]) -> Any:
+        inputs = tokenizer(body["input"], return_tensors="pt", truncation=True)
+        with torch.inference_mode():
+            hidden = model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        found = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        return {"data": [{"embedding": found[0].tolist()}]}
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+
+
+class Connection:
+    """One caller's connection: http.client, which costs the client little."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        self._connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = self._connection.getresponse()
+        return answer.status, answer.read()
+
+
+def processor_s(process: int) -> float:
+    """Processor time that a process has used, all threads: what stays comparable when others use the machine, too."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", ready)
+                if connection.getresponse().status < 500:
+                    break
+            except OSError:
+                time.sleep(0.2)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def load(port: int, process: int, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
+    """A closed loop of so many callers."""
+    taken: list[float] = []
+    statuses: dict[int, int] = {}
+    lock = threading.Lock()
+    end = time.perf_counter() + seconds
+
+    def call(which: int) -> None:
+        connection, own, seen = Connection(port), [], {}
+        i = which
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            status, _ = connection.post("/v1/embeddings", {"input": texts[i % len(texts)]})
+            own.append(time.perf_counter() - start)
+            seen[status] = seen.get(status, 0) + 1
+            i += callers
+        with lock:
+            taken.extend(own)
+            for status, count in seen.items():
+                statuses[status] = statuses.get(status, 0) + count
+
+    threads = [threading.Thread(target=call, args=(which,)) for which in range(callers)]
+    start, used = time.perf_counter(), processor_s(process)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spent = time.perf_counter() - start
+    return {
+        "requests_per_s": len(taken) / spent,
+        "processor_ms": (processor_s(process) - used) / len(taken) * 1e3,
+        "p50_ms": float(np.percentile(taken, 50)) * 1e3,
+        "p99_ms": float(np.percentile(taken, 99)) * 1e3,
+        "statuses": statuses,
+    }
+
+
+def overhead(port: int, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
+    """One caller: HTTP and the same model called in this process, taking turns, 40 calls each."""
+    import accel
+
+    model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
+    from accel.models.texts import Embedder
+
+    embedder, connection = Embedder(model), Connection(port)
+    ways = {
+        "in_process": lambda text: embedder.embed(embedder.rows([text]))[0].tolist(),
+        "http": lambda text: connection.post("/v1/embeddings", {"input": text}),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, call in ways.items():
+            for text in texts[:40]:
+                start = time.perf_counter()
+                call(text)
+                if turn:
+                    taken[name].append(time.perf_counter() - start)
+    medians = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in taken.items()}
+    return {**medians, "overhead_ms": medians["http_ms"] - medians["in_process_ms"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("model", nargs="?", default=str(MODEL))
+    parser.add_argument("--callers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--workers", default="1")
+    parser.add_argument("--fastapi-port", type=int)
+    args = parser.parse_args()
+    if args.fastapi_port:
+        fastapi(args.model, args.fastapi_port)
+        return
+    texts = read_test_set()[0]
+    ours = ("-m", "accel.cli", "serve", f"model={args.model}", "--task", "sentence-similarity", "--port", "8461",
+            "--workers", args.workers)  # fmt: skip
+    theirs = (__file__, "-", args.model, "--fastapi-port", "8462")
+    found: dict[str, Any] = {"accel": [], "fastapi": []}
+    with server(*ours, port=8461, ready="/ready") as mine, server(*theirs, port=8462, ready="/docs") as other:
+        for text in texts[:20]:
+            rows = [
+                json.loads(Connection(port).post("/v1/embeddings", {"input": text})[1]) for port, _ in (mine, other)
+            ]
+            first, second = (np.array(row["data"][0]["embedding"]) for row in rows)
+            assert np.allclose(first, second, atol=1e-4), "the servers answer otherwise"
+        for turn in range(args.rounds + 1):
+            for name, (port, process) in (("accel", mine), ("fastapi", other)):
+                result = load(port, process, texts, args.callers, args.seconds if turn else 2)
+                if turn:
+                    found[name].append(result)
+        one = overhead(mine[0], args.model, texts, args.rounds)
+    medians = {
+        name: {key: statistics.median(one[key] for one in results) for key in results[0] if key != "statuses"}
+        for name, results in found.items()
+    }
+    result = {
+        "processors": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "callers": args.callers,
+        "medians": medians,
+        "ratio": medians["accel"]["requests_per_s"] / medians["fastapi"]["requests_per_s"],
+        "processor_ratio": medians["fastapi"]["processor_ms"] / medians["accel"]["processor_ms"],
+        "one_caller": one,
+        "rounds": found,
+    }
+    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""An engine gives every caller the pipeline's own answer, and few calls of the model to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.errors import (
+    ConfigError,
+    EngineClosedError,
+    InputError,
+    QueueFullError,
+    RequestTimeoutError,
+    SessionError,
+    TaskError,
+)
+from tests.serving.conftest import Gate
+
+Served = Callable[[str], accel.ORTModel]
+Gated = tuple[accel.ORTModel, Gate]
+
+TEXTS = [
+    "where is my card",
+    "help",
+    "i lost my card in paris and i can not pay with my phone app please help me now",
+    "the bank",
+    "why is the transfer so slow",
+]
+QUESTIONS = [{"question": "where is my card", "context": f"the card is in {text} and not in london"} for text in TEXTS]
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Equal structure and words, numbers within 1e-4: a batch rounds otherwise than a row alone."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+    if isinstance(expected, float | np.floating | np.ndarray):
+        return bool(np.allclose(found, expected, atol=1e-4))
+    return type(found) is type(expected) and bool(found == expected)
+
+
+CASES = [
+    ("text-classification", TEXTS, {}),
+    ("text-classification", TEXTS, {"top_k": 2}),
+    ("text-classification", [{"text": text, "text_pair": "help"} for text in TEXTS], {"top_k": None}),
+    ("token-classification", TEXTS, {}),
+    ("token-classification", TEXTS, {"aggregation_strategy": "simple"}),
+    ("fill-mask", [f"[MASK] {text}" for text in TEXTS], {"top_k": 3}),
+    ("feature-extraction", TEXTS, {}),
+    ("question-answering", QUESTIONS, {"top_k": 2}),
+    ("zero-shot-classification", TEXTS, {"candidate_labels": ["bank", "phone"], "multi_label": True}),
+]
+
+
+@pytest.mark.parametrize(("task", "inputs", "options"), CASES)
+def test_answers_are_the_pipelines_own(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
+    model = served(task)
+    pipe = accel.pipeline(task, model=model)
+    expected_alone = [pipe(one, **options) for one in inputs]
+    expected_list = pipe(inputs, **options)
+
+    async def ask(engine: accel.Engine) -> tuple[list[Any], Any, Any]:
+        alone = await asyncio.gather(*(engine(one, operation=task, **options) for one in inputs))
+        return (
+            alone,
+            await engine(inputs, operation=task, **options),
+            await engine(inputs[:1], operation=task, **options),
+        )
+
+    with accel.Engine(model) as engine:
+        alone, together, one = asyncio.run(ask(engine))
+    assert close(alone, expected_alone)
+    assert close(together, expected_list)
+    assert close(one, pipe(inputs[:1], **options))
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "sentence-similarity"])
+def test_embeddings_are_those_of_encode(task: str, served: Served) -> None:
+    model: Any = served(task)
+    with accel.Engine(model) as engine:
+        found = engine.run(TEXTS, operation="embed", normalize_embeddings=True)
+        single = engine.run(TEXTS[0], operation="embed")
+    assert np.allclose(found, model.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
+    assert single.shape == model.encode(TEXTS[0]).shape
+
+
+def test_ranking_is_that_of_rank(served: Served) -> None:
+    model: Any = served("rank")
+    with accel.Engine(model) as engine:
+        found = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
+    assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
+
+
+def test_tensors_of_unequal_lengths_share_a_call_and_come_back_as_long_as_they_went(served: Served) -> None:
+    model = served("token-classification")
+    calls = [{"input_ids": torch.full((rows, length), 9), "attention_mask": torch.ones(rows, length, dtype=torch.int64)}
+             for rows, length in ((1, 4), (3, 7), (2, 4))]  # fmt: skip
+
+    async def ask(engine: accel.Engine) -> list[Any]:
+        return await asyncio.gather(*(engine(one, operation="tensors") for one in calls))
+
+    with accel.Engine(model) as engine:
+        found = asyncio.run(ask(engine))
+    for given, answer in zip(calls, found, strict=True):
+        assert torch.allclose(answer["logits"], model(**given).logits, atol=1e-4)
+
+
+def test_an_empty_list_is_an_empty_answer(served: Served) -> None:
+    with accel.Engine(served("text-classification")) as engine:
+        assert engine.run([]) == []
+
+
+def test_what_waits_while_the_model_runs_shares_the_next_call(gated: Gated) -> None:
+    model, gate = gated
+    with accel.Engine(model) as engine:
+        first = engine.submit("help")
+        assert gate.waiting.wait(30)
+        others = [engine.submit("where is my card") for _ in range(8)]
+        gate.open()
+        assert len({str(job.future.result(30)) for job in others}) == 1
+        first.future.result(30)
+    assert [shape[0] for shape in gate.calls] == [1, 8]
+    assert others[0].timing.batch == 8
+    assert others[0].timing.tokens == 6
+
+
+def test_a_caller_that_gives_up_is_not_computed(gated: Gated) -> None:
+    model, gate = gated
+    with accel.Engine(model) as engine:
+        engine.submit("help")
+        assert gate.waiting.wait(30)
+        gone = [engine.submit("where is my card") for _ in range(4)]
+        stays = engine.submit("the bank")
+        for job in gone:
+            assert job.future.cancel()
+        assert engine.pending() == 2
+        gate.open()
+        stays.future.result(30)
+    assert [shape[0] for shape in gate.calls] == [1, 1]
+
+
+def test_a_task_that_is_cancelled_frees_its_place(gated: Gated) -> None:
+    model, gate = gated
+
+    async def give_up(engine: accel.Engine) -> None:
+        task = asyncio.ensure_future(engine("help"))
+        await asyncio.to_thread(gate.waiting.wait, 30)
+        late = asyncio.ensure_future(engine("the bank"))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        assert engine.pending() == 1
+        gate.open()
+        await task
+
+    with accel.Engine(model) as engine:
+        asyncio.run(give_up(engine))
+    assert len(gate.calls) == 1
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_no_answer_in_time_is_an_error_and_frees_the_place(blocking: bool, gated: Gated) -> None:
+    model, gate = gated
+    with accel.Engine(model, timeout_s=0.05) as engine:
+        engine.submit("help")
+        assert gate.waiting.wait(30)
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.05 s"):
+            engine.run("the bank") if blocking else asyncio.run(engine("the bank"))
+        assert engine.pending() == 1
+        gate.open()
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(gated: Gated) -> None:
+    model, gate = gated
+    with accel.Engine(model, max_queue=3) as engine:
+        jobs = [engine.submit("help") for _ in range(3)]
+        with pytest.raises(QueueFullError, match="3 inputs are waiting") as raised:
+            engine.submit("help")
+        assert raised.value.retry_after_s > 0
+        gate.open()
+        for job in jobs:
+            job.future.result(30)
+        engine.run("help")
+
+
+def test_a_request_that_would_wait_too_long_is_refused(gated: Gated) -> None:
+    model, gate = gated
+    gate.open()
+    with accel.Engine(model, max_wait_s=1e-9) as engine:
+        for _ in range(3):
+            engine.run("help")
+        jobs = []
+        with pytest.raises(QueueFullError):
+            for _ in range(1000):
+                jobs.append(engine.submit("help"))  # noqa: PERF401
+        for job in jobs:
+            job.future.result(30)
+
+
+def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
+    """Token ids that the model has not are found by the session, which sees the whole batch."""
+    model, gate = gated
+    ids = {"input_ids": torch.tensor([[2, 9, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    bad = {**ids, "input_ids": torch.tensor([[2, 100_000, 3]])}
+    with accel.Engine(model) as engine:
+        engine.submit("help")
+        assert gate.waiting.wait(30)
+        jobs = [engine.submit(one, operation="tensors") for one in (ids, bad, ids)]
+        gate.open()
+        assert jobs[0].future.result(30)["logits"].shape == (1, 3)
+        assert jobs[2].future.result(30)["logits"].shape == (1, 3)
+        with pytest.raises((InputError, SessionError)):
+            jobs[1].future.result(30)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "error", "match"),
+    [
+        (["help", 3], {}, InputError, "text-classification cannot take this"),
+        ("help", {"operation": "fill-mask"}, TaskError, "does not do 'fill-mask'"),
+        ("help", {"operation": "embde"}, TaskError, "does not do"),
+        ("help", {"model": "other"}, ConfigError, "no model 'other'"),
+        ("card " * 200, {}, InputError, "202 tokens; the model has 96 positions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    inputs: Any, options: dict[str, Any], error: type[Exception], match: str, served: Served
+) -> None:
+    with accel.Engine(served("text-classification")) as engine, pytest.raises(error, match=match):
+        engine.run(inputs, **options)
+
+
+def test_a_model_without_labels_for_it_offers_no_zero_shot(served: Served) -> None:
+    with accel.Engine(served("text-classification")) as engine:
+        assert engine.operations() == ("text-classification", "tokenize", "tensors")
+    with accel.Engine(served("zero-shot-classification")) as engine:
+        assert "zero-shot-classification" in engine.operations()
+
+
+def test_several_models_and_workers(served: Served) -> None:
+    texts = TEXTS * 20
+    models = {"labels": served("text-classification"), "tags": served("token-classification")}
+
+    async def ask(engine: accel.Engine) -> list[Any]:
+        return await asyncio.gather(*(engine(one, model=name) for one in texts for name in models))
+
+    with accel.Engine(models, workers=2) as engine:
+        found = asyncio.run(ask(engine))
+        with pytest.raises(ConfigError, match="several models: labels, tags"):
+            engine.run("help")
+    pipes = [accel.pipeline(model=model) for model in models.values()]
+    assert close(found[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])
+
+
+def test_closing_answers_what_was_accepted(gated: Gated) -> None:
+    model, gate = gated
+    engine = accel.Engine(model).start()
+    jobs = [engine.submit("help") for _ in range(20)]
+    gate.open()
+    engine.close()
+    assert all(job.future.done() and not job.future.exception() for job in jobs)
+    with pytest.raises(EngineClosedError):
+        engine.submit("help")
+
+
+def test_closing_without_draining_refuses_what_waits(gated: Gated) -> None:
+    model, gate = gated
+    engine = accel.Engine(model).start()
+    running = engine.submit("help")
+    assert gate.waiting.wait(30)
+    waits = engine.submit("help")
+    gate.open()
+    engine.close(drain=False)
+    assert running.future.result(30)
+    with pytest.raises(EngineClosedError):
+        waits.future.result(30)
+
+
+def test_a_call_before_the_start_says_so(served: Served) -> None:
+    with pytest.raises(EngineClosedError, match="not started"):
+        accel.Engine(served("text-classification")).run("help")
+
+
+@pytest.mark.parametrize("setting", [{"workers": 0}, {"max_batch": 0}, {"max_queue": -1}, {"timeout_s": 0}])
+def test_limits_that_cannot_work_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        accel.Engine("model", **setting)
+
+
+def test_times_of_the_steps_add_up_to_no_more_than_all(served: Served) -> None:
+    with accel.Engine(served("text-classification")) as engine:
+        start = time.perf_counter()
+        job = engine.submit(TEXTS)
+        job.future.result(30)
+        seconds = time.perf_counter() - start
+    timing = job.timing
+    assert 0 < timing.tokenization_s + timing.queue_s + timing.inference_s <= timing.total_s <= seconds

@@ -1,0 +1,112 @@
+"""Tokens to final text, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import InputError
+from accel.serving.generation.engine import GenerationEngine
+from accel.serving.generation.options import GenerationOptions
+from accel.serving.generation.text import TextPieces
+from accel.testing.models import tiny_tokenizer
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def pieces(text: str, stop: tuple[str, ...] = (), tokenizer: Any = None) -> tuple[list[str], bool]:
+    reader = TextPieces(tokenizer or Bytes(), stop)
+    found = [reader.push(token) for token in text.encode()]
+    return [*found, reader.finish()], reader.stopped
+
+
+def test_letters_of_several_tokens_come_whole() -> None:
+    found, _ = pieces("aß→😀!")
+    assert "".join(found) == "aß→😀!"
+    assert all("�" not in piece for piece in found)
+    assert [piece for piece in found if piece] == ["a", "ß", "→", "😀", "!"]
+
+
+def test_an_unfinished_letter_comes_in_the_end() -> None:
+    reader = TextPieces(Bytes())
+    assert [reader.push(token) for token in "😀".encode()[:2]] == ["", ""]
+    assert reader.finish() == "�"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("aab", ("ab",), "a"),
+        ("one tw", ("two",), "one tw"),
+        ("ababac", ("abac",), "ab"),
+        ("stop", ("stop",), ""),
+        ("ein Öl", ("Ö",), "ein "),
+    ],
+)
+def test_stop_strings(text: str, stop: tuple[str, ...], expected: str) -> None:
+    """However tokens cut them; nothing of one is ever sent."""
+    found, stopped = pieces(text, stop)
+    assert "".join(found) == expected
+    assert stopped == (expected != text)
+    assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
+
+
+def test_pieces_are_the_text_that_the_tokenizer_makes() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("where is my card, please help! 42")["input_ids"]
+    reader = TextPieces(tokenizer)
+    found = [reader.push(token) for token in ids]
+    assert "".join([*found, reader.finish()]) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+# Through an engine
+
+
+@pytest.fixture(scope="module")
+def model(generator: Callable[..., Artifact]) -> Any:
+    return accel.ORTModelForCausalLM.from_pretrained(generator("llama").path)
+
+
+def test_texts_in_and_out(model: Any) -> None:
+    with GenerationEngine(model) as engine:
+        found = engine("where is my card", GenerationOptions(max_new_tokens=9))
+    tokenizer = engine.tokenizer
+    inputs = tokenizer("where is my card", return_tensors="pt")
+    ids = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=9)[0]
+    assert found.text == tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert (found.prompt_tokens, found.new_tokens, found.finish) == (inputs["input_ids"].shape[1], 9, "length")
+
+
+def test_a_stop_string_frees_the_row(model: Any) -> None:
+    with GenerationEngine(model) as engine:
+        whole = engine("where is my card", GenerationOptions(max_new_tokens=40))
+        word = whole.text.split()[5]
+        found = engine("where is my card", GenerationOptions(max_new_tokens=40, stop=(word,)))
+    assert found.text == whole.text[: whole.text.index(word)]
+    assert found.finish == "stop"
+    assert found.new_tokens < 20
+
+
+def test_a_chat_needs_a_template(model: Any) -> None:
+    messages = [{"role": "user", "content": "where is my card"}]
+    tokenizer = tiny_tokenizer()
+    with GenerationEngine(model, tokenizer) as engine:
+        with pytest.raises(InputError, match="no chat template"):
+            engine(messages)
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ raise_exception('roles') if m.role == 'odd' }}{{ m.content }}{% endfor %}"
+        )
+        assert engine.encode(messages) == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        with pytest.raises(InputError, match="roles"):
+            engine.encode([{"role": "odd", "content": ""}])

@@ -1,0 +1,281 @@
+"""Generated text over HTTP, in OpenAI's shapes and as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+import accel
+from accel.artifact import Artifact
+from accel.serving.generation.batch import Batch
+from accel.serving.http.app import create_app
+from accel.serving.http.settings import ServerSettings
+
+PROMPT = "where is my card"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(generator: Callable[..., Artifact]) -> Any:
+    return accel.ORTModelForCausalLM.from_pretrained(generator("llama").path)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> accel.Engine:
+    return accel.Engine({"tiny": model}, max_queue=20)
+
+
+@pytest.fixture(scope="module")
+def client(engine: accel.Engine) -> Iterator[TestClient]:
+    with TestClient(create_app(engine, ServerSettings(max_client_batch=3))) as made:
+        engine.generator().tokenizer.chat_template = TEMPLATE
+        yield made
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client: TestClient, path: str, **body: Any) -> list[Any]:
+    """What a stream holds before its last line."""
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def expected(engine: accel.Engine, model: Any, text: str, new: int) -> str:
+    tokenizer = engine.generator().tokenizer
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0, ids.shape[1] :]
+    return str(tokenizer.decode(found, skip_special_tokens=True))
+
+
+def test_chat(client: TestClient, engine: accel.Engine, model: Any) -> None:
+    found = post(client, "/v1/chat/completions", model="tiny", messages=MESSAGES, max_tokens=9, **GREEDY)
+    (choice,) = found["choices"]
+    prompt = len(engine.generator().encode(MESSAGES))
+    ids = torch.tensor([engine.generator().encode(MESSAGES)])
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9)[0, prompt:]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == engine.generator().tokenizer.decode(tokens, skip_special_tokens=True)
+    assert choice["finish_reason"] == "length"
+    assert found["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
+    assert (found["object"], found["model"]) == ("chat.completion", "tiny")
+
+
+def test_a_streamed_chat_is_the_whole_one(client: TestClient) -> None:
+    body = {"messages": MESSAGES, "max_completion_tokens": 9, **GREEDY}
+    whole = post(client, "/v1/chat/completions", **body)
+    found = events(client, "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **body)
+    *chunks, usage = found
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    assert sum(bool(delta.get("content")) for delta in deltas) > 3
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-2:]] == [None, "length"]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert len({chunk["id"] for chunk in found}) == 1
+
+
+def test_content_in_parts(client: TestClient) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "where is "}, {"type": "text", "text": "my card"}]}]
+    asked = {"max_tokens": 4, **GREEDY}
+    found = [post(client, "/v1/chat/completions", messages=m, **asked)["choices"] for m in (parts, MESSAGES)]
+    assert found[0] == found[1]
+
+
+def test_completions_of_texts_and_of_tokens(client: TestClient, engine: accel.Engine, model: Any) -> None:
+    texts = [PROMPT, "help"]
+    found = post(client, "/v1/completions", prompt=texts, max_tokens=6, **GREEDY)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert [choice["text"] for choice in found["choices"]] == [expected(engine, model, text, 6) for text in texts]
+    ids = [engine.generator().encode(text) for text in texts]
+    assert post(client, "/v1/completions", prompt=ids, max_tokens=6, **GREEDY)["choices"] == found["choices"]
+    assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_streamed_completions_of_several_prompts(client: TestClient) -> None:
+    body = {"prompt": [PROMPT, "help"], "max_tokens": 6, **GREEDY}
+    whole = post(client, "/v1/completions", **body)
+    texts = ["", ""]
+    for chunk in events(client, "/v1/completions", stream=True, **body):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+
+
+def test_draws_with_a_seed_are_the_same_again(client: TestClient) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.9, "top_p": 0.95}
+    first, again, other = (
+        post(client, "/v1/completions", seed=seed, **body)["choices"][0]["text"] for seed in (5, 5, 6)
+    )
+    assert first == again != other
+
+
+def test_without_a_temperature_openai_draws(client: TestClient) -> None:
+    found = {post(client, "/v1/completions", prompt=PROMPT, seed=seed)["choices"][0]["text"] for seed in range(4)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_stop_strings(client: TestClient, several: bool) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 30, **GREEDY}
+    text = post(client, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    word = text.split()[3]
+    stop = ["nothing like it", word] if several else word
+    found = post(client, "/v1/chat/completions", stop=stop, **body)
+    assert found["choices"][0]["message"]["content"] == text[: text.index(word)]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] < 30
+    chunks = events(client, "/v1/chat/completions", stop=stop, stream=True, **body)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text[: text.index(word)]
+
+
+def test_generate(client: TestClient, engine: accel.Engine, model: Any) -> None:
+    """Greedy by default, as the model's own settings have it."""
+    *pieces, last = events(client, "/generate", inputs=PROMPT, max_new_tokens=7)
+    text = "".join(piece["text"] for piece in [*pieces, last])
+    assert text == expected(engine, model, PROMPT, 7)
+    assert (last["finish_reason"], last["usage"]["completion_tokens"]) == ("length", 7)
+    whole = post(client, "/generate", inputs=PROMPT, max_new_tokens=7, stream=False)
+    assert whole == {"text": text, "finish_reason": "length", "usage": last["usage"]}
+
+
+def test_answers_tell_how_long_it_took(client: TestClient) -> None:
+    headers = client.post("/generate", json={"inputs": PROMPT, "max_new_tokens": 2, "stream": False}).headers
+    assert all(float(headers[f"x-{what}-ms"]) >= 0 for what in ("queue", "tokenization", "inference"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, "n: "),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": []}, "tools"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 100_000}, "new ones are asked for"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logit_bias": {"121": 1}}, "token 121"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "content"),
+        ("/v1/completions", {"prompt": [[5], []]}, "empty"),
+        ("/v1/completions", {"prompt": [[5], [-4]]}, "token -4"),
+        ("/v1/completions", {"prompt": [""]}, "empty"),
+        ("/v1/completions", {"prompt": ["a"] * 4}, "at most 3"),
+        ("/generate", {"inputs": ""}, "inputs"),
+        ("/generate", {"inputs": "card " * 400}, "prompt has"),
+    ],
+)
+def test_what_is_refused(client: TestClient, path: str, body: dict[str, Any], words: str) -> None:
+    for stream in (False, True):
+        answer = client.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 422
+        assert words in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model(client: TestClient) -> None:
+    answer = client.post("/v1/chat/completions", json={"model": "tny", "messages": MESSAGES})
+    assert answer.status_code == 404
+    assert "Did you mean 'tiny'?" in answer.json()["error"]["message"]
+
+
+def test_metrics_count_what_the_client_got(client: TestClient) -> None:
+    def counted(name: str) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}_total{{"))
+
+    before = counted("accel_generated_tokens"), counted("accel_prompt_tokens")
+    got = [
+        post(client, "/v1/completions", prompt=[PROMPT, "help"], max_tokens=new, **GREEDY)["usage"]
+        for new in range(1, 5)
+    ]
+    streamed = events(client, "/generate", inputs=PROMPT, max_new_tokens=5)[-1]["usage"]
+    read = sum(usage["prompt_tokens"] for usage in [*got, streamed])
+    made = sum(usage["completion_tokens"] for usage in [*got, streamed])
+    assert (counted("accel_generated_tokens"), counted("accel_prompt_tokens")) == (before[0] + made, before[1] + read)
+
+
+class Slow:
+    """Steps that take a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        step = Batch.step
+
+        def slow(batch: Batch) -> None:
+            time.sleep(seconds)
+            step(batch)
+
+        monkeypatch.setattr(Batch, "step", slow)
+
+
+def test_too_many_get_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow(monkeypatch, 0.01)
+    found: list[int] = []
+
+    def ask() -> None:
+        answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 20})
+        found.append(answer.status_code)
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {200, 429}
+
+
+def test_no_token_in_time_is_a_timeout(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow(monkeypatch, 1.0)
+    engine = accel.Engine({"tiny": model}, timeout_s=0.1)
+    with TestClient(create_app(engine)) as client:
+        answer = client.post("/generate", json={"inputs": PROMPT, "max_new_tokens": 5, "stream": False})
+        assert answer.status_code == 504
+        with client.stream("POST", "/generate", json={"inputs": PROMPT, "max_new_tokens": 5}) as streamed:
+            last = [line for line in streamed.iter_lines() if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout"
+        scheduler = engine.generator().scheduler
+    assert scheduler.running == 0
+
+
+def test_a_caller_that_hangs_up_frees_its_row(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed or whole: over a real connection."""
+    import httpx
+    import uvicorn
+
+    Slow(monkeypatch, 0.02)
+    engine = accel.Engine({"tiny": model})
+    server = uvicorn.Server(uvicorn.Config(create_app(engine), port=0, log_config=None, lifespan="on"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        body = {"inputs": PROMPT, "max_new_tokens": 180}
+        with httpx.stream("POST", f"{url}/generate", json=body) as answer:
+            next(answer.iter_lines())
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{url}/generate", json={**body, "stream": False}, timeout=0.3)
+        scheduler = engine.generator().scheduler
+        while scheduler.running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert scheduler.running == 0
+        assert scheduler.steps < 120
+    finally:
+        server.should_exit = True
+        thread.join(30)

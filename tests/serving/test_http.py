@@ -1,0 +1,374 @@
+"""The server speaks its protocols, and says what is wrong with a request in each one's words."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+import accel
+from accel.errors import ConfigError
+from accel.serving.http.app import create_app
+from accel.serving.http.settings import ServerSettings
+from tests.serving.conftest import Gate
+
+Served = Callable[[str], accel.ORTModel]
+
+CONTEXT = "wolfgang is in london and the card is in paris"
+TASKS = {
+    "labels": "text-classification",
+    "tags": "token-classification",
+    "answers": "question-answering",
+    "masks": "fill-mask",
+    "vectors": "sentence-similarity",
+    "scores": "rank",
+    "judge": "zero-shot-classification",
+}
+FEEDS = {"input_ids": [[2, 9, 11, 3]], "attention_mask": [[1, 1, 1, 1]]}
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[TestClient]:
+    settings = ServerSettings(max_body_bytes=20_000, max_client_batch=8)
+    with TestClient(create_app(accel.Engine({name: served(task) for name, task in TASKS.items()}), settings)) as made:
+        yield made
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+    return bool(abs(found - expected) < 1e-4) if isinstance(expected, float) else bool(found == expected)
+
+
+TASK_CALLS = [
+    ("/classify", "labels", {"inputs": "where is my card"}),
+    ("/classify", "labels", {"inputs": ["help", "the bank"], "top_k": 2}),
+    ("/classify", "labels", {"inputs": {"text": "help", "text_pair": "the bank"}}),
+    ("/ner", "tags", {"inputs": CONTEXT, "aggregation_strategy": "simple"}),
+    ("/fill-mask", "masks", {"inputs": "the [MASK] is lost", "top_k": 2}),
+    ("/zero-shot", "judge", {"inputs": "help", "candidate_labels": ["bank", "phone"]}),
+    ("/qa", "answers", {"question": "where is wolfgang", "context": CONTEXT, "top_k": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "model", "body"), TASK_CALLS)
+def test_a_task_answers_as_its_pipeline(
+    path: str, model: str, body: dict[str, Any], client: TestClient, served: Served
+) -> None:
+    pipe = accel.pipeline(TASKS[model], model=served(TASKS[model]))
+    options = {name: value for name, value in body.items() if name not in ("inputs", "question", "context")}
+    given = body["inputs"] if "inputs" in body else {"question": body["question"], "context": body["context"]}
+    expected = json.loads(json.dumps(pipe(given, **options), default=float))
+    assert close(post(client, path, model=model, **body), expected)
+
+
+def test_rerank(client: TestClient, served: Served) -> None:
+    documents = ["the bank", "i lost my card", "help"]
+    found = post(client, "/rerank", query="where is my card", documents=documents, top_n=2, return_documents=True)
+    model: Any = served("rank")
+    expected = model.rank("where is my card", documents, top_k=2)
+    assert [one["index"] for one in found["results"]] == [one["corpus_id"] for one in expected]
+    assert close([one["relevance_score"] for one in found["results"]], [float(one["score"]) for one in expected])
+    assert found["results"][0]["document"] == documents[found["results"][0]["index"]]
+
+
+def test_tokenize(client: TestClient) -> None:
+    (tokens,) = post(client, "/tokenize", model="labels", inputs="my card")
+    assert [one["text"] for one in tokens] == ["[CLS]", "my", "card", "[SEP]"]
+    assert tokens[2] == {"id": tokens[2]["id"], "text": "card", "start": 3, "stop": 7, "special": False}
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_embeddings_as_openai_gives_them(encoding: str, client: TestClient, served: Served) -> None:
+    texts = ["my card", "the bank is closed"]
+    found = post(client, "/v1/embeddings", model="vectors", input=texts, encoding_format=encoding)
+    rows = [one["embedding"] for one in found["data"]]
+    if encoding == "base64":
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+    model: Any = served("sentence-similarity")
+    assert np.allclose(rows, model.encode(texts, normalize_embeddings=True), atol=1e-5)
+    assert [one["index"] for one in found["data"]] == [0, 1]
+    assert found["usage"]["prompt_tokens"] == 4 + 6
+
+
+def test_fewer_dimensions_have_length_one_again(client: TestClient) -> None:
+    found = post(client, "/v1/embeddings", model="vectors", input="my card", dimensions=8)["data"][0]["embedding"]
+    assert len(found) == 8
+    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_list_of_models(client: TestClient) -> None:
+    found = client.get("/v1/models").json()["data"]
+    assert [one["id"] for one in found] == list(TASKS)
+    assert client.get("/v1/models/labels").json()["task"] == "text-classification"
+
+
+def infer_json(name: str = "labels") -> dict[str, Any]:
+    inputs = [{"name": one, "datatype": "INT64", "shape": [1, 4], "data": values} for one, values in FEEDS.items()]
+    return {"id": "7", "inputs": inputs}
+
+
+def expected_logits(served: Served) -> Any:
+    return served("text-classification")(**{name: torch.tensor(values) for name, values in FEEDS.items()}).logits
+
+
+def test_inference_protocol_json(client: TestClient, served: Served) -> None:
+    found = post(client, "/v2/models/labels/infer", **infer_json())
+    assert (found["model_name"], found["id"]) == ("labels", "7")
+    (output,) = found["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [1, 3])
+    assert np.allclose(output["data"], expected_logits(served).reshape(-1), atol=1e-5)
+
+
+def test_inference_protocol_binary(client: TestClient, served: Served) -> None:
+    parts = [np.array(values, dtype=np.int64).tobytes() for values in FEEDS.values()]
+    inputs = [
+        {"name": one, "datatype": "INT64", "shape": [1, 4], "parameters": {"binary_data_size": len(part)}}
+        for one, part in zip(FEEDS, parts, strict=True)
+    ]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    answer = client.post(
+        "/v2/models/labels/versions/1/infer", content=head + b"".join(parts),
+        headers={"Inference-Header-Content-Length": str(len(head))},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    length = int(answer.headers["inference-header-content-length"])
+    (output,) = json.loads(answer.content[:length])["outputs"]
+    values = struct.unpack("<3f", answer.content[length : length + output["parameters"]["binary_data_size"]])
+    assert np.allclose(values, expected_logits(served).reshape(-1), atol=1e-5)
+
+
+def test_inference_protocol_metadata_and_health(client: TestClient) -> None:
+    assert client.get("/v2").json()["extensions"] == ["binary_tensor_data"]
+    found = client.get("/v2/models/labels").json()
+    assert {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]} in found["inputs"]
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/labels/ready", "/health", "/ready", "/ping"):
+        assert client.get(path).status_code == 200, path
+
+
+def test_sagemaker_asks_the_models_own_endpoint(served: Served) -> None:
+    with TestClient(create_app(accel.Engine({"answers": served("question-answering")}))) as client:
+        body = {"question": "where is wolfgang", "context": CONTEXT}
+        assert post(client, "/invocations", inputs=body, parameters={"top_k": 2}) == post(
+            client, "/qa", top_k=2, **body
+        )
+
+
+BAD = [
+    ("/classify", b"{", 400, "no JSON"),
+    ("/classify", b"", 400, "no JSON"),
+    ("/classify", {"inputs": 3, "model": "labels"}, 422, "inputs"),
+    ("/classify", {"inputs": "help", "model": "labels", "colour": 1}, 422, "colour"),
+    ("/classify", {"inputs": "help", "model": "nope"}, 404, "no model 'nope'"),
+    ("/classify", {"inputs": "help", "model": "tags"}, 422, "does not do text-classification"),
+    ("/classify", {"inputs": "help"}, 422, "Several models"),
+    ("/classify", {"inputs": 3}, 422, "inputs"),
+    ("/classify", {"inputs": ["help"] * 9, "model": "labels"}, 422, "at most 8"),
+    ("/classify", {"inputs": "card " * 500, "model": "labels"}, 422, "96 positions"),
+    ("/classify", {"inputs": "card " * 5000, "model": "labels"}, 413, "20000 bytes"),
+    ("/fill-mask", {"inputs": "no mask here"}, 422, "cannot take this"),
+    ("/v1/embeddings", {"input": "help", "model": "vectors", "dimensions": 4000}, 422, "32 dimensions"),
+    ("/v1/embeddings", {"input": [[1, 2]], "model": "vectors"}, 422, "input"),
+    ("/v2/models/nope/infer", infer_json(), 404, "no model"),
+    ("/v2/models/labels/infer", {"inputs": []}, 422, "inputs"),
+    ("/v2/models/labels/infer", {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [1]}]}, 422, "x"),
+    ("/v2/models/labels/infer", {"inputs": [{"name": "x", "datatype": "COW", "shape": [1], "data": [1]}]}, 422, "COW"),
+    ("/v2/models/labels/infer", {"inputs": [{"name": "x", "datatype": "INT64", "shape": [9], "data": [1]}]}, 422, "1 values"),
+    ("/v2/models/labels/infer", {**infer_json(), "parameters": {"sequence_id": 3}}, 422, "sequence_id"),
+    ("/invocations", {"inputs": "help"}, 422, "parameters.model"),
+    ("/nowhere", {}, 404, "Not Found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), BAD)
+def test_what_is_wrong_is_said(path: str, body: Any, status: int, words: str, client: TestClient) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(path, content=content)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert words in (error if isinstance(error, str) else error["message"])
+    assert "Traceback" not in answer.text
+    assert "site-packages" not in answer.text
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_limit(client: TestClient) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    assert client.post("/classify", content=endless()).status_code == 413
+
+
+def test_answers_tell_their_steps_and_their_id(client: TestClient) -> None:
+    answer = client.post("/classify", json={"inputs": "help", "model": "labels"}, headers={"X-Request-Id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    for step in ("queue", "tokenization", "inference"):
+        assert float(answer.headers[f"x-{step}-ms"]) >= 0
+    bad = client.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+    assert len(bad) == 16
+
+
+def test_the_log_has_the_request_id(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="accel.serving.access"):
+        client.get("/health", headers={"X-Request-Id": "abc"})
+    assert "abc GET /health 200" in caplog.text
+
+
+def test_keys(served: Served) -> None:
+    engine = accel.Engine({"labels": served("text-classification")})
+    with TestClient(create_app(engine, ServerSettings(api_keys=("one", "two")))) as client:
+        body = {"inputs": "help"}
+        assert client.get("/health").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer three"},
+            {"Authorization": "Basic one"},
+            {"Authorization": "Bearer"},
+        ):
+            answer = client.post("/classify", json=body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("one", "two"):
+            assert client.post("/classify", json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert client.get("/metrics").status_code == 401
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        ServerSettings(api_keys=("",))
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(gated: tuple[accel.ORTModel, Gate]) -> None:
+    model, gate = gated
+    engine = accel.Engine({"labels": model}, max_queue=1).start()
+    with TestClient(create_app(engine)) as client:
+        waiting = engine.submit("help")
+        answer = client.post("/classify", json={"inputs": "help"})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        gate.open()
+        waiting.future.result(30)
+        assert client.post("/classify", json={"inputs": "help"}).status_code == 200
+        assert 'accel_refused_total{model="labels"} 1.0' in client.get("/metrics").text
+    engine.close()
+
+
+def test_no_answer_in_time_is_504(gated: tuple[accel.ORTModel, Gate]) -> None:
+    model, gate = gated
+    with TestClient(create_app(accel.Engine({"labels": model}, timeout_s=0.1))) as client:
+        assert client.post("/classify", json={"inputs": "help"}).status_code == 504
+        gate.open()
+
+
+def test_what_fails_inside_says_nothing_about_the_inside(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("text-classification")
+    with TestClient(create_app(accel.Engine({"labels": model}))) as client:
+        monkeypatch.setattr(model, "_session", None)
+        answer = client.post("/classify", json={"inputs": "help"})
+        assert answer.status_code == 500
+        assert "NoneType" not in answer.text
+        assert answer.json()["error"]["request_id"] in answer.text
+
+
+def test_metrics_agree_with_the_clients_own_count(served: Served) -> None:
+    with TestClient(create_app(accel.Engine({"labels": served("text-classification")}))) as client:
+        for _ in range(7):
+            client.post("/classify", json={"inputs": ["help", "the bank"]})
+        client.post("/classify", json={"inputs": 1})
+        text = client.get("/metrics").text
+    assert 'accel_requests_total{method="POST",path="/classify",status="200"} 7.0' in text
+    assert 'accel_requests_total{method="POST",path="/classify",status="422"} 1.0' in text
+    assert 'accel_inputs_total{model="labels",outcome="answered"} 14.0' in text
+    assert 'accel_tokens_total{model="labels"} 49.0' in text  # 7 times 3 and 4 tokens
+
+
+def test_the_page_and_its_description(client: TestClient) -> None:
+    page = client.get("/docs")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "//cdn" not in page.text
+    description = client.get("/openapi.json").json()
+    examples = {
+        path: one["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, one in description["paths"].items()
+        if "post" in one
+    }
+    assert {"/classify", "/rerank", "/v1/embeddings", "/invocations"} <= set(examples)
+    assert "NerBody" in description["components"]["schemas"]
+
+
+def broken(chance: random.Random, value: Any) -> Any:
+    """A body with something wrong in it."""
+    strange: list[Any] = [
+        None, True, -1, 1e308, 10**30, "", "\u0000", "é" * 50, "[MASK]" * 40, [], {}, [[]], [None], {"a": []}, ["x"] * 9,
+    ]  # fmt: skip
+    if isinstance(value, dict) and value and chance.random() < 0.8:
+        made = dict(value)
+        name = chance.choice(list(made))
+        if chance.random() < 0.2:
+            del made[name]
+        else:
+            made[name] = broken(chance, made[name])
+        if chance.random() < 0.1:
+            made[chance.choice(["model", "top_k", "parameters", "x"])] = chance.choice(strange)
+        return made
+    if isinstance(value, list) and value and chance.random() < 0.6:
+        made_list = list(value)
+        made_list[chance.randrange(len(made_list))] = broken(chance, made_list[0])
+        return made_list
+    return chance.choice(strange)
+
+
+def fuzz(client: TestClient, rounds: int, seed: int) -> dict[int, int]:
+    chance = random.Random(seed)
+    description = client.get("/openapi.json").json()
+    targets = [
+        (
+            path.replace("{model}", "labels").replace("{version}", "1"),
+            one["post"]["requestBody"]["content"]["application/json"],
+        )
+        for path, one in description["paths"].items()
+        if "post" in one
+    ]
+    found: dict[int, int] = {}
+    for _ in range(rounds):
+        path, content = chance.choice(targets)
+        body = json.dumps(broken(chance, content["example"])).encode()
+        if chance.random() < 0.3:
+            at = chance.randrange(len(body))
+            body = body[:at] + chance.randbytes(chance.randrange(4)) + body[at + chance.randrange(3) :]
+        headers = {}
+        if chance.random() < 0.1:
+            headers["Inference-Header-Content-Length"] = chance.choice(["-1", "0", "5", "9" * 30, "a", str(len(body))])
+        answer = client.post(path, content=body, headers=headers)
+        assert answer.status_code < 500, (path, body, answer.text)
+        answer.json()
+        found[answer.status_code] = found.get(answer.status_code, 0) + 1
+    return found
+
+
+def test_malformed_bodies_are_refused_and_nothing_breaks(client: TestClient) -> None:
+    found = fuzz(client, 400, seed=0)
+    assert {200, 400, 422} <= set(found)
+    assert post(client, "/classify", model="labels", inputs="help")
+
+
+@pytest.mark.thorough
+def test_ten_thousand_malformed_bodies(client: TestClient) -> None:
+    fuzz(client, 10_000, seed=1)
+    assert post(client, "/classify", model="labels", inputs="help")

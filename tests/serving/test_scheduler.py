@@ -1,0 +1,380 @@
+"""Rows that join, leave and are cancelled, each with the tokens that it would have alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import EngineClosedError, InputError, QueueFullError, SessionError
+from accel.serving.generation.batch import Batch
+from accel.serving.generation.engine import GenerationEngine
+from accel.serving.generation.options import GenerationLimits, GenerationOptions
+from accel.testing.models import tiny_tokenizer
+
+PROMPTS = [[40, 7, 99], [12], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [33, 44, 55, 66, 77, 88], [21, 22]]
+NEW = [24, 40, 3, 16, 1]
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
+
+
+@pytest.fixture(scope="module")
+def model(generator: Callable[..., Artifact]) -> Any:
+    return accel.ORTModelForCausalLM.from_pretrained(generator("llama").path)
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Callable[..., GenerationEngine]]:
+    """Engines of a model, closed in the end."""
+    made: list[GenerationEngine] = []
+
+    def get(opened: Any = None, **limits: Any) -> GenerationEngine:
+        made.append(GenerationEngine(opened or model, tiny_tokenizer(), limits=GenerationLimits(**limits)))
+        return made[-1]
+
+    yield get
+    for one in made:
+        one.close(drain=False)
+
+
+class Turnstile:
+    """Lets the steps of all batches through one by one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._free = threading.Semaphore(0)
+        self.rows: list[int] = []
+        step = Batch.step
+
+        def gated(batch: Batch) -> None:
+            self._free.acquire()
+            self.rows.append(len(batch.rows))
+            step(batch)
+
+        monkeypatch.setattr(Batch, "step", gated)
+
+    def open(self, steps: int = 10_000) -> None:
+        self._free.release(steps)
+
+
+@pytest.fixture
+def turnstile(monkeypatch: pytest.MonkeyPatch) -> Turnstile:
+    return Turnstile(monkeypatch)
+
+
+def alone(model: Any, prompt: list[int], new: int, seed: int | None = None, **options: Any) -> list[int]:
+    """The tokens of a call of `generate`."""
+    if seed is not None:
+        torch.manual_seed(seed)
+        options["do_sample"] = True
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)[0].tolist()
+    return found[1:] if model.config.is_encoder_decoder else found[len(prompt) :]
+
+
+def ids(generation: Any) -> list[int]:
+    return [token.id for token in generation]
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_each_answer_is_that_of_a_call_of_its_own(
+    engine: Callable[..., GenerationEngine], model: Any, rows: int
+) -> None:
+    """Greedy and drawn ones side by side; with more prompts than rows, some join while others run."""
+    served = engine(rows=rows)
+    asked = [
+        GenerationOptions(max_new_tokens=new, **({"seed": i, **SAMPLED} if i % 2 else {})) for i, new in enumerate(NEW)
+    ]
+    found = [ids(one) for one in [served.submit(p, o) for p, o in zip(PROMPTS, asked, strict=True)]]
+    for i, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True)):
+        assert found[i] == (alone(model, prompt, new, seed=i, **SAMPLED) if i % 2 else alone(model, prompt, new))
+
+
+def test_rows_run_together(engine: Callable[..., GenerationEngine], turnstile: Turnstile) -> None:
+    served = engine(rows=3)
+    answers = [served.submit(prompt, GenerationOptions(max_new_tokens=6)) for prompt in PROMPTS]
+    turnstile.open()
+    for answer in answers:
+        ids(answer)
+    assert max(turnstile.rows) == 3
+    assert len(turnstile.rows) < len(PROMPTS) * 5
+
+
+def test_a_row_that_joins_late_has_the_logits_of_a_call_of_its_own_to_the_last_bit(model: Any) -> None:
+    """What int8 products of 4-bit weights need: a difference in the last bit grows there."""
+
+    def read(prompt: list[int]) -> Any:
+        cache = model.new_cache()
+        model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        return cache
+
+    joined = read(PROMPTS[0])
+    for prompt in PROMPTS[1:4]:
+        joined.join(read(prompt))
+    held = torch.tensor([len(prompt) for prompt in PROMPTS[:4]])
+    for _ in range(2):
+        total = joined.get_seq_length() + 1
+        found = model(
+            input_ids=torch.full((4, 1), 9),
+            attention_mask=(torch.arange(total) >= (total - 1 - held).unsqueeze(1)).long(),
+            position_ids=held.unsqueeze(1),
+            past_key_values=joined,
+        ).logits
+        held = held + 1
+    for row, prompt in enumerate(PROMPTS[:4]):
+        cache = read(prompt)
+        for _ in range(2):
+            expected = model(input_ids=torch.tensor([[9]]), past_key_values=cache).logits
+        assert torch.equal(found[row], expected[0])
+
+
+def test_columns_that_nobody_needs_go(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    """The long row leaves; what is in front of the short one goes, and its tokens stay right."""
+    served = engine(rows=2)
+    long = list(range(10, 115)) * 1
+    first = served.submit(long, GenerationOptions(max_new_tokens=2))
+    second = served.submit([12], GenerationOptions(max_new_tokens=60))
+    assert ids(first) == alone(model, long, 2)
+    assert ids(second) == alone(model, [12], 60)
+
+
+@pytest.mark.parametrize("prefill", [1, 4, 5])
+def test_a_prompt_is_read_in_parts(engine: Callable[..., GenerationEngine], model: Any, prefill: int) -> None:
+    served = engine(prefill_tokens=prefill)
+    assert ids(served.submit(PROMPTS[2], GenerationOptions(max_new_tokens=8))) == alone(model, PROMPTS[2], 8)
+
+
+def test_ends_where_the_model_says(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    tokens = alone(model, PROMPTS[0], 12)
+    end = tokens[5]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, 0
+    try:
+        found = list(engine().submit(PROMPTS[0], GenerationOptions(max_new_tokens=12)))
+        beyond = ids(engine().submit(PROMPTS[0], GenerationOptions(max_new_tokens=12, ignore_eos=True)))
+    finally:
+        model.generation_config.eos_token_id = None
+    assert [token.id for token in found] == tokens[: tokens.index(end) + 1]
+    assert found[-1].finish == "stop"
+    assert beyond == tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"logit_bias": {55: 9.0}}, {"sequence_bias": {(55,): 9.0}}),
+        ({"temperature": 0.0}, {}),
+        ({"temperature": 1e-9, "seed": 1}, {}),
+    ],
+)
+def test_settings_are_those_of_transformers(
+    engine: Callable[..., GenerationEngine], model: Any, options: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    found = ids(engine().submit(PROMPTS[3], GenerationOptions(max_new_tokens=10, **options)))
+    assert found == alone(model, PROMPTS[3], 10, **theirs)
+
+
+def test_penalties_of_openai(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    """So large a penalty for what was generated lets no token come twice."""
+    plain = alone(model, PROMPTS[1], 40)
+    found = ids(engine().submit(PROMPTS[1], GenerationOptions(max_new_tokens=40, presence_penalty=500.0)))
+    assert len(set(plain)) < 40
+    assert len(set(found)) == 40
+    first = next(i for i in range(1, 40) if plain[i] in plain[:i])
+    assert found[:first] == plain[:first]
+
+
+def test_a_draw_that_is_impossible_ends_its_row_alone(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    served = engine(rows=2)
+    fine = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=12))
+    wrong = served.submit(PROMPTS[1], GenerationOptions(temperature=1.0, logit_bias={5: float("inf"), 6: float("inf")}))
+    with pytest.raises(InputError, match="no token can be drawn"):
+        ids(wrong)
+    assert ids(fine) == alone(model, PROMPTS[0], 12)
+
+
+# Coming and going
+
+
+def test_cancelling_frees_the_row(engine: Callable[..., GenerationEngine], turnstile: Turnstile, model: Any) -> None:
+    served = engine(rows=1)
+    first = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=60))
+    second = served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=5))
+    turnstile.open(2)
+    tokens = iter(first)
+    seen = [next(tokens).id for _ in range(2)]
+    first.cancel()
+    turnstile.open()
+    assert seen == alone(model, PROMPTS[0], 2)
+    assert ids(second) == alone(model, PROMPTS[1], 5)
+    assert sum(turnstile.rows) < 20
+
+
+def test_a_prompt_that_waits_can_be_cancelled(engine: Callable[..., GenerationEngine], turnstile: Turnstile) -> None:
+    served = engine(rows=1)
+    first = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=3))
+    second = served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=3))
+    second.cancel()
+    turnstile.open()
+    assert ids(second) == []
+    assert len(ids(first)) == 3
+
+
+async def _first_tokens(served: GenerationEngine, count: int) -> list[int]:
+    found = []
+    async for token in served.generate(PROMPTS[0], GenerationOptions(max_new_tokens=60)):
+        found.append(token.id)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_a_task_that_stops_listening_frees_its_row(
+    engine: Callable[..., GenerationEngine], turnstile: Turnstile, model: Any
+) -> None:
+    served = engine(rows=1)
+    turnstile.open(3)
+    assert asyncio.run(_first_tokens(served, 2)) == alone(model, PROMPTS[0], 2)
+    turnstile.open()
+    assert ids(served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=4))) == alone(model, PROMPTS[1], 4)
+    assert len(turnstile.rows) < 20
+
+
+def test_an_event_loop_with_many_callers(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    served = engine(rows=4)
+
+    async def ask(i: int) -> list[int]:
+        options = GenerationOptions(max_new_tokens=NEW[i])
+        return [token.id async for token in served.generate(PROMPTS[i], options)]
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(ask(i % 5) for i in range(15)))
+
+    found = asyncio.run(all_of_them())
+    expected = [alone(model, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
+    assert found == expected * 3
+
+
+def test_too_many_wait(engine: Callable[..., GenerationEngine], turnstile: Turnstile) -> None:
+    served = engine(rows=1, queue=2)
+    options = GenerationOptions(max_new_tokens=4)
+    running = served.submit(PROMPTS[0], options)
+    next(iter(running))
+    waiting = [served.submit(prompt, options) for prompt in PROMPTS[1:3]]
+    with pytest.raises(QueueFullError):
+        served.submit(PROMPTS[3], options)
+    turnstile.open()
+    assert [len(ids(one)) for one in waiting] == [4, 4]
+
+
+def test_rows_wait_for_room_in_the_cache(engine: Callable[..., GenerationEngine], turnstile: Turnstile) -> None:
+    """Two rows of 20 tokens, padding counted, fit into 45; three do not."""
+    served = engine(rows=8, cache_tokens=45)
+    answers = [served.submit([7] * 10, GenerationOptions(max_new_tokens=10)) for _ in range(4)]
+    turnstile.open()
+    assert [len(ids(one)) for one in answers] == [10] * 4
+    assert max(turnstile.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "empty"),
+        ([120], {}, "token 120 of 120"),
+        ([-1], {}, "token -1"),
+        ([5] * 193, {}, "can be 193"),
+        ([5], {"max_new_tokens": 193}, "can be 193"),
+        ([5], {"logit_bias": {120: 1.0}}, "token 120 of 120"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    engine: Callable[..., GenerationEngine], prompt: list[int], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        engine().submit(prompt, GenerationOptions(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"stop": ("",)},
+        {"repetition_penalty": 0.0}, {"presence_penalty": float("nan")}, {"seed": 1 << 64}, {"temperature": float("inf")},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        GenerationOptions(**options)
+
+
+def test_a_failing_step_ends_its_rows_and_no_others(
+    engine: Callable[..., GenerationEngine], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(rows=2)
+    step, failed = Batch.step, []
+
+    def failing(batch: Batch) -> None:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        step(batch)
+
+    monkeypatch.setattr(Batch, "step", failing)
+    with pytest.raises(SessionError, match="RuntimeError"):
+        ids(served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=5)))
+    assert ids(served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=5))) == alone(model, PROMPTS[1], 5)
+
+
+def test_closing_finishes_what_was_accepted(engine: Callable[..., GenerationEngine], model: Any) -> None:
+    served = engine(rows=1)
+    answers = [served.submit(prompt, GenerationOptions(max_new_tokens=8)) for prompt in PROMPTS]
+    served.close()
+    assert [ids(one) for one in answers] == [alone(model, prompt, 8) for prompt in PROMPTS]
+    with pytest.raises(EngineClosedError):
+        served.submit(PROMPTS[0], GenerationOptions())
+
+
+def test_closing_at_once_cancels(engine: Callable[..., GenerationEngine], turnstile: Turnstile) -> None:
+    served = engine(rows=1)
+    answers = [served.submit(prompt, GenerationOptions(max_new_tokens=90)) for prompt in PROMPTS[:2]]
+    turnstile.open(1)
+    next(iter(answers[0]))
+    closing = threading.Thread(target=served.close, kwargs={"drain": False})
+    closing.start()
+    turnstile.open()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert ids(answers[1]) == []
+
+
+# Others
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("gpt2", "cpu"), ("mistral", "cpu"), ("gemma3", "cpu"), ("opt", "cpu"), ("mamba", "cpu"), ("lfm2", "cpu"),
+        ("openai-gpt", "cpu"), ("t5", "cpu"), ("bart", "cpu"), ("llama", "openvino"), ("lfm2", "openvino"),
+        ("t5", "openvino"), ("qwen3", "pytorch"), ("mamba", "pytorch"),
+    ],
+)  # fmt: skip
+def test_families_and_backends(
+    engine: Callable[..., GenerationEngine], generator: Callable[..., Artifact], family: str, backend: str
+) -> None:
+    """With keys and values in place or not, with states of one size, with nothing kept, behind an encoder."""
+    artifact = generator(family, backend)
+    kind = accel.ORTModelForSeq2SeqLM if family in ("t5", "bart") else accel.ORTModelForCausalLM
+    opened: Any = kind.from_pretrained(artifact.path, backend=backend)
+    served = engine(opened, rows=3)
+    found = [
+        ids(one)
+        for one in [served.submit(p, GenerationOptions(max_new_tokens=n)) for p, n in zip(PROMPTS, NEW, strict=True)]
+    ]
+    assert found == [alone(opened, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
