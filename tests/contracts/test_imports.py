@@ -8,7 +8,21 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "onnx", "onnx_ir", "numpy", "datasets")
+HEAVY = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "onnx",
+    "onnx_ir",
+    "numpy",
+    "datasets",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+)
 
 SNIPPETS = {
     "import": "import accel",
