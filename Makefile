@@ -27,7 +27,7 @@ $(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirement
 	$(PYTHON) -m venv $(NEIGHBOURS)
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -r tests/neighbours/requirements.txt
-	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino]"
+	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino,serve]"
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps -e distributions/sentence-transformers -e distributions/optimum-cli
 	touch $@
 

@@ -35,7 +35,8 @@ class Engine:
 
     Args:
         models: Hub id, folder, artifact or `ORTModelFor...`; a list of them; or a mapping, names first.
-        workers: Sessions a model; they share the processors unless `session_options` says otherwise.
+        workers: Sessions a model; they share the processors, and their threads do not spin between calls, unless `session_options` says
+            otherwise.
         task: For folders that do not tell.
         backend, device, session_options, revision, token, trust_remote_code: As in `from_pretrained`.
         max_batch: Rows in one call of the model.

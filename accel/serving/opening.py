@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..artifact.manifest import Artifact
-from ..config import available_processors
+from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..models.base import ORTModel
 
@@ -69,16 +69,31 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
     """A model once for each worker; one that was opened by the caller is the first of them."""
     if isinstance(source, ORTModel):
         return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
-    first: ORTModel = ORTModel.from_pretrained(source, **how.arguments)
-    if how.workers == 1:
+    arguments = dict(how.arguments)
+    share = max(1, available_processors() // how.workers) if how.workers > 1 else None
+    if arguments.get("session_options") is not None:
+        return _opened(source, arguments, how.workers)
+    # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md).
+    usual = SessionOptions(spinning=False, threads=share)
+    first = _opened(source, {**arguments, "session_options": usual}, 1)[0]
+    options = usual
+    if first.artifact.manifest.run is not None:
+        # It says how it was measured to run best, which counts where nothing else is asked for.
+        first.close()
+        first = _opened(source, arguments, 1)[0]
+        recorded = first.session_options
+        options = replace(recorded, spinning=False, threads=recorded.threads or share)
+        first.close()
+    elif how.workers == 1:
         return [first]
-    options = first.session_options
-    if options.threads is None:
-        options = replace(options, threads=max(1, available_processors() // how.workers))
-    first.close()
-    kept = {name: how.arguments[name] for name in _KEPT if name in how.arguments}
-    again = {**kept, "session_options": options}
-    return [type(first).from_pretrained(first.artifact, **again) for _ in range(how.workers)]
+    else:
+        first.close()
+    kept = {name: arguments[name] for name in _KEPT if name in arguments}
+    return _opened(first.artifact, {**kept, "session_options": options}, how.workers)
+
+
+def _opened(source: Source, arguments: Mapping[str, Any], count: int) -> list[ORTModel]:
+    return [ORTModel.from_pretrained(cast(Any, source), **arguments) for _ in range(count)]
 
 
 def close_all(source: Source, models: Sequence[Any]) -> None:

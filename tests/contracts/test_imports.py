@@ -21,6 +21,10 @@ HEAVY = (
     "tritonclient",
     "grpc",
     "tokenizers",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
 )
 
 SNIPPETS = {

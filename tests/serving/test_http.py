@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -310,6 +312,14 @@ def test_the_page_and_its_description(client: TestClient) -> None:
     }
     assert {"/classify", "/rerank", "/v1/embeddings", "/invocations"} <= set(examples)
     assert "NerBody" in description["components"]["schemas"]
+
+
+def test_the_guides_calls_work(client: TestClient) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/serve.md").read_text(encoding="utf-8")
+    calls = re.findall(r"^curl -s localhost:8000(\S+) -d '(.+)'$", guide, re.MULTILINE)
+    assert len(calls) >= 5
+    for path, body in calls:
+        assert client.post(path, content=body).status_code == 200, path
 
 
 def broken(chance: random.Random, value: Any) -> Any:

@@ -1,0 +1,106 @@
+"""Clients that others wrote, over our server: OpenAI's, Triton's, and a fuzzer of what the server says about itself."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+import accel
+from accel.serving.http.app import create_app
+from accel.serving.http.settings import ServerSettings
+
+TEXTS = ["where is my card", "the bank is closed"]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_folder: Callable[..., Path]) -> dict[str, accel.ORTModel]:
+    tasks = {"labels": "text-classification", "vectors": "sentence-similarity", "tags": "token-classification"}
+    return {
+        name: accel.ORTModel.from_pretrained(tiny_folder("bert", task), backend="pytorch", task=task)
+        for name, task in tasks.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def address(models: dict[str, accel.ORTModel]) -> Iterator[str]:
+    """Host and port of a server in a thread, which wants a key."""
+    app = create_app(accel.Engine(models), ServerSettings(api_keys=("secret",), max_body_bytes=100_000))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [door]})
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        host, port = door.getsockname()
+        yield f"{host}:{port}"
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.mark.parametrize("encoding", [None, "float"])
+def test_openai(encoding: str | None, address: str, models: dict[str, accel.ORTModel]) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="secret") as client:
+        assert [one.id for one in client.models.list().data] == list(models)
+        chosen = {} if encoding is None else {"encoding_format": encoding}
+        found = client.embeddings.create(model="vectors", input=TEXTS, **chosen)
+        expected = models["vectors"].encode(TEXTS, normalize_embeddings=True)  # type: ignore[attr-defined]
+        assert np.allclose([one.embedding for one in found.data], expected, atol=1e-5)
+        with pytest.raises(openai.NotFoundError, match="no model 'nope'"):
+            client.embeddings.create(model="nope", input="help")
+    stranger = openai.OpenAI(base_url=f"http://{address}/v1", api_key="wrong", max_retries=0)
+    with stranger as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_triton(binary: bool, address: str, models: dict[str, accel.ORTModel]) -> None:
+    http = pytest.importorskip("tritonclient.http")
+    headers = {"Authorization": "Bearer secret"}
+    with http.InferenceServerClient(address) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("labels", headers=headers)
+        metadata = client.get_model_metadata("labels", headers=headers)
+        assert {one["name"] for one in metadata["inputs"]} >= {"input_ids", "attention_mask"}
+        feeds = {
+            "input_ids": np.array([[2, 9, 11, 3], [2, 12, 3, 0]]),
+            "attention_mask": np.array([[1] * 4, [1, 1, 1, 0]]),
+        }
+        inputs = []
+        for name, values in feeds.items():
+            one = http.InferInput(name, list(values.shape), "INT64")
+            one.set_data_from_numpy(values, binary_data=binary)
+            inputs.append(one)
+        wanted = [http.InferRequestedOutput("logits", binary_data=binary)]
+        answer = client.infer("labels", inputs, outputs=wanted, request_id="7", headers=headers)
+        expected = models["labels"](**{name: torch.from_numpy(values) for name, values in feeds.items()}).logits
+        assert np.allclose(answer.as_numpy("logits"), expected, atol=1e-5)
+        assert answer.get_response()["id"] == "7"
+
+
+def test_no_body_that_the_description_allows_or_forbids_breaks_it(address: str) -> None:
+    schemathesis = pytest.importorskip("schemathesis")
+    hypothesis = pytest.importorskip("hypothesis")
+    schema = schemathesis.openapi.from_url(f"http://{address}/openapi.json")
+    for operation in schema.get_all_operations():
+        strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
+
+        @hypothesis.settings(
+            max_examples=15, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        )
+        @hypothesis.given(case=strategy)
+        def check(case: object) -> None:
+            answer = case.call(headers={"Authorization": "Bearer secret"})  # type: ignore[attr-defined]
+            assert answer.status_code < 500, answer.content
+
+        check()
