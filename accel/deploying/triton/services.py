@@ -11,8 +11,8 @@ from typing import Any
 
 from ...artifact.manifest import Artifact
 from ...errors import ConfigError, TaskError
-from ...models.texts import sentence_settings
 from ...models.ranking import activation_name
+from ...models.texts import sentence_settings
 
 TEXT = "string"
 
