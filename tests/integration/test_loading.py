@@ -456,7 +456,7 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ArtifactNotFoundError, match="no folder"):
         Classifier.from_pretrained(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactNotFoundError, match="is a file"):
+    with pytest.raises(ArtifactNotFoundError, match="neither a folder nor a graph"):
         Classifier.from_pretrained(tmp_path / "file")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArtifactNotFoundError, match="neither a folder here nor a model"):

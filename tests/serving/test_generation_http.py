@@ -253,7 +253,7 @@ def test_no_token_in_time_is_a_timeout(model: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_caller_that_hangs_up_frees_its_row(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed or whole: over a real connection."""
-    import httpx
+    import httpx2
     import uvicorn
 
     Slow(monkeypatch, 0.02)
@@ -267,10 +267,10 @@ def test_a_caller_that_hangs_up_frees_its_row(model: Any, monkeypatch: pytest.Mo
             time.sleep(0.01)
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         body = {"inputs": PROMPT, "max_new_tokens": 180}
-        with httpx.stream("POST", f"{url}/generate", json=body) as answer:
+        with httpx2.stream("POST", f"{url}/generate", json=body) as answer:
             next(answer.iter_lines())
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(f"{url}/generate", json={**body, "stream": False}, timeout=0.3)
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{url}/generate", json={**body, "stream": False}, timeout=0.3)
         scheduler = engine.generator().scheduler
         while scheduler.running and time.monotonic() < deadline:
             time.sleep(0.01)
