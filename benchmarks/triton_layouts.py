@@ -1,6 +1,6 @@
 """Throughput of a repository's layouts on a real Triton, with many callers and texts of every length.
 
-python benchmarks/triton.py ARTIFACT TEXTS [OUT.json] [--callers 16] [--seconds 8] [--rounds 3] [--call-ms 8]
+python benchmarks/triton_layouts.py ARTIFACT TEXTS [OUT.json] [--callers 16] [--seconds 8] [--rounds 3] [--call-ms 8]
 
 TEXTS is a CSV file with a column `text`, or one text a line. One server holds every layout; rounds of the same texts alternate
 between them, and every answer of a round is compared with that of the first layout. A server with the Python backend alone, such as
