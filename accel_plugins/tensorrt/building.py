@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, record_files, scratch, tool_versions
+from accel.backends.profiles import Profile, read_profile, shapes_of
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, usual_sizes_in
 from accel.config import ExportConfig
@@ -19,7 +20,7 @@ from . import FORMAT
 from .caches import Machine, timing_cache
 from .engines import Engine, build_plan, check_precisions
 from .options import precisions
-from .profiles import Profile, complete, read_profile, shapes_of
+from .profiles import complete
 
 """Environment variable with the profile of engines that `accel export --format tensorrt` builds."""
 

@@ -28,10 +28,9 @@ from accel.backends.checks import (
 )
 from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, Names, State
+from accel.backends.profiles import Shape
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, InputError, SessionError
-
-from .profiles import Shape
 
 INSTALL = 'pip install "accel-transformers[tensorrt]"'
 # TensorRT's words for types, as `DataType` has them.

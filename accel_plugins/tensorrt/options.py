@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from accel.backends.profiles import Sizes, read_profile
 from accel.backends.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import TENSORRT, check_option_names, device_index
-from .profiles import Sizes, read_profile
 
 # The options of ONNX Runtime 1.31's provider that are the user's to set:
 # https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html#configurations

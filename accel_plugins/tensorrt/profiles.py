@@ -1,64 +1,14 @@
-"""Optimization profiles: the smallest, the usual and the largest size of each named axis, for which TensorRT builds."""
+"""Optimization profiles for TensorRT: from what is given, from data, from a model's limits; and as a provider's options."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-from accel.artifact import Component, TensorSpec
+from accel.artifact import Component
 from accel.backends.interfaces import Feeds
+from accel.backends.profiles import LONGEST, Profile, Sizes, axes_of, shapes_text
 from accel.errors import ConfigError, InputError
-
-_ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
-_LONGEST = 512
-"""Largest size of a sequence where the model has no limit of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of one axis: `least <= usual <= most`. Kernels are chosen by their speed at `usual`."""
-
-    least: int
-    usual: int
-    most: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.least <= self.usual <= self.most or not self.most:
-            raise ConfigError(
-                f"An axis cannot have the sizes {self}.", fix="use least:usual:most, each at least the one before."
-            )
-
-    def __str__(self) -> str:
-        return f"{self.least}:{self.usual}:{self.most}"
-
-
-Profile = Mapping[str, Sizes]
-Shape = tuple[int, ...]
-
-
-def read_profile(text: str) -> dict[str, Sizes]:
-    """`"batch=1:8:32,sequence=128"` as a profile; one number is a fixed size.
-
-    Raises:
-        ConfigError: It is written otherwise.
-    """
-    found: dict[str, Sizes] = {}
-    for entry in text.split(",") if text.strip() else ():
-        match = _ENTRY.match(entry)
-        if match is None:
-            raise ConfigError(
-                f"{entry!r} is no part of a profile.", fix='write it as in "batch=1:8:32,sequence=16:128:384".'
-            )
-        numbers = [int(number) for number in match["sizes"].split(":")]
-        found[match["axis"]] = Sizes(*(numbers if len(numbers) == 3 else numbers * 3))
-    return found
-
-
-def axes_of(component: Component) -> tuple[str, ...]:
-    """The axes whose sizes vary, as the inputs name them; those of caches are among them."""
-    return tuple(dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)))
 
 
 def complete(component: Component, given: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, Sizes]:
@@ -83,7 +33,7 @@ def complete(component: Component, given: Profile, shapes: Mapping[str, int] | N
         elif axis == "batch":
             made[axis] = Sizes(1, 8, 32)
         else:
-            most = component.max_sizes.get(axis, _LONGEST)
+            most = component.max_sizes.get(axis, LONGEST)
             made[axis] = Sizes(1, min(128, most), most)
     return made
 
@@ -109,22 +59,9 @@ def from_data(component: Component, batches: Iterable[Feeds]) -> dict[str, Sizes
     return {axis: Sizes(min(sizes), statistics.median_low(sizes), max(sizes)) for axis, sizes in seen.items()}
 
 
-def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
-    """Smallest, usual and largest shape of one input."""
-
-    def at(name: str) -> Shape:
-        return tuple(d if isinstance(d, int) else getattr(profile[d], name) for d in spec.shape)
-
-    return at("least"), at("usual"), at("most")
-
-
 def provider_options(component: Component, profile: Profile) -> dict[str, str]:
     """A profile as ONNX Runtime's options: `input_ids:1x1,attention_mask:1x1` and so on."""
     varying = [spec for spec in component.inputs if any(isinstance(d, str) for d in spec.shape)]
-    options = {}
-    for position, word in enumerate(("min", "opt", "max")):
-        shapes = [(spec.name, shapes_of(spec, profile)[position]) for spec in varying]
-        options[f"trt_profile_{word}_shapes"] = ",".join(
-            f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes
-        )
-    return options if varying else {}
+    if not varying:
+        return {}
+    return {f"trt_profile_{word}_shapes": shapes_text(varying, profile, word) for word in ("min", "opt", "max")}

@@ -21,6 +21,7 @@ import torch
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
 from accel.backends.interfaces import OpenRequest
+from accel.backends.profiles import Sizes, read_profile, shapes_of
 from accel.backends.specs import DeviceSpec, Probe
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
@@ -43,7 +44,7 @@ from accel_plugins.tensorrt.building import EngineExporter, build
 from accel_plugins.tensorrt.caches import Machine, check_target, engine_cache, timing_cache
 from accel_plugins.tensorrt.engines import build_plan, check_precisions, computed_types
 from accel_plugins.tensorrt.options import precision_flags, precisions, read_options
-from accel_plugins.tensorrt.profiles import Sizes, complete, from_data, provider_options, read_profile, shapes_of
+from accel_plugins.tensorrt.profiles import complete, from_data, provider_options
 
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
 HERE = Machine(gpu="NVIDIA H200", arch="sm_90", tensorrt="10.13.0", driver="580.159")

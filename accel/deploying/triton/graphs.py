@@ -10,11 +10,12 @@ from typing import Any
 
 from ...artifact.manifest import Artifact, Component
 from ...artifact.tensors import TensorSpec
+from ...backends.profiles import Profile, shapes_text
 from ...backends.specs import DeviceSpec
 from ...capture import usual_sizes_in
 from ...errors import ConfigError, TaskError
 from .messages import data_type, kind, model_config
-from .profiles import Profile, profile_of, shapes_text
+from .profiles import profile_of
 from .settings import TritonConfig
 
 Fields = dict[str, Any]

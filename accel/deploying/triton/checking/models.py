@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ....artifact.reading import read_json
+from ....backends.profiles import read_profile
 from ....errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
 from ..graphs import BACKENDS
 from ..messages import CONFIG, TYPES, kind_name, read, type_name
-from ..profiles import read_profile, read_shapes
+from ..profiles import read_shapes
 from ..repository import SETTINGS
 from .contents import Declared, Tensors, read_graph
 from .findings import Finding, Model

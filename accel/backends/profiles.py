@@ -1,0 +1,75 @@
+"""Profiles: the smallest, the usual and the largest size of each named axis, for runtimes that compile for ranges of sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..artifact.manifest import Component
+from ..artifact.tensors import TensorSpec
+from ..errors import ConfigError
+
+_ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
+LONGEST = 512
+"""Largest size of a sequence where nothing limits it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of one axis: `least <= usual <= most`. Kernels are chosen by their speed at `usual`."""
+
+    least: int
+    usual: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.usual <= self.most or not self.most:
+            raise ConfigError(
+                f"An axis cannot have the sizes {self}.", fix="use least:usual:most, each at least the one before."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.usual}:{self.most}"
+
+
+Profile = Mapping[str, Sizes]
+Shape = tuple[int, ...]
+
+
+def read_profile(text: str) -> dict[str, Sizes]:
+    """`"batch=1:8:32,sequence=128"` as a profile; one number is a fixed size.
+
+    Raises:
+        ConfigError: It is written otherwise.
+    """
+    found: dict[str, Sizes] = {}
+    for entry in text.split(",") if text.strip() else ():
+        match = _ENTRY.match(entry)
+        if match is None:
+            raise ConfigError(
+                f"{entry!r} is no part of a profile.", fix='write it as in "batch=1:8:32,sequence=16:128:384".'
+            )
+        numbers = [int(number) for number in match["sizes"].split(":")]
+        found[match["axis"]] = Sizes(*(numbers if len(numbers) == 3 else numbers * 3))
+    return found
+
+
+def axes_of(component: Component) -> tuple[str, ...]:
+    """The axes whose sizes vary, as the inputs name them; those of caches are among them."""
+    return tuple(dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)))
+
+
+def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
+    """Smallest, usual and largest shape of one input."""
+
+    def at(name: str) -> Shape:
+        return tuple(d if isinstance(d, int) else getattr(profile[d], name) for d in spec.shape)
+
+    return at("least"), at("usual"), at("most")
+
+
+def shapes_text(inputs: Iterable[TensorSpec], profile: Profile, word: str) -> str:
+    """A profile's `min`, `opt` or `max` in the words of ONNX Runtime's provider: `input_ids:1x1,attention_mask:1x1`."""
+    position = ("min", "opt", "max").index(word)
+    return ",".join(f"{spec.name}:{'x'.join(map(str, shapes_of(spec, profile)[position]))}" for spec in inputs)
