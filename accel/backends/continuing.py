@@ -29,6 +29,15 @@ def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]
     return {**sessions, **wrapped} if wrapped else sessions
 
 
+def moved_right(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+    """Tokens along an axis, with zeros in front so that they are `length`; the tensor itself where they are."""
+    import torch
+
+    sizes = list(tensor.shape)
+    sizes[axis] = length - sizes[axis]
+    return torch.cat([tensor.new_zeros(sizes), tensor], dim=axis) if sizes[axis] else tensor
+
+
 class _Wrapped:
     """What is not particular to a wrapper is the session's own."""
 
@@ -158,13 +167,9 @@ class TokenState(StateDescription):
         assert isinstance(other, TokenState)
         length = max(self._length, other._length)
 
-        def behind(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.cat(
-                [tensor.new_zeros((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])), tensor], dim=1
-            )
-
         self._held = {
-            name: torch.cat([behind(tensor), behind(other._held[name])]) for name, tensor in self._held.items()
+            name: torch.cat([moved_right(tensor, 1, length), moved_right(other._held[name], 1, length)])
+            for name, tensor in self._held.items()
         }
         self._batch, self._length = self._batch + other._batch, length
 

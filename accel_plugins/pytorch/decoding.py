@@ -20,6 +20,7 @@ from accel.backends.checks import (
     check_step,
     wanted_outputs,
 )
+from accel.backends.continuing import moved_right
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
@@ -89,7 +90,7 @@ class KeysAndValues(CacheState):
         length = max(self._length, other._length)
         for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
             for name, axis in _token_axes(mine).items():
-                parts = [_behind(getattr(layer, name), axis, length) for layer in (mine, theirs)]
+                parts = [moved_right(getattr(layer, name), axis, length) for layer in (mine, theirs)]
                 setattr(mine, name, torch.cat(parts))
         self._batch, self._length = self._batch + other._batch, length
 
@@ -108,13 +109,6 @@ def _token_axes(layer: Any) -> dict[str, int]:
         return {}
     indexer = {"indexer_keys": 1} if getattr(layer, "indexer_keys", None) is not None else {}
     return {"keys": 2, "values": 2, **indexer}
-
-
-def _behind(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """Tokens along an axis, moved to the right to be `length`."""
-    sizes = list(tensor.shape)
-    sizes[axis] = length - sizes[axis]
-    return torch.cat([tensor.new_zeros(sizes), tensor], dim=axis)
 
 
 class DecoderSession(ModuleSession):

@@ -10,6 +10,7 @@ import torch
 
 from accel.artifact import Component, TensorSpec
 from accel.backends.checks import check_crop, check_drop, check_held, check_join, check_rows, check_step, grows
+from accel.backends.continuing import moved_right
 from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds, State
 from accel.errors import InputError
@@ -147,7 +148,7 @@ class OrtState(StateDescription):
             elif axis is None:
                 buffers[name] = torch.cat([buffer, more])
             else:
-                buffers[name] = torch.cat([_behind(buffer, axis, length), _behind(more, axis, length)])
+                buffers[name] = torch.cat([moved_right(buffer, axis, length), moved_right(more, axis, length)])
         self._length = length
         self._replace(buffers)
 
@@ -378,13 +379,6 @@ def _moves(chosen: Sequence[int]) -> list[tuple[int, int]] | None:
     """
     moves = [(target, source) for target, source in enumerate(chosen) if target != source]
     return None if any(source in {target for target, _ in moves[:i]} for i, (_, source) in enumerate(moves)) else moves
-
-
-def _behind(buffer: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """Tokens along an axis, moved to the right to be `length`."""
-    sizes = list(buffer.shape)
-    sizes[axis] = length - sizes[axis]
-    return torch.cat([buffer.new_zeros(sizes), buffer], dim=axis) if sizes[axis] else buffer
 
 
 def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
