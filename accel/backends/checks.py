@@ -149,8 +149,13 @@ class ValueCheck:
         """
         for _, name, least, most in self._bounded:
             tensor = feeds.get(name)
-            if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
-                self._check(tensor.numpy(), name, least, most)
+            if tensor is None or not tensor.is_cpu or tensor.is_floating_point():
+                continue
+            if 0 < tensor.numel() <= _FEW:
+                few = tensor.numpy().ravel().tolist()
+                if least <= min(few) and max(few) <= most:
+                    continue
+            self._check(tensor.numpy(), name, least, most)
 
     def waiting(self, feeds: Feeds) -> None:
         """The same for tensors on a device, which it waits for.
@@ -332,40 +337,51 @@ def session_closed() -> SessionClosedError:
     return SessionClosedError("This session is closed.", fix="open the model again.")
 
 
-def check_step(component: Component, feeds: Feeds, batch: int, length: int) -> int:
-    """How many tokens a call brings.
+class StepCheck:
+    """Checks the tokens that a call brings to a state.
 
     Args:
         component: The decoder's graph.
-        feeds: Its inputs for this call, without the cache.
-        batch: Rows that the state holds.
-        length: Tokens that it holds.
-
-    Raises:
-        InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
     """
-    tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
-    mask = next((spec.name for spec in component.inputs if spec.pair is None and spec.shape[-1] == "total"), None)
-    declared = {spec.name: spec.shape for spec in component.inputs}
-    for name in filter(None, (tokens, mask)):
-        if feeds[name].ndim != len(declared[name]):
+
+    __slots__ = ("_ranks", "_tokens", "mask")
+
+    def __init__(self, component: Component) -> None:
+        own = [spec for spec in component.inputs if spec.pair is None]
+        self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
+        # Decoders of other tools behind an encoder take no mask of their own.
+        self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
+        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask)}
+
+    def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
+        """How many tokens there are.
+
+        Args:
+            feeds: The graph's inputs for this call, without the cache.
+            batch: Rows that the state holds.
+            length: Tokens that it holds.
+
+        Raises:
+            InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
+        """
+        for name, declared in self._ranks.items():
+            if feeds[name].ndim != len(declared):
+                raise InputError(
+                    f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared}.",
+                    fix="check the shapes of the inputs.",
+                )
+        rows, new = feeds[self._tokens].shape[:2]
+        if new == 0:
+            raise InputError("No new tokens were given.", fix="pass at least one.")
+        if rows != batch:
+            raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
+        total = feeds[self.mask].shape[1] if self.mask is not None else length + new
+        if total != length + new:
             raise InputError(
-                f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared[name]}.",
-                fix="check the shapes of the inputs.",
+                f"{self.mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
+                fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
             )
-    rows, new = feeds[tokens].shape[:2]
-    if new == 0:
-        raise InputError("No new tokens were given.", fix="pass at least one.")
-    if rows != batch:
-        raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
-    # Decoders of other tools behind an encoder take no mask of their own.
-    total = feeds[mask].shape[1] if mask is not None else length + new
-    if total != length + new:
-        raise InputError(
-            f"{mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
-            fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
-        )
-    return int(new)
+        return int(new)
 
 
 def check_crop(length: int, held: int, *, croppable: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.manifest import Component
 from ..errors import InputError
-from .checks import check_crop, check_drop, check_join, check_rows, check_state, check_step
+from .checks import StepCheck, check_crop, check_drop, check_join, check_rows, check_state
 from .description import StateDescription
 from .interfaces import Feeds, Names, Session, State
 
@@ -43,7 +43,7 @@ class _Wrapped:
 
     def __init__(self, session: Any, component: Component) -> None:
         self._session = session
-        self._component = component
+        self._check_step = StepCheck(component)
         # Inputs that have a row a token, and the one that covers all tokens so far.
         self._each = [
             spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",) and spec.role != "mask"
@@ -70,7 +70,7 @@ class OneByOne(_Wrapped):
         if state is None or not state.length or tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
             found: dict[str, torch.Tensor] = run(feeds, outputs=outputs, out=out, state=state)
             return found
-        check_step(self._component, feeds, state.batch, state.length)
+        self._check_step(feeds, state.batch, state.length)
         start, steps = state.length, []
         for i in range(tokens.shape[1]):
             step = dict(feeds)

@@ -30,7 +30,15 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._croppable = croppable
         self.state: State | None = None
         self.constants: dict[str, torch.Tensor] = {}
+        self._ones = torch.ones((0, 0), dtype=torch.int64)
         super().__init__(layers=[])
+
+    def whole_mask(self, batch: int, total: int) -> torch.Tensor:
+        """A mask `(batch, total)` that hides nothing; a new one a step would cost more than the rest of it."""
+        rows, columns = self._ones.shape
+        if rows != batch or columns < total:
+            self._ones = torch.ones((batch, total + total // 2 + 64), dtype=torch.int64)
+        return self._ones[:, :total]
 
     @property
     def layers(self) -> list[DynamicLayer]:

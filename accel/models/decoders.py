@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -19,6 +19,7 @@ from ..artifact.manifest import Artifact
 from ..errors import ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache
+from .decoding import decode, fits
 from .outputs import fast_output, numpy_too
 
 # Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
@@ -50,6 +51,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         self._unused = frozenset(component.unused_inputs)
         self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
         self._limited = None
+        # Reading a config is slow.
+        self._counts_by_mask = getattr(self.config, "model_type", None) in _COUNTS_BY_MASK
         self._last = torch.zeros(1, dtype=torch.int64)
 
     # What `generate` asks a model
@@ -114,6 +117,26 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         cache.write_to(theirs)
         return made
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Greedy and sampled decoding, by our own loop where that makes the same tokens."""
+        if synced_gpus or not fits(self, stopping_criteria, generation_config, model_kwargs):
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        made = decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        if streamer is not None:
+            streamer.end()
+        return made
+
     # Running
 
     def _own(self, cache: Any) -> StateCache:
@@ -157,7 +180,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         if new == 0:
             raise InputError("No new tokens were given.", fix="pass at least one.")
         if mask is None:
-            mask = torch.ones((batch, total), dtype=torch.int64)
+            mask = cache.whole_mask(batch, total)
         elif mask.ndim != 2:
             raise InputError(
                 f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
@@ -170,10 +193,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 "The mask hides tokens of the decoder, whose graph takes none.", fix="give prompts of one length."
             )
         if "position_ids" in self._takes:
-            if position_ids is None and getattr(self.config, "model_type", None) in _COUNTS_BY_MASK:
-                position_ids = (mask.cumsum(1) * mask - 1)[:, past:]
-            elif position_ids is None:
-                position_ids = torch.arange(past, total).expand(batch, new)
+            if position_ids is None:
+                position_ids = self._positions(mask, past, total)
             feeds["position_ids"] = position_ids
         kept = None
         if "logits_to_keep" in self._takes:
@@ -182,6 +203,14 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             kept = self._kept(new, logits_to_keep)
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept)
+
+    def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
+        """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""
+        if self._counts_by_mask:
+            return (mask.cumsum(1) * mask - 1)[:, past:]
+        if total - past == 1:
+            return torch.full((mask.shape[0], 1), past)
+        return torch.arange(past, total).expand(mask.shape[0], -1)
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""

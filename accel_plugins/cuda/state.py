@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import ValueCheck, check_crop, check_rows, check_step
+from accel.backends.checks import StepCheck, ValueCheck, check_crop, check_rows
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds
 from accel.errors import InputError
@@ -60,6 +60,7 @@ class CudaState(StateDescription):
         check_rows(batch)
         self.session = session
         component = self._component = session.component
+        self._check_step = StepCheck(component)
         super().__init__(batch)
         self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
         self._tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
@@ -134,7 +135,7 @@ class CudaState(StateDescription):
         Raises:
             InputError: A mask that does not continue the earlier ones.
         """
-        new = check_step(self._component, feeds, self._batch, self._length)
+        new = self._check_step(feeds, self._batch, self._length)
         mask = feeds[self._mask]
         slot = self._slot
         if slot is not None and slot.mask_was_odd:

@@ -11,7 +11,7 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_drop, check_held, check_join, check_rows, check_step
+from accel.backends.checks import StepCheck, check_crop, check_drop, check_held, check_join, check_rows
 from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds, State
 from accel.errors import InputError
@@ -88,6 +88,7 @@ class OpenVinoState(StateDescription):
         check_rows(batch)
         self._compiled = compiled
         self._component = component
+        self._check_step = StepCheck(component)
         self._request = compiled.create_infer_request()
         super().__init__(batch)
         # The rows of the variables that the next call starts from.
@@ -194,7 +195,7 @@ class OpenVinoState(StateDescription):
             tensors: The graph's inputs `(batch, new, ...)`, contiguous, on the host, of the declared types.
             names: Outputs wanted.
         """
-        new = check_step(self._component, tensors, self._batch, self._length)
+        new = self._check_step(tensors, self._batch, self._length)
         request = self._request
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))

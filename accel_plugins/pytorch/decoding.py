@@ -12,12 +12,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from accel.artifact import Component
 from accel.backends.checks import (
+    StepCheck,
     check_crop,
     check_drop,
     check_join,
     check_rows,
     check_state,
-    check_step,
     wanted_outputs,
 )
 from accel.backends.continuing import moved_right
@@ -124,6 +124,7 @@ class DecoderSession(ModuleSession):
 
     def __init__(self, model: Any, part: Source, component: Component, device: DeviceSpec, dtype: str) -> None:
         super().__init__(model, component, device, dtype, {})
+        self._check_step = StepCheck(component)
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
         kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
@@ -143,7 +144,7 @@ class DecoderSession(ModuleSession):
         if outputs is not None:
             wanted_outputs(outputs, list(self._output_dtypes))
         tensors = self._placed(feeds, self._dtypes)
-        new = check_step(self._component, tensors, state.batch, state.length)
+        new = self._check_step(tensors, state.batch, state.length)
         with torch.inference_mode():
             if self._cross:
                 logits = self._decode(model, tensors, state)

@@ -382,6 +382,8 @@ class OrtSession(SessionDescription):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as ONNX Runtime can read it: contiguous, where the session runs."""
+        if tensor.device == self._where and tensor.is_contiguous() and not tensor.requires_grad:
+            return tensor
         return tensor.detach().to(self._where).contiguous()
 
     def _run_bound(

@@ -9,13 +9,13 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import check_crop, check_drop, check_held, check_join, check_rows, check_step, grows
+from accel.backends.checks import StepCheck, check_crop, check_drop, check_held, check_join, check_rows, grows
 from accel.backends.continuing import moved_right
 from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds, State
 from accel.errors import InputError
 
-from .values import as_ort_value, ort_value_as_tensor
+from .values import Binding, native_as_tensor
 
 # Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
 _MIN_CAPACITY = 256
@@ -66,14 +66,18 @@ class OrtState(StateDescription):
         self._lengths = lengths
         # Columns of the caller's mask that have no place, for each row; `None` where no row has any.
         self._front: torch.Tensor | None = None
-        self._mask = next((spec.name for spec in component.inputs if spec.shape[-1] == "total"), None)
-        self._results = [spec.name for spec in component.outputs if spec.pair is None]
+        # What `LENGTHS` is given as long as no row has any.
+        self._last = torch.zeros(batch, dtype=torch.int32)
+        self._check_step = StepCheck(component)
+        self._mask = self._check_step.mask
+        self._kept = next((spec.name for spec in component.inputs if spec.shape == ("kept",)), None)
+        self._results = [spec for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
         # What those that are written in place are the first rows of.
         self._bases: dict[str, torch.Tensor] = {}
         # ONNX Runtime's values behind them.
         self._held: list[Any] = []
-        self._binding: Any = None
+        self._binding: Binding | None = None
         self._capacity = 0
 
     @property
@@ -250,33 +254,47 @@ class OrtState(StateDescription):
             feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, where the state is, of the declared types.
             names: Outputs wanted, none of the cache.
         """
-        new = check_step(self._component, feeds, self._batch, self._length)
+        new = self._check_step(feeds, self._batch, self._length)
         if self._in_place and new > 1 and self._length and self._batch > 1:
             return self._one_by_one(feeds, names, new)
         total = self._length + new
-        self._reserve(total)
-        binding = self._binding
+        binding = self._reserve(total)
         if self._lengths:
             feeds = self._with_lengths(feeds, total)
         for name, tensor in feeds.items():
-            binding.bind_ortvalue_input(name, as_ort_value(tensor))
-        for name in self._results:
-            self._bind_output(binding, name)
+            binding.read(name, tensor)
+        sizes = {"batch": self._batch, "sequence": new, "total": total}
+        if self._kept is not None:
+            sizes["kept"] = feeds[self._kept].shape[0]
+        found = {}
+        for spec in self._results:
+            result = self._room(spec, sizes)
+            binding.write(spec.name, result)
+            if result is not None:
+                found[spec.name] = result
         if self._where != HOST:
             # ONNX Runtime computes on a stream of its own, and is done when it returns.
             torch.cuda.current_stream(self._where).synchronize()
-        self._session.run_with_iobinding(binding)
-        values = dict(zip(self._order, binding.get_outputs(), strict=True))
+        binding.run()
         self._length = total
-        found = {name: ort_value_as_tensor(values[name]) for name in names}
-        if self._where != HOST:
-            # There ONNX Runtime uses the memory of a value again as soon as that is gone.
-            found = {name: tensor.clone() for name, tensor in found.items()}
-        if self._replaced:
-            made = {spec.name: ort_value_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
+        if self._replaced or len(found) < len(self._results):
+            values = binding.made()
+            for name in names:
+                if name not in found:
+                    result = native_as_tensor(values[name])
+                    # On a GPU, ONNX Runtime uses the memory of a value again as soon as that is gone.
+                    found[name] = result if self._where == HOST else result.clone()
+            made = {spec.name: native_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
             self._replace({**self._buffers, **made})
             self._held = [values[spec.pair or ""] for spec in self._replaced]
-        return found
+        return {name: found[name] for name in names}
+
+    def _room(self, spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor | None:
+        """Memory for an output, where its size is known before."""
+        shape = [axis if isinstance(axis, int) else sizes.get(axis) for axis in spec.shape]
+        if None in shape:
+            return None
+        return torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self._where)  # type: ignore[arg-type]
 
     def _with_lengths(self, feeds: Feeds, total: int) -> Feeds:
         """The inputs, with the place of each row's last token, and a mask of places instead of columns.
@@ -286,7 +304,9 @@ class OrtState(StateDescription):
         """
         front = self._front
         if front is None:
-            return {**feeds, LENGTHS: torch.full((self._batch,), total - 1, dtype=torch.int32)}
+            if self._last.shape[0] != self._batch:
+                self._last = torch.empty(self._batch, dtype=torch.int32)
+            return {**feeds, LENGTHS: self._last.fill_(total - 1)}
         assert self._mask is not None
         mask, columns = feeds[self._mask], torch.arange(total)
         if bool(mask[columns < front.unsqueeze(1)].any()):
@@ -297,12 +317,9 @@ class OrtState(StateDescription):
         placed = mask.gather(1, places.clamp(max=total - 1)) * (places < total)
         return {**feeds, self._mask: placed.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
 
-    def _bind_output(self, binding: Any, name: str | None) -> None:
-        binding.bind_output(name, self._where.type, self._where.index or 0)
-
     def _one_by_one(self, feeds: Feeds, names: Sequence[str], new: int) -> dict[str, torch.Tensor]:
         specs = {spec.name: spec for spec in self._component.inputs}
-        kept = next((name for name, spec in specs.items() if spec.shape == ("kept",)), None)
+        kept = self._kept
         steps: list[dict[str, torch.Tensor]] = []
         start = self._length
         for i in range(new):
@@ -322,13 +339,15 @@ class OrtState(StateDescription):
             return whole
         return {name: tensor.index_select(1, feeds[kept]) for name, tensor in whole.items()}
 
-    def _reserve(self, total: int) -> None:
+    def _reserve(self, total: int) -> Binding:
         """Room for `total` tokens, and a binding that knows the buffers."""
         if self._in_place and total > self._capacity:
             self._capacity = _roomy(total, self._capacity)
-        elif self._binding is not None:
-            return
-        self._replace({spec.name: self._grown(spec) for spec in self._pasts})
+            self._binding = None
+        if self._binding is None:
+            self._replace({spec.name: self._grown(spec) for spec in self._pasts})
+        assert self._binding is not None
+        return self._binding
 
     def _grown(self, spec: TensorSpec) -> torch.Tensor:
         before = self._buffers.get(spec.name)
@@ -351,21 +370,14 @@ class OrtState(StateDescription):
     def _replace(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Bind these buffers instead."""
         self._buffers = dict(buffers)
-        self._binding = self._session.io_binding()
-        self._order = []
+        self._binding = None
+        if len(self._buffers) < len(self._pasts):
+            return
+        self._binding = Binding(self._session, self._where)
         for spec in self._pasts:
-            buffer = self._buffers.get(spec.name)
-            if buffer is None:
-                self._binding = None
-                return
-            value = as_ort_value(buffer)
-            self._binding.bind_ortvalue_input(spec.name, value)
-            if spec.name in self._in_place:
-                self._binding.bind_ortvalue_output(spec.pair, value)
-            else:
-                self._bind_output(self._binding, spec.pair)
-            self._order.append(spec.pair)
-        self._order += self._results
+            buffer = self._buffers[spec.name]
+            self._binding.read(spec.name, buffer)
+            self._binding.write(spec.pair or "", buffer if spec.name in self._in_place else None)
 
 
 def _roomy(tokens: int, before: int) -> int:

@@ -1,0 +1,143 @@
+"""Greedy and sampled decoding: transformers' loop, without the work between two steps whose result is known.
+
+transformers reads the prompt and prepares the first call behind it. From then on the inputs of a call differ from those of the last one
+in known ways alone: new tokens, a mask longer by one, positions greater by one. Where a caller wants more than tokens (scores, criteria of
+its own, a cache by another name), its loop runs: `fits` says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from .cache import StateCache
+
+# Modules whose way to prepare a call is as described above.
+_KNOWN = ("transformers.generation.utils", "accel.models.vision_language")
+_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+
+
+def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` can go through `decode`, which makes the same tokens."""
+    return (
+        isinstance(kwargs.get("past_key_values"), StateCache)
+        and bool(kwargs.get("use_cache"))
+        and not config.return_dict_in_generate
+        and not config.is_assistant
+        and all(type(one) in _CRITERIA for one in criteria)
+        # transformers warns of texts longer than the positions, at a step.
+        and all(
+            one.max_position_embeddings is None or one.max_length <= one.max_position_embeddings
+            for one in criteria
+            if isinstance(one, MaxLengthCriteria)
+        )
+        and criteria.max_length is not None
+        and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
+        and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
+    )
+
+
+def decode(
+    model: Any,
+    ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """The prompt and what the model writes behind it: `(batch, sequence + new)`.
+
+    Args:
+        model: Whose calls.
+        ids: `(batch, sequence)`: the prompt, or the tokens that a decoder begins with.
+        processors: Of the logits; called with all ids so far.
+        criteria: The greatest length, and tokens that end a row; such rows go on with padding.
+        config: Says whether tokens are drawn.
+        streamer: Is given each step's tokens.
+        kwargs: What transformers keeps between calls, the cache among it.
+    """
+    ends = {end for one in criteria if isinstance(one, EosTokenCriteria) for end in one.eos_token_id.tolist()}
+    padding = int(config._pad_token_tensor) if ends else 0
+    live = [True] * len(ids)
+    left = criteria.max_length - ids.shape[1]
+    made = [ids]
+    outputs = model._prefill(ids, config, kwargs)
+    following = _Inputs(model, outputs, kwargs)
+    while True:
+        # A processor may write to its logits. Neither they nor the outputs are kept: those of a whole prompt are large.
+        scores = outputs.logits[:, -1].to(ids.device, torch.float32, copy=bool(processors))
+        del outputs
+        if processors:
+            ids = torch.cat(made, dim=1)
+            made = [ids]
+            scores = processors(ids, scores)
+        if config.do_sample:
+            tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
+        else:
+            tokens = scores.argmax(dim=-1, keepdim=True)
+        if ends:
+            values = tokens[:, 0].tolist()
+            if not all(live):
+                values = [value if lives else padding for value, lives in zip(values, live, strict=True)]
+                tokens = tokens.new_tensor(values).unsqueeze(1)
+            if not ends.isdisjoint(values):
+                live = [lives and value not in ends for value, lives in zip(values, live, strict=True)]
+        made.append(tokens)
+        left -= 1
+        del scores
+        if streamer is not None:
+            streamer.put(tokens[:, 0].cpu())
+        if left <= 0 or not any(live):
+            return torch.cat(made, dim=1)
+        outputs = model(**following.after(tokens, left), return_dict=True)
+
+
+class _Inputs:
+    """The inputs of each call behind the prompt's.
+
+    Args:
+        model: Whose `generate` it is.
+        outputs: Of the call before.
+        kwargs: What transformers keeps between calls.
+    """
+
+    def __init__(self, model: Any, outputs: Any, kwargs: dict[str, Any]) -> None:
+        self._model = model
+        encoder = model.config.is_encoder_decoder
+        self._kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=encoder)
+        self._ids, self._positions, self._mask = (
+            f"decoder_{name}" if encoder else name for name in ("input_ids", "position_ids", "attention_mask")
+        )
+        self._inputs: dict[str, Any] = {}
+        self._columns = 0
+        # The mask of the longest text: each call sees the first columns of it.
+        self._longest: torch.Tensor | None = None
+
+    def after(self, tokens: torch.Tensor, left: int) -> dict[str, Any]:
+        """Those with new tokens `(batch, 1)`; at most `left` calls come, this one among them."""
+        inputs: dict[str, Any] = self._inputs
+        if not inputs:
+            inputs = self._inputs = self._model.prepare_inputs_for_generation(
+                tokens, next_sequence_length=1, **self._kwargs
+            )
+            if (mask := inputs.get(self._mask)) is not None:
+                self._columns = mask.shape[1]
+                self._longest = torch.cat([mask, mask.new_ones((len(mask), left))], dim=1)
+            return inputs
+        inputs[self._ids] = tokens
+        if inputs.get(self._positions) is not None:
+            inputs[self._positions] = inputs[self._positions] + 1
+        if self._longest is not None:
+            self._columns += 1
+            inputs[self._mask] = self._longest[:, : self._columns]
+        return inputs

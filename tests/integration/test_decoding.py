@@ -1,0 +1,131 @@
+"""The loop of greedy and sampled decoding: transformers' tokens without transformers' loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.tasks.infer import task_spec
+from accel.testing.generators import tiny_generator
+from accel.testing.models import VOCABULARY
+
+Artifacts = Callable[..., Artifact]
+ROWS = {"input_ids": torch.tensor([[0, 0, 11, 12], [13, 14, 15, 16], [0, 17, 18, 19]])}
+ROWS["attention_mask"] = (ROWS["input_ids"] > 0).long()
+ONE = {name: rows[1:2] for name, rows in ROWS.items()}
+ALIKE: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95},
+    "drawn of all": {"do_sample": True, "top_k": 0},
+    "processors": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "many a row": {"do_sample": True, "num_return_sequences": 2},
+    "in parts": {"prefill_chunk_size": 3},
+}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own loop is an error of a model of ours."""
+    theirs = transformers.GenerationMixin._sample
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not isinstance(self, accel.ORTModel), "transformers' loop ran"
+        return theirs(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "_sample", refuse)
+
+
+def model_of(artifact: Artifact) -> Any:
+    return getattr(accel, task_spec(artifact.task).model_name)(artifact)
+
+
+@pytest.mark.parametrize("family", ["llama", "bart", pytest.param("t5", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("choices", ALIKE.values(), ids=ALIKE)
+@pytest.mark.usefixtures("alone")
+def test_tokens_are_those_of_transformers(family: str, choices: dict[str, Any], generator: Artifacts) -> None:
+    if family != "llama" and "prefill_chunk_size" in choices:
+        pytest.skip("transformers reads prompts in parts for decoders alone")
+    original, model = tiny_generator(family), model_of(generator(family))
+    for given in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
+        torch.manual_seed(7)
+        free = original.generate(**given, max_new_tokens=12, **choices)
+        # One that some rows make early, others late or never.
+        end = int(free[0, -6])
+        for ends in (None, end, [end, int(free[-1, -3])]):
+            torch.manual_seed(7)
+            expected = original.generate(**given, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
+            torch.manual_seed(7)
+            found = model.generate(**given, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_streamer_is_given_each_token(generator: Artifacts) -> None:
+    model, seen = model_of(generator("llama")), []
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+        def put(self, value: torch.Tensor) -> None:
+            seen.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            seen.append("end")
+
+    found = model.generate(**ONE, max_new_tokens=5, eos_token_id=None, streamer=Streamer())
+    assert seen == [*found[0].tolist(), "end"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_conversation_goes_on(generator: Artifacts) -> None:
+    model, original = model_of(generator("llama")), tiny_generator("llama")
+    cache = model.new_cache()
+    ids = ONE["input_ids"]
+    for _ in range(3):
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
+        assert torch.equal(found, original.generate(ids, max_new_tokens=4, eos_token_id=None))
+        assert cache.get_seq_length() == found.shape[1] - 1
+        ids = torch.cat([found, torch.randint(4, VOCABULARY, (1, 3))], dim=1)
+
+
+class _After(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers is untyped here
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 8)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"use_cache": False},
+        {"stopping_criteria": transformers.StoppingCriteriaList([_After()])},
+    ],
+    ids=["scores", "no cache", "criteria"],
+)
+def test_what_asks_for_more_goes_through_transformers(asked: dict[str, Any], generator: Artifacts) -> None:
+    model, original = model_of(generator("llama")), tiny_generator("llama")
+    found, expected = (one.generate(**ROWS, max_new_tokens=9, **asked) for one in (model, original))
+    if isinstance(found, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert torch.equal(found.sequences, expected.sequences)
+        assert len(found.scores) == 9
+        torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_with_steps_of_its_own_is_asked_at_each(generator: Artifacts) -> None:
+    calls = []
+
+    class Own(accel.ORTModelForCausalLM):
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = Own(generator("llama"))
+    expected = tiny_generator("llama").generate(**ONE, max_new_tokens=5, eos_token_id=None)
+    assert torch.equal(model.generate(**ONE, max_new_tokens=5, eos_token_id=None), expected)
+    assert len(calls) == 5
