@@ -1,10 +1,14 @@
 """`accel serve` against the in-process pipeline (one caller) and against FastAPI over PyTorch without batching (many callers).
 
-    python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6] [--rate-overload 3]
+    python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6]
+    python benchmarks/serving.py OUT.json --int8 FOLDER [--backend openvino] --callers 1
 
 BANKING77's test queries, every server a process of its own, clients in another one on the same machine, variants taking
 turns; answers are compared first. Needs the extra `serve` and, for the other side, FastAPI. Without a folder it takes the
 model that ships with accel, as a model for embeddings.
+
+With `--int8` both classify texts of 128 tokens by a model of DistilBERT's shape, made in that folder: accel in static int8, the other
+side in float32. Its weights are random: answers have the same form, and no accuracy to compare.
 """
 
 from __future__ import annotations
@@ -27,9 +31,12 @@ import numpy as np
 
 from accel.demo import MODEL, read_test_set
 
+EMBED, CLASSIFY = "/v1/embeddings", "/classify"
+FIELD = {EMBED: "input", CLASSIFY: "inputs"}
 
-def fastapi(folder: str, port: int) -> None:
-    """The usual server: a function that tokenizes, runs and pools one request."""
+
+def fastapi(folder: str, path: str, port: int) -> None:
+    """The usual server: a function that tokenizes and runs one request."""
     import torch
     import transformers
     import uvicorn
@@ -37,9 +44,18 @@ def fastapi(folder: str, port: int) -> None:
 
     app = FastAPI()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = transformers.AutoModel if path == EMBED else transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
 
-    @app.post("/v1/embeddings")
+    @app.post(CLASSIFY)
+    def classify(body: dict[str, str]) -> Any:
+        inputs = tokenizer(body["inputs"], return_tensors="pt", truncation=True, return_token_type_ids=False)
+        with torch.inference_mode():
+            scores = model(**inputs).logits.softmax(-1)[0]
+        best = int(scores.argmax())
+        return [{"label": model.config.id2label[best], "score": float(scores[best])}]
+
+    @app.post(EMBED)
     def embed(body: dict[str, str]) -> Any:
         inputs = tokenizer(body["input"], return_tensors="pt", truncation=True)
         with torch.inference_mode():
@@ -87,7 +103,7 @@ def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
         process.wait(60)
 
 
-def load(port: int, process: int, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
+def load(port: int, process: int, path: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
     """A closed loop of so many callers."""
     taken: list[float] = []
     statuses: dict[int, int] = {}
@@ -99,7 +115,7 @@ def load(port: int, process: int, texts: list[str], callers: int, seconds: float
         i = which
         while time.perf_counter() < end:
             start = time.perf_counter()
-            status, _ = connection.post("/v1/embeddings", {"input": texts[i % len(texts)]})
+            status, _ = connection.post(path, {FIELD[path]: texts[i % len(texts)]})
             own.append(time.perf_counter() - start)
             seen[status] = seen.get(status, 0) + 1
             i += callers
@@ -148,6 +164,36 @@ def overhead(port: int, folder: str, texts: list[str], rounds: int) -> dict[str,
     return {**medians, "overhead_ms": medians["http_ms"] - medians["in_process_ms"]}
 
 
+def classifiers(folder: Path, backend: str) -> tuple[str, str]:
+    """A classifier of DistilBERT's shape with the demo's tokenizer, and an artifact of it in static int8."""
+    import transformers
+    from quantization import feeds_for, random_model
+
+    from accel.stages.export import export
+    from accel.stages.quantize_once import quantize
+
+    original, exported, quantized = (folder / name for name in ("float32", f"{backend}-float32", f"{backend}-int8"))
+    if not quantized.is_dir():
+        random_model(original)
+        transformers.AutoTokenizer.from_pretrained(MODEL, model_max_length=128).save_pretrained(original)
+        artifact = export(original, exported, backend=backend, task="text-classification")
+        calibration = [feeds_for(artifact, 1, 128, seed) for seed in range(16)]
+        quantize(artifact, quantized, scheme="static-int8", backend=backend, calibration=calibration)
+    return str(original), str(quantized)
+
+
+def long_texts(folder: str, texts: list[str]) -> list[str]:
+    """Texts of 128 tokens, made of the queries."""
+    import transformers
+
+    tokenizer, made = transformers.AutoTokenizer.from_pretrained(folder), []
+    for start in range(0, 640, 20):
+        joined = " ".join(texts[start : start + 20])
+        end = tokenizer(joined, truncation=True, return_offsets_mapping=True)["offset_mapping"][-2][1]
+        made.append(joined[:end])
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
@@ -156,29 +202,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--workers", default="1")
+    parser.add_argument("--int8", type=Path)
+    parser.add_argument("--backend", default="openvino")
     parser.add_argument("--fastapi-port", type=int)
+    parser.add_argument("--path", default=EMBED)
     args = parser.parse_args()
     if args.fastapi_port:
-        fastapi(args.model, args.fastapi_port)
+        fastapi(args.model, args.path, args.fastapi_port)
         return
-    texts = read_test_set()[0]
-    ours = ("-m", "accel.cli", "serve", f"model={args.model}", "--task", "sentence-similarity", "--port", "8461",
+    texts, path, folders = read_test_set()[0], EMBED, (args.model, args.model)
+    task = "sentence-similarity"
+    if args.int8 is not None:
+        folders, path, task = classifiers(args.int8, args.backend), CLASSIFY, "text-classification"
+        texts = long_texts(folders[0], texts)
+    ours = ("-m", "accel.cli", "serve", f"model={folders[1]}", "--task", task, "--port", "8461",
             "--workers", args.workers)  # fmt: skip
-    theirs = (__file__, "-", args.model, "--fastapi-port", "8462")
+    theirs = (__file__, "-", folders[0], "--path", path, "--fastapi-port", "8462")
     found: dict[str, Any] = {"accel": [], "fastapi": []}
     with server(*ours, port=8461, ready="/ready") as mine, server(*theirs, port=8462, ready="/docs") as other:
         for text in texts[:20]:
-            rows = [
-                json.loads(Connection(port).post("/v1/embeddings", {"input": text})[1]) for port, _ in (mine, other)
-            ]
+            rows = [json.loads(Connection(port).post(path, {FIELD[path]: text})[1]) for port, _ in (mine, other)]
+            if path == CLASSIFY:
+                assert all(set(row[0]) == {"label", "score"} for row in rows), "the servers answer otherwise"
+                continue
             first, second = (np.array(row["data"][0]["embedding"]) for row in rows)
             assert np.allclose(first, second, atol=1e-4), "the servers answer otherwise"
         for turn in range(args.rounds + 1):
             for name, (port, process) in (("accel", mine), ("fastapi", other)):
-                result = load(port, process, texts, args.callers, args.seconds if turn else 2)
+                result = load(port, process, path, texts, args.callers, args.seconds if turn else 2)
                 if turn:
                     found[name].append(result)
-        one = overhead(mine[0], args.model, texts, args.rounds)
+        one = overhead(mine[0], args.model, texts, args.rounds) if path == EMBED else None
     medians = {
         name: {key: statistics.median(one[key] for one in results) for key in results[0] if key != "statuses"}
         for name, results in found.items()
