@@ -99,7 +99,7 @@ def decode(
             streamer.put(tokens[:, 0].cpu())
         if left <= 0 or not any(live):
             return torch.cat(made, dim=1)
-        outputs = model(**following.after(tokens, left), return_dict=True)
+        outputs = model(**following.after(tokens, left))
 
 
 class _Inputs:
