@@ -1,0 +1,91 @@
+"""Commands around a server that is in use: how much it bears, how many of it are needed, and work that no one waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigError
+from .application import app, columns_of, command, emit, pairs_of
+from .exit_codes import FAILED
+from .options import Column, Json, Report, Verbose
+
+_KEY = "ACCEL_API_KEY"
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="NAME=JSON", help="An option of the operation; repeat.")
+]
+
+
+def options_of(pairs: list[str] | None) -> dict[str, Any]:
+    """What `--option` says: JSON, or a text as it is."""
+    made: dict[str, Any] = {}
+    for name, value in (pairs_of(pairs, "--option", "top_k=3") or {}).items():
+        try:
+            made[name] = json.loads(value)
+        except ValueError:
+            made[name] = value
+    return made
+
+
+@app.command(
+    epilog="Example: accel loadtest http://127.0.0.1:8000 --rate 50 --rate 100 --objective-ms 100 --report load.html"
+)
+def loadtest(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a server, or of one of its endpoints.")],
+    rate: Annotated[
+        list[float] | None, typer.Option("--rate", "-r", help="Requests a second; repeat. [default: 10]")
+    ] = None,
+    objective_ms: Annotated[
+        float | None, typer.Option(help="A request is good when it is answered within this.")
+    ] = None,
+    share: Annotated[float, typer.Option(help="Of requests that must be good.")] = 0.99,
+    find: Annotated[
+        bool, typer.Option("--find", help="Look for the highest rate that meets the objective, from --rate on.")
+    ] = False,
+    precision: Annotated[float, typer.Option(help="Of that rate, relative.")] = 0.05,
+    seconds: Annotated[float, typer.Option(help="For how long requests of one rate arrive.")] = 10.0,
+    warmup: Annotated[float, typer.Option(help="Seconds before that, at the same rate, that do not count.")] = 2.0,
+    arrivals: Annotated[str, typer.Option(help="poisson (independent callers) or uniform.")] = "poisson",
+    data: Annotated[
+        str | None, typer.Option(help="Texts: CSV, JSON lines, Parquet. Left out: 77 intents of a bank's customers.")
+    ] = None,
+    column: Column = None,
+    model: Annotated[str | None, typer.Option(help="Which one, of several.")] = None,
+    option: Options = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder of a tokenizer, for /v2 servers that take tokens.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until a request is given up.")] = 30.0,
+    connections: Annotated[int, typer.Option(help="At once, at most.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of arrivals and texts.")] = 0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")] = False,
+    report: Report = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Send requests to a server at given rates, whatever it answers, and measure how long each waits; the key is taken from ACCEL_API_KEY."""
+    with command(as_json, verbose):
+        from ..demo import TEST_SET
+        from ..measuring.reporting import check_pages
+        from ..serving.loadtest.page import page, text
+        from ..serving.loadtest.running import LoadSettings, loadtest as run
+
+        check_pages(report, None)
+        settings = LoadSettings(
+            rates=tuple(rate or (10.0,)), find=find, precision=precision, objective_ms=objective_ms, share=share,
+            seconds=seconds, warmup_s=warmup, arrivals=arrivals, timeout_s=timeout,  # type: ignore[arg-type]
+            connections=connections, seed=seed,
+        )  # fmt: skip
+        found = run(
+            url, data or TEST_SET, settings, model=model, columns=columns_of(column), options=options_of(option),
+            tokenizer=tokenizer, key=os.environ.get(_KEY), insecure=insecure,
+        )  # fmt: skip
+        if report is not None:
+            report.write_text(page(found, title=f"accel loadtest {url}"), encoding="utf-8")
+        emit(found.to_dict(), as_json, "" if as_json else text(found))
+        if found.settings["find"] and found.best_rate is None:
+            raise typer.Exit(FAILED)
