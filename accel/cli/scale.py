@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ConfigError
 from .application import app, columns_of, command, emit, pairs_of
 from .exit_codes import FAILED
-from .options import Column, Json, Report, Verbose
+from .options import Backend, Column, Device, Json, Report, Revision, Task, Threads, Trust, Verbose
 
 _KEY = "ACCEL_API_KEY"
 Options = Annotated[
@@ -67,12 +66,13 @@ def loadtest(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Send requests to a server at given rates, whatever it answers, and measure how long each waits; the key is taken from ACCEL_API_KEY."""
+    """Send requests to a server at given rates, whatever it answers, and measure how long each waits. Key: ACCEL_API_KEY."""
     with command(as_json, verbose):
         from ..demo import TEST_SET
         from ..measuring.reporting import check_pages
         from ..serving.loadtest.page import page, text
-        from ..serving.loadtest.running import LoadSettings, loadtest as run
+        from ..serving.loadtest.running import LoadSettings
+        from ..serving.loadtest.running import loadtest as run
 
         check_pages(report, None)
         settings = LoadSettings(
@@ -89,3 +89,63 @@ def loadtest(
         emit(found.to_dict(), as_json, "" if as_json else text(found))
         if found.settings["find"] and found.best_rate is None:
             raise typer.Exit(FAILED)
+
+
+@app.command(
+    epilog="Example: accel batch out-int8/ --data reviews.parquet --out answers/ --column text=review --keep id"
+)
+def batch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Artifact, folder or Hub id.")],
+    data: Annotated[list[str], typer.Option(help="CSV, JSON lines or Parquet: a file, folder or pattern; repeat.")],
+    out: Annotated[Path, typer.Option(help="Folder for the answers; the one of a killed run goes on.")],
+    operation: Annotated[
+        str | None, typer.Option(help="embed, generate, a pipeline's task, ...; the model's own.")
+    ] = None,
+    option: Options = None,
+    column: Column = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Column that is copied to the answers; repeat.")] = None,
+    on_error: Annotated[str, typer.Option(help="At a row without an answer: stop, or record what was wrong.")] = "stop",
+    format: Annotated[str, typer.Option(help="parquet or jsonl.")] = "parquet",
+    rows_a_part: Annotated[int, typer.Option(help="Rows of a file of answers.")] = 2048,
+    workers: Annotated[int, typer.Option(min=1, help="Sessions; they share the processors.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of the model.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
+    ray: Annotated[bool, typer.Option("--ray", help="By Ray Data, on this machine or a cluster.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --ray, a cluster: auto, HOST:PORT or ray://HOST:PORT.")
+    ] = None,
+    replicas: Annotated[str, typer.Option(help="With --ray, processes: 4, or 1:4.")] = "1",
+    cpus: Annotated[float, typer.Option(min=0, help="With --ray, processors of each.")] = 1.0,
+    gpus: Annotated[float, typer.Option(min=0, help="With --ray, GPUs of each; 0.5 shares one.")] = 0.0,
+    task: Task = None,
+    backend: Backend = None,
+    device: Device = None,
+    threads: Threads = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Answer every row of a table, each exactly once: killed and called again, it goes on where it was."""
+    with command(as_json, verbose):
+        from ..config import SessionOptions
+
+        arguments: dict[str, Any] = {
+            "operation": operation, "options": options_of(option), "columns": columns_of(column), "keep": keep or (),
+            "rows_a_part": rows_a_part, "format": format, "on_error": on_error,
+            "workers": workers, "max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "task": task,
+            "backend": backend, "device": device, "revision": revision, "trust_remote_code": trust_remote_code,
+            "session_options": SessionOptions(threads=threads) if threads is not None else None,
+        }  # fmt: skip
+        if ray or address is not None:
+            from ..serving.batch.on_ray import batch_on_ray
+
+            done = batch_on_ray(model, data, out, address=address, replicas=replicas, cpus=cpus, gpus=gpus, **arguments)
+        else:
+            from ..serving.batch.running import batch as run
+
+            done = run(model, data, out, **arguments)
+        speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
+        told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
+        broken = f"\n{done.broken} rows have no answer: see their column `error`." if done.broken else ""
+        emit(done, as_json, told + broken)

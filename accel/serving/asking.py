@@ -104,7 +104,7 @@ def find_columns(operation: str, columns: Sequence[str], named: Mapping[str, str
             continue
         free = [name for name in columns if name not in found.values()]
         known = [name for name in _KNOWN[use] if name in free]
-        if not known and len(free) > 1 or not free:
+        if not free or (not known and len(free) > 1):
             raise InputError(
                 f"None of the columns {', '.join(columns)} is clearly the {use}.",
                 fix=f"say which: --column {use}=NAME.",

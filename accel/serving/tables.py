@@ -70,6 +70,20 @@ class Table:
         """How many rows there are."""
         return sum(part.rows for part in self.parts)
 
+    def types(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Arrow's types of some columns: as Parquet says, text of CSV, and what the first rows of JSON lines hold."""
+        import pyarrow as pa
+
+        first = self.files[0]
+        if first.suffix.lower() == ".parquet":
+            schema = _Parquet().schema(first)
+            return {name: schema.field(name).type for name in columns}
+        if first.suffix.lower() in (".csv", ".tsv"):
+            return dict.fromkeys(columns, pa.string())
+        rows = [row for row in self.read(self.parts[0], columns)[:_LOOKED_AT] if not isinstance(row, Broken)]
+        found = {name: pa.infer_type([row.get(name) for row in rows]) for name in columns}
+        return {name: pa.string() if pa.types.is_null(kind) else kind for name, kind in found.items()}
+
     def read(self, part: Part, columns: Sequence[str]) -> list[Row]:
         """The rows of a part, with some of their columns; those that cannot be read say why.
 
@@ -100,7 +114,9 @@ def scan(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rows_a
         raise ConfigError(f"A part cannot have {rows_a_part} rows.", fix="use at least 1.")
     files = _files(data)
     kind = _KINDS[files[0].suffix.lower()]
-    digests, parts, start = [], [], 0
+    digests: list[str] = []
+    parts: list[Part] = []
+    start = 0
     for number, path in enumerate(files):
         digest, rows, offsets = kind.scan(path, rows_a_part)
         digests.append(digest)
@@ -129,7 +145,7 @@ def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> t
             found += sorted(Path(match) for match in glob.glob(os.fspath(path)))  # noqa: PTH207  # absolute patterns, too
     kinds = sorted({file.suffix.lower() for file in found})
     if not found:
-        raise ConfigError(f"There is no file {os.fspath(data) if isinstance(data, str | os.PathLike) else data!r}.", fix="check the path.")  # fmt: skip
+        raise ConfigError(f"There is no file {data!s}.", fix="check the path.")
     if len(kinds) > 1 or kinds[0] not in _KINDS:
         raise ConfigError(
             f"{', '.join(kind or 'files without a suffix' for kind in kinds)} cannot be read as one table.",
@@ -291,7 +307,11 @@ class _Parquet:
 
     def columns(self, path: Path) -> tuple[str, ...]:
         """See `_Kind`."""
-        return tuple(self._opened(path).schema_arrow.names)
+        return tuple(self.schema(path).names)
+
+    def schema(self, path: Path) -> Any:
+        """Arrow's schema."""
+        return self._opened(path).schema_arrow
 
     def read(self, path: Path, part: Part, columns: Sequence[str]) -> list[Row]:
         """See `_Kind`."""
@@ -308,17 +328,17 @@ class _Parquet:
         return made
 
     def _opened(self, path: Path) -> Any:
-        import pyarrow
+        import pyarrow as pa
         from pyarrow import parquet
 
         try:
             return parquet.ParquetFile(path)
-        except (pyarrow.ArrowInvalid, OSError) as error:
+        except (pa.ArrowInvalid, OSError) as error:
             raise InputError(f"{path.name} is no Parquet file: {error}", fix="check the file.") from error
 
 
 @functools.lru_cache(maxsize=2)
-def _row_group(path: Path, changed_ns: int, group: int, columns: tuple[str, ...]) -> Any:
+def _row_group(path: Path, changed_ns: int, group: int, columns: tuple[str, ...]) -> Any:  # noqa: ARG001  # a file that changed is another
     """Columns of a row group: one holds many parts, which are read one after another."""
     from pyarrow import parquet
 

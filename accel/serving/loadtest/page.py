@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import Any
 
 from ...measuring.reporting import document
 from .results import QUANTILES, LoadTest, RateRun
@@ -167,14 +166,12 @@ def _plot(
         made.append(f"<line class=whisker stroke-dasharray='4 4' x1={_LEFT} x2={_WIDTH} y1={y:.1f} y2={y:.1f}></line>")
     for number, (name, line) in enumerate(lines.items()):
         color = _COLORS[number % len(_COLORS)]
-        places = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
+        places = " ".join(f"{px:.1f},{py:.1f}" for px, py in (place(x, y) for x, y in line))
         made.append(f"<polyline points='{places}' fill=none stroke='{color}' stroke-width=2></polyline>")
-        made += [
-            "<circle cx={:.1f} cy={:.1f} r=3 fill='{}'><title>{}: {:.3g}</title></circle>".format(
-                *place(x, y), color, _safe(name), y
-            )
-            for x, y in line
-        ]
+        for x, y in line:
+            px, py = place(x, y)
+            told = f"{_safe(name)}: {y:.3g}"
+            made.append(f"<circle cx={px:.1f} cy={py:.1f} r=3 fill='{color}'><title>{told}</title></circle>")
         made.append(
             f"<text x={_LEFT + 12 + 110 * (number % 7)} y={14 + 16 * (number // 7)} style='fill:{color}'>{_safe(name)}</text>"
         )
