@@ -49,6 +49,7 @@ class RateRun:
         within: Share of all requests that were answered within the objective.
         met: Whether that is enough; `None` without an objective.
         queue_ms, inference_ms: Median of what the server says of its own time.
+        inference_p95_ms: The 95th percentile of the latter.
         client_late_ms: 99th percentile of how much later than planned the client sent, for reasons of its own.
         timeline: Second by second.
         sent: Requests by status, warm-up included: what the server should have counted.
@@ -69,6 +70,7 @@ class RateRun:
     met: bool | None
     queue_ms: float | None
     inference_ms: float | None
+    inference_p95_ms: float | None
     client_late_ms: float
     timeline: tuple[Second, ...]
     sent: Mapping[str, int]

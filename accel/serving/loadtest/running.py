@@ -219,8 +219,9 @@ async def _run(client: Client, traffic: Traffic, settings: LoadSettings, rate: f
         goodput=goodput,
         within=within,
         met=met,
-        queue_ms=_median([one.queue_ms for one in answered]),
-        inference_ms=_median([one.inference_ms for one in answered]),
+        queue_ms=_quantile([one.queue_ms for one in answered], 0.5),
+        inference_ms=_quantile([one.inference_ms for one in answered], 0.5),
+        inference_p95_ms=_quantile([one.inference_ms for one in answered], 0.95),
         client_late_ms=float(np.quantile([one.late_s * 1e3 for one in counted], 0.99)),
         timeline=_timeline(counted, settings),
         sent=dict(Counter(one.outcome for one in requests)),
@@ -228,9 +229,9 @@ async def _run(client: Client, traffic: Traffic, settings: LoadSettings, rate: f
     )
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def _quantile(values: Sequence[float | None], q: float) -> float | None:
     known = [one for one in values if one is not None]
-    return statistics.median(known) if known else None
+    return float(np.quantile(known, q)) if known else None
 
 
 def _timeline(requests: Sequence[Request], settings: LoadSettings) -> tuple[Second, ...]:
