@@ -91,6 +91,53 @@ def loadtest(
             raise typer.Exit(FAILED)
 
 
+@app.command(epilog="Example: accel sizing load.json --rate 2000 --objective-ms 50")
+def sizing(
+    test: Annotated[Path, typer.Argument(metavar="FILE", help="Written by `accel loadtest --json`, of one replica.")],
+    rate: Annotated[float, typer.Option("--rate", "-r", help="Requests a second, of all replicas.")],
+    objective_ms: Annotated[float, typer.Option(help="Latency that requests should not exceed.")],
+    share: Annotated[float, typer.Option(help="Of requests that should not.")] = 0.99,
+    max_batch: Annotated[int, typer.Option(help="As the server was started.")] = 64,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say how many replicas a rate needs, by a model of the queue that a load test calibrates, and how well that model fits."""
+    with command(as_json, verbose):
+        from ..errors import InputError
+        from ..serving.sizing import calibrate, check
+
+        try:
+            values = json.loads(test.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{test} is no JSON: {error}", fix="write it with accel loadtest ... --json.") from error
+        model = calibrate(values, max_batch=max_batch)
+        count, each = model.replicas(rate, objective_ms, share=share)
+        checks = check(values, max_batch=max_batch)
+        lines = [
+            f"{count} replicas for {rate:g} requests a second, {share:.0%} within {objective_ms:g} ms",
+            f"each: {each.rate:.1f} of {model.capacity:.1f} requests a second that it bears, {each.busy:.0%} busy, "
+            f"{each.batch:.1f} a call; p50 {each.median:.1f} ms, p95 {each.p95:.1f}, p99 {each.p99:.1f}",
+            f"a call takes {model.call_s * 1e3:.2f} ms and {model.request_s * 1e3:.2f} for each request in it",
+        ]
+        lines += [
+            f"check at {one.rate:g} a second, predicted from the other rates: p50 {one.predicted[0]:.1f} ms, measured "
+            f"{one.measured[0]:.1f} ({one.errors[0]:+.0%}); p99 {one.predicted[1]:.1f}, measured {one.measured[1]:.1f} "
+            f"({one.errors[1]:+.0%})"
+            for one in checks
+        ]
+        result = {
+            "replicas": count,
+            "each": each,
+            "model": model,
+            "capacity": model.capacity,
+            "checks": [
+                {"rate": one.rate, "measured": one.measured, "predicted": one.predicted, "errors": one.errors}
+                for one in checks
+            ],
+        }
+        emit(result, as_json, "\n".join(lines))
+
+
 @app.command(
     epilog="Example: accel batch out-int8/ --data reviews.parquet --out answers/ --column text=review --keep id"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,10 +43,12 @@ class Request:
 
 def plan(rate: float, seconds: float, arrivals: Arrivals, seed: int) -> list[float]:
     """When requests arrive."""
-    generator = np.random.default_rng(seed)
-    count = int(rate * seconds * 1.5 + 10 * (rate * seconds) ** 0.5 + 10)
-    steps = generator.exponential(1 / rate, count) if arrivals == "poisson" else np.full(count, 1 / rate)
-    times = np.cumsum(steps) - (steps[0] if arrivals == "uniform" else 0)
+    if arrivals == "uniform":
+        return [i / rate for i in range(math.ceil(rate * seconds))]
+    # Enough for a count that is twelve standard deviations above its mean.
+    mean = rate * seconds
+    steps = np.random.default_rng(seed).exponential(1 / rate, int(mean + 12 * mean**0.5 + 12))
+    times = np.cumsum(steps)
     return [float(one) for one in times[times < seconds]]
 
 

@@ -161,15 +161,16 @@ async def _tensors(client: Client, path: str, tokenizer: str | None) -> Body:
         shape = [1] * len(one["shape"])
         return lambda text: {"inputs": [{"name": one["name"], "datatype": "BYTES", "shape": shape, "data": [text]}]}
     if tokenizer is None:
-        names = ", ".join(f"{one['name']} {one['datatype']}" for one in inputs)
-        raise ConfigError(f"The model takes {names}, no text.", fix="name the folder of its tokenizer: --tokenizer.")
+        told = ", ".join(f"{one['name']} {one['datatype']}" for one in inputs)
+        raise ConfigError(f"The model takes {told}, no text.", fix="name the folder of its tokenizer: --tokenizer.")
     from transformers import AutoTokenizer
 
     read: Any = AutoTokenizer.from_pretrained(tokenizer)
+    names = [one["name"] for one in inputs]
 
     def body(text: str) -> dict[str, Any]:
-        tokens = read(text, truncation=True)
-        missing = [one["name"] for one in inputs if one["name"] not in tokens]
+        tokens = read(text, truncation=True, return_token_type_ids="token_type_ids" in names)
+        missing = [name for name in names if name not in tokens]
         if missing:
             raise ConfigError(f"The tokenizer makes no {', '.join(missing)}.", fix="use the model's own tokenizer.")
         made = [
