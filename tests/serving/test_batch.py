@@ -346,3 +346,14 @@ def test_the_command_is_killed_at_any_time(tiny_folder: Callable[..., Path], tmp
     found = read(tmp_path / "out")
     assert found["row"] == list(range(4000))
     assert None not in found["label"]
+
+
+@pytest.mark.parametrize("command", ["batch", "serve"])
+def test_without_ray_it_says_how_to_get_it(
+    command: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    more = ["--data", str(rows), "--out", str(tmp_path / "out")] if command == "batch" else ["--port", "0"]
+    done = CliRunner().invoke(app, [command, "model", "--ray", *more])
+    assert done.exit_code == 1
+    assert "accel-transformers[ray]" in done.output

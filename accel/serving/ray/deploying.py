@@ -22,6 +22,10 @@ _SLACK = 64
 """Requests beyond the engine's queue that Ray lets through to a replica, so that it is the engine that refuses, with 429."""
 
 
+ARGUMENTS = ("models", "engine", "settings", "traces", "replicas", "cpus", "gpus", "target", "drain_s")
+"""Of `build`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
     """How many there are, and what each takes.
@@ -106,11 +110,10 @@ def build(arguments: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: One that does not exist, or no models.
     """
-    known = {"models", "engine", "settings", "traces", "replicas", "cpus", "gpus", "target", "drain_s"}
     for name in arguments:
-        if name not in known:
+        if name not in ARGUMENTS:
             raise ConfigError(
-                f"There is no argument {name!r}.{did_you_mean(name, known)}", fix=f"use {', '.join(sorted(known))}."
+                f"There is no argument {name!r}.{did_you_mean(name, ARGUMENTS)}", fix=f"use {', '.join(ARGUMENTS)}."
             )
     if not arguments.get("models"):
         raise ConfigError("There are no models.", fix="set models.")
