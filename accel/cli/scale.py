@@ -117,7 +117,8 @@ def sizing(
             f"{count} replicas for {rate:g} requests a second, {share:.0%} within {objective_ms:g} ms",
             f"each: {each.rate:.1f} of {model.capacity:.1f} requests a second that it bears, {each.busy:.0%} busy, "
             f"{each.batch:.1f} a call; p50 {each.median:.1f} ms, p95 {each.p95:.1f}, p99 {each.p99:.1f}",
-            f"a call takes {model.call_s * 1e3:.2f} ms and {model.request_s * 1e3:.2f} for each request in it",
+            f"a call takes {model.call_s * 1e3:.2f} ms and {model.request_s * 1e3:.2f} for each request in it; HTTP and tokenization take "
+            f"{model.http_s * 1e3:.2f} ms of the processors a request",
         ]
         lines += [
             f"check at {one.rate:g} a second, predicted from the other rates: p50 {one.predicted[0]:.1f} ms, measured "

@@ -1,18 +1,21 @@
 """How many replicas a rate of requests needs: a queue with batches, calibrated by a load test.
 
 The engine takes what waits whenever the model is free, so a replica is a queue whose server takes up to `max_batch` requests at once, for a
-time that grows with their number. That time is a line through what a load test saw (`accel loadtest --json`, at rates from idle to
-overload): seconds a call, and seconds a request. Its latencies are simulated, since their percentiles have no closed form.
+time that grows with their number `n`: `(call_s + request_s * n) / (1 - rate * http_s)`, since HTTP and tokenization take their part of the
+processors from the model. The three are fitted to what a load test saw (`accel loadtest --json`, at rates from idle to overload).
+Latencies are simulated: their percentiles have no closed form.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
 from ..errors import ConfigError, InputError
 
@@ -20,6 +23,8 @@ _REQUESTS = 20_000
 """That are simulated: the 99th percentile has 200 of them behind it."""
 _SATURATED = 0.97
 """Where a server answers less than this part of what arrives, it is busy all the time."""
+_ENOUGH = 50
+"""Answers of a rate, for its percentiles to say something."""
 _TAIL = 1.645
 """The normal distribution's 95th percentile."""
 
@@ -51,7 +56,8 @@ class Sizing:
 
     Attributes:
         call_s: Of each call of the model.
-        request_s: Of each request in it, with what HTTP and tokenization take from the processors.
+        request_s: Of each request in it.
+        http_s: Of the model's processors, that HTTP and tokenization of a request take.
         around_s: That a request takes besides queue and model, when nothing else is there.
         spread: Standard deviation of the logarithm of a call's time.
         max_batch: Requests in a call, at most.
@@ -59,17 +65,15 @@ class Sizing:
 
     call_s: float
     request_s: float
-    around_s: float
+    http_s: float = 0.0
+    around_s: float = 0.0
     spread: float = 0.0
     max_batch: int = 64
 
     @property
     def capacity(self) -> float:
         """Requests a second that a replica answers at most."""
-        return self.max_batch / (self._call(self.max_batch))
-
-    def _call(self, size: int) -> float:
-        return (self.call_s + self.request_s * size) * math.exp(self.spread**2 / 2)
+        return 1 / (self.call_s / self.max_batch + self.request_s + self.http_s)
 
     def predict(self, rate: float, *, share: float = 0.99, seed: int = 0) -> Prediction:
         """Latencies at a rate of requests that arrive at random.
@@ -86,7 +90,8 @@ class Sizing:
             return Prediction(rate=rate, median=worst, p95=worst, p99=worst, good=worst, busy=1.0, batch=self.max_batch)
         generator = np.random.default_rng(seed)
         arrivals = np.cumsum(generator.exponential(1 / rate, _REQUESTS))
-        factors = np.exp(generator.normal(0.0, self.spread, _REQUESTS))
+        # Spread around a mean of 1, stretched by what HTTP takes.
+        factors = np.exp(generator.normal(-(self.spread**2) / 2, self.spread, _REQUESTS)) / (1 - rate * self.http_s)
         latencies = np.empty(_REQUESTS)
         free = busy = 0.0
         first = calls = 0
@@ -149,25 +154,28 @@ def calibrate(test: Mapping[str, Any], *, max_batch: int = 64, without: float | 
     runs = [run for run in _measured(test) if run["rate"] != without]
     sizes = np.array([run["server"]["rows"] / run["server"]["calls"] for run in runs])
     seconds = np.array([run["server"]["inference_s"] / run["server"]["calls"] for run in runs])
-    if len(runs) < 2 or sizes.max() < 1.3 * sizes.min():
+    if len(runs) < 3 or sizes.max() < 1.3 * sizes.min():
         raise InputError(
-            "The load test has calls of one size only, which does not tell what a call costs and what a request does.",
+            "The load test has fewer than three rates, or calls of one size only, which does not tell what a call costs and a request.",
             fix="measure at several rates, from idle up to more than it answers: --rate 5 --rate 50 --rate 500.",
         )
-    weights = np.sqrt([run["server"]["calls"] for run in runs])
-    request_s, call_s = np.polyfit(sizes, seconds, 1, w=weights)
-    call_s, request_s = max(float(call_s), 0.0), max(float(request_s), 0.0)
-    # A server that is busy all the time answers less than its calls alone would: HTTP and tokenization take their part.
+    rates = np.array([run["throughput"] for run in runs])
+    # seconds * (1 - rate * http) = call + request * size, divided by seconds: every rate counts alike.
+    known = np.stack([1 / seconds, sizes / seconds, rates], axis=1)
+    call_s, request_s, http_s = (float(one) for one in optimize.nnls(known, np.ones(len(runs)))[0])
     busy = [run for run in runs if run["throughput"] < _SATURATED * run["requests"] / run["seconds"]]
-    if busy:
-        one = max(busy, key=lambda run: run["rate"])
-        size = one["server"]["rows"] / one["server"]["calls"]
-        request_s = max(request_s, 1 / one["throughput"] - call_s / size)
-    idle = min(runs, key=lambda run: run["rate"])
-    around = idle["latency"]["median"] - idle["queue_ms"] - idle["inference_ms"]
-    spread = math.log(max(idle["inference_p95_ms"] / idle["inference_ms"], 1.0)) / _TAIL
+    # Where nothing waits. Of several such rates the least disturbed one tells what is always there, and the middle one what is usual.
+    calm = [run for run in runs if run not in busy and run["answered"] >= _ENOUGH] or [min(runs, key=_rate)]
+    around = min(run["latency"]["median"] - run["queue_ms"] - run["inference_ms"] for run in calm)
+    ratios = [max(run["inference_p95_ms"] / run["inference_ms"], 1.0) for run in calm]
+    spread = math.log(statistics.median(ratios)) / _TAIL
     return Sizing(
-        call_s=call_s, request_s=request_s, around_s=max(around, 0.0) / 1e3, spread=spread, max_batch=max_batch
+        call_s=call_s,
+        request_s=request_s,
+        http_s=http_s,
+        around_s=max(around, 0.0) / 1e3,
+        spread=spread,
+        max_batch=max_batch,
     )
 
 
@@ -201,11 +209,15 @@ def check(test: Mapping[str, Any], *, max_batch: int = 64) -> list[Check]:
         max_batch: Likewise.
     """
     made = []
-    for run in sorted(_measured(test), key=lambda run: float(run["rate"]))[1:-1]:
+    for run in sorted(_measured(test), key=_rate)[1:-1]:
         found = calibrate(test, max_batch=max_batch, without=run["rate"]).predict(run["requests"] / run["seconds"])
         measured = (run["latency"]["median"], run["latency"]["p99"])
         made.append(Check(rate=run["rate"], measured=measured, predicted=(found.median, found.p99)))
     return made
+
+
+def _rate(run: Mapping[str, Any]) -> float:
+    return float(run["rate"])
 
 
 def _measured(test: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

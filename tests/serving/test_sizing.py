@@ -14,7 +14,7 @@ from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.serving.sizing import Sizing, calibrate, check
 
-REPLICA = Sizing(call_s=0.004, request_s=0.001, around_s=0.002, spread=0.1, max_batch=32)
+REPLICA = Sizing(call_s=0.004, request_s=0.0006, http_s=0.0004, around_s=0.002, spread=0.1, max_batch=32)
 
 
 def run_of(model: Sizing, rate: float) -> dict[str, Any]:
@@ -22,12 +22,11 @@ def run_of(model: Sizing, rate: float) -> dict[str, Any]:
     found = model.predict(min(rate, 0.999 * model.capacity), seed=7)
     answered = min(rate, model.capacity)
     size = found.batch if rate < model.capacity else model.max_batch
-    factor = math.exp(model.spread**2 / 2)
-    call_s = (model.call_s + model.request_s * size) * factor
+    call_s = (model.call_s + model.request_s * size) / (1 - answered * model.http_s)
     calls = round(10 * answered / size)
-    inference = (model.call_s + model.request_s * size) * 1e3
+    inference = call_s * 1e3
     return {
-        "rate": rate, "seconds": 10.0, "requests": round(10 * rate), "throughput": answered,
+        "rate": rate, "seconds": 10.0, "requests": round(10 * rate), "answered": round(10 * answered), "throughput": answered,
         "latency": {"median": found.median, "p99": found.p99},
         "queue_ms": max(found.median - inference - model.around_s * 1e3, 0.0),
         "inference_ms": inference, "inference_p95_ms": inference * math.exp(1.645 * model.spread),
@@ -45,7 +44,7 @@ def load() -> dict[str, Any]:
 
 def test_a_queue_of_single_requests_is_the_textbooks() -> None:
     """M/D/1: the mean wait is rho / (2 mu (1 - rho)) (Pollaczek and Khinchine); half a request more in its median's place."""
-    alone = Sizing(call_s=0.01, request_s=0.0, around_s=0.0, max_batch=1)
+    alone = Sizing(call_s=0.01, request_s=0.0, max_batch=1)
     assert alone.capacity == pytest.approx(100.0)
     found = alone.predict(50.0)
     assert found.busy == pytest.approx(0.5, rel=0.03)
@@ -56,7 +55,7 @@ def test_a_queue_of_single_requests_is_the_textbooks() -> None:
 
 def test_batches_grow_with_the_load_and_bear_more() -> None:
     idle, busy = REPLICA.predict(10.0), REPLICA.predict(0.9 * REPLICA.capacity)
-    assert idle.median == pytest.approx(7.0, rel=0.05)
+    assert idle.median == pytest.approx(6.6, rel=0.05)
     assert idle.batch < 1.1 < 10 < busy.batch <= 32
     assert busy.p99 > busy.median > idle.median
     # One by one it would bear 200 a second.
@@ -67,17 +66,13 @@ def test_batches_grow_with_the_load_and_bear_more() -> None:
 def test_calibration_finds_the_replica_that_was_measured(load: dict[str, Any]) -> None:
     found = calibrate(load, max_batch=32)
     assert found.call_s == pytest.approx(REPLICA.call_s, rel=0.1)
-    assert found.request_s == pytest.approx(REPLICA.request_s, rel=0.1)
+    assert found.request_s == pytest.approx(REPLICA.request_s, rel=0.15)
+    # Without it the server would seem to bear 1,380 a second.
+    assert found.http_s == pytest.approx(REPLICA.http_s, rel=0.1)
     assert found.spread == pytest.approx(REPLICA.spread, rel=0.1)
     assert found.capacity == pytest.approx(REPLICA.capacity, rel=0.1)
     for one in check(load, max_batch=32):
         assert max(map(abs, one.errors)) < 0.2
-
-
-def test_what_http_takes_of_a_busy_server_counts(load: dict[str, Any]) -> None:
-    slower = json.loads(json.dumps(load))
-    slower["runs"][-1]["throughput"] /= 2
-    assert calibrate(slower, max_batch=32).capacity == pytest.approx(REPLICA.capacity / 2, rel=0.1)
 
 
 def test_the_fewest_replicas_that_meet_the_objective() -> None:
