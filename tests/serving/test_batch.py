@@ -17,6 +17,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 import accel
+from accel.artifact.writing import held
 from accel.cli import app
 from accel.errors import ConfigError, InputError, IntegrityError, OutputFolderError
 from accel.serving.batch.running import batch
@@ -188,6 +189,13 @@ def test_folders_that_are_not_ours_are_left_alone(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(OutputFolderError, match="no run began there"):
+        batch(served("text-classification"), rows, tmp_path / "out")
+
+
+def test_two_processes_do_not_write_to_one_folder(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    with held(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process writes"):
         batch(served("text-classification"), rows, tmp_path / "out")
 
 

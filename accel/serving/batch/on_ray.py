@@ -78,7 +78,8 @@ def batch_on_ray(
     source = str(Path(model).absolute()) if Path(model).exists() else os.fspath(model)
     table = scan(data, rows_a_part)
     folder = Path(out).expanduser().absolute()
-    settings = {**engine, "max_queue": UNLIMITED}
+    # What Ray gives an actor is not what the machine has.
+    settings = {"processors": max(1, int(cpus)), **engine, "max_queue": UNLIMITED}
     with connected(address) as ray:
         resources = {"num_cpus": cpus, "num_gpus": gpus}
 

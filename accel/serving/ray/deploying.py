@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...config import SessionOptions
 from ...errors import ConfigError, SessionError, did_you_mean
 from .cluster import connected, replicas_of
 
@@ -84,10 +83,8 @@ def application(served: Served, replicas: Replicas) -> Any:
     """The application, for `ray.serve.run`."""
     from ray import serve
 
-    engine = dict(served.engine)
-    if engine.get("session_options") is None:
-        # What Ray gives a replica is not what the machine has.
-        engine["session_options"] = SessionOptions(threads=max(1, int(replicas.cpus)), spinning=False)
+    # What Ray gives a replica is not what the machine has.
+    engine = {"processors": max(1, int(replicas.cpus)), **served.engine}
 
     def build() -> Any:
         from ..engine import Engine
