@@ -145,7 +145,11 @@ def _plot(
         part = (math.log(y / low) / math.log(high / low)) if log else (y - low) / (high - low)
         return _LEFT + (_WIDTH - _LEFT) * (x - left) / (right - left), _HEIGHT * (1 - part)
 
-    made = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT + 40}' role=img aria-label='{_safe(up)} by {_safe(across)}'>"]
+    # Names stand above the picture, seven in a line.
+    head = 18 * math.ceil(len(lines) / 7) + 4
+    made = [
+        f"<svg viewBox='0 {-head} {_WIDTH} {_HEIGHT + 40 + head}' role=img aria-label='{_safe(up)} by {_safe(across)}'>"
+    ]
     made.append(
         f"<line class=axis x1={_LEFT} x2={_WIDTH} y1={_HEIGHT} y2={_HEIGHT}></line>"
         f"<line class=axis x1={_LEFT} x2={_LEFT} y1=0 y2={_HEIGHT}></line>"
@@ -173,7 +177,7 @@ def _plot(
             told = f"{_safe(name)}: {y:.3g}"
             made.append(f"<circle cx={px:.1f} cy={py:.1f} r=3 fill='{color}'><title>{told}</title></circle>")
         made.append(
-            f"<text x={_LEFT + 12 + 110 * (number % 7)} y={14 + 16 * (number // 7)} style='fill:{color}'>{_safe(name)}</text>"
+            f"<text x={_LEFT + 118 * (number % 7)} y={14 - head + 18 * (number // 7)} style='fill:{color}'>{_safe(name)}</text>"
         )
     return "".join([*made, "</svg>"])
 
