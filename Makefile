@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-neighbours test-triton gpu-test check docs bench sweep endurance clean
+.PHONY: demo test test-all test-neighbours test-triton test-ray gpu-test check docs bench sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -39,6 +39,17 @@ test-triton: $(VENV)/.dev $(TRITON)/.made
 $(TRITON)/.made:
 	$(PYTHON) -m venv $(TRITON)
 	$(TRITON)/bin/python -m pip install -q $(PIP_FLAGS) "nvidia-pytriton==0.7.0" "numpy<2" onnxruntime tokenizers
+	touch $@
+
+# A real Ray on this machine, in an environment of its own: it is large.
+RAY := .venv-ray
+test-ray: $(RAY)/.made
+	$(RAY)/bin/python -m pytest -m ray tests/ray
+
+$(RAY)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(RAY)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,ray,serve]" pytest
 	touch $@
 
 check: $(VENV)/.dev
@@ -78,7 +89,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) $(RAY) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,6 +49,15 @@ def serve(
             "--traces", help="Send OpenTelemetry traces (OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `traces`)."
         ),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="As a Ray Serve application, on this machine or a cluster.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --ray, a cluster: auto, HOST:PORT or ray://HOST:PORT.")
+    ] = None,
+    replicas: Annotated[str, typer.Option(help="With --ray, processes: 4, or 1:4 to follow the load.")] = "1",
+    cpus: Annotated[float, typer.Option(min=0, help="With --ray, processors of each.")] = 1.0,
+    gpus: Annotated[float, typer.Option(min=0, help="With --ray, GPUs of each; 0.5 shares one.")] = 0.0,
     task: Task = None,
     backend: Backend = None,
     device: Device = None,
@@ -70,19 +79,34 @@ def serve(
         from ..serving.engine import Engine
 
         logging.getLogger("accel.serving").setLevel(logging.DEBUG if verbose else logging.INFO)
-        engine = Engine(
-            _named(models), workers=workers, task=task, backend=backend, device=device, revision=revision,
-            session_options=SessionOptions(threads=threads) if threads is not None else None,
-            trust_remote_code=trust_remote_code, max_batch=max_batch, max_batch_tokens=max_batch_tokens,
-            max_queue=max_queue, max_wait_s=None if max_wait_ms is None else max_wait_ms / 1e3, timeout_s=timeout,
-        )  # fmt: skip
-        settings = ServerSettings(
-            max_body_bytes=int(max_body_mb * (1 << 20)),
-            max_client_batch=max_client_batch,
-            api_keys=_keys(api_keys),
-            drain_s=drain,
-        )
-        front = create_app(engine, settings, traces=traces)
+        arguments: dict[str, Any] = {
+            "workers": workers, "task": task, "backend": backend, "device": device, "revision": revision,
+            "session_options": SessionOptions(threads=threads) if threads is not None else None,
+            "trust_remote_code": trust_remote_code, "max_batch": max_batch, "max_batch_tokens": max_batch_tokens,
+            "max_queue": max_queue, "max_wait_s": None if max_wait_ms is None else max_wait_ms / 1e3, "timeout_s": timeout,
+        }  # fmt: skip
+        limits: dict[str, Any] = {
+            "max_body_bytes": int(max_body_mb * (1 << 20)), "max_client_batch": max_client_batch,
+            "api_keys": _keys(api_keys), "drain_s": drain,
+        }  # fmt: skip
+        if ray or address is not None:
+            if ssl_certfile is not None or ssl_keyfile is not None:
+                raise ConfigError(
+                    "Ray's proxies speak no TLS.", fix="put a proxy with TLS in front, without --ssl-certfile."
+                )
+            from ..serving.ray.deploying import Replicas, Served, serve_on_ray
+
+            served = Served(models=_absolute(_named(models)), engine=arguments, settings=limits, traces=traces)
+            wanted = Replicas(count=replicas, cpus=cpus, gpus=gpus, drain_s=drain)
+
+            def deployed(url: str) -> None:
+                print_line(f"Serving {', '.join(models)} on Ray, {replicas} replicas\n{url}/docs")
+                sys.stdout.flush()
+
+            serve_on_ray(served, wanted, address=address, host=host, port=port, on_ready=deployed)
+            return
+        engine = Engine(_named(models), **arguments)
+        front = create_app(engine, ServerSettings(**limits), traces=traces)
 
         def ready(url: str) -> None:
             names = ", ".join(f"{name} ({', '.join(engine.operations(name))})" for name in engine.models)
@@ -107,6 +131,14 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
             raise ConfigError(f"{one!r} names no model, or its name is taken.", fix="write NAME=MODEL, names unlike.")
         found[name] = source
     return found
+
+
+def _absolute(models: dict[str, str] | list[str]) -> dict[str, str]:
+    """Models by name, folders as other processes find them."""
+    from ..serving.opening import named
+
+    found = named(models if isinstance(models, dict) else list(models))
+    return {name: str(Path(str(one)).resolve()) if Path(str(one)).exists() else str(one) for name, one in found.items()}
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

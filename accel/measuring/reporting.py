@@ -56,9 +56,19 @@ def html_page(values: Mapping[str, Any], *, title: str = "accel benchmark") -> s
             f"<tr><td>{_text(r['name'])}</td><td class=text>{_text(r['reason'])}</td></tr>" for r in rejected
         )
         parts.append(f"<h2>Rejected candidates</h2><div class=scroll><table>{items}</table></div>")
+    return document(title, "".join(parts))
+
+
+def document(title: str, body: str) -> str:
+    """A page that needs nothing from elsewhere.
+
+    Args:
+        title: Of the window.
+        body: HTML.
+    """
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 

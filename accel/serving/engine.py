@@ -39,6 +39,7 @@ class Engine:
             otherwise.
         task: For folders that do not tell.
         backend, device, session_options, revision, token, trust_remote_code: As in `from_pretrained`.
+        processors: That the models share; all that the process may use when `None`.
         max_batch: Rows in one call of the model.
         max_batch_tokens: Tokens in one call, padding counted.
         max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
@@ -62,6 +63,7 @@ class Engine:
         revision: str | None = None,
         token: str | bool | None = None,
         trust_remote_code: bool = False,
+        processors: int | None = None,
         max_batch: int = 64,
         max_batch_tokens: int = 16384,
         max_queue: int = 512,
@@ -74,7 +76,7 @@ class Engine:
             "task": task, "backend": backend, "device": device, "session_options": session_options, "revision": revision,
             "token": token, "trust_remote_code": trust_remote_code,
         }  # fmt: skip
-        self._how = Opening(workers=workers, arguments=arguments)
+        self._how = Opening(workers=workers, processors=processors, arguments=arguments)
         self.limits = Limits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
             timeout_s=timeout_s,

@@ -26,15 +26,19 @@ class Opening:
 
     Attributes:
         workers: Sessions a model.
+        processors: That they share; all that the process may use when `None`.
         arguments: Of `from_pretrained`.
     """
 
     workers: int = 1
+    processors: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}.", fix="use at least 1.")
+        if self.processors is not None and self.processors < 1:
+            raise ConfigError(f"processors is {self.processors}.", fix="use at least 1.")
 
 
 def name_of(source: Source) -> str:
@@ -70,7 +74,8 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
     if isinstance(source, ORTModel):
         return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
     arguments = dict(how.arguments)
-    share = max(1, available_processors() // how.workers) if how.workers > 1 else None
+    whole = how.workers == 1 and how.processors is None
+    share = None if whole else max(1, (how.processors or available_processors()) // how.workers)
     if arguments.get("session_options") is not None:
         return _opened(source, arguments, how.workers)
     # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -303,3 +304,13 @@ def test_times_of_the_steps_add_up_to_no_more_than_all(served: Served) -> None:
         seconds = time.perf_counter() - start
     timing = job.timing
     assert 0 < timing.tokenization_s + timing.queue_s + timing.inference_s <= timing.total_s <= seconds
+
+
+def test_processors_that_are_given_are_shared(tiny_folder: Callable[..., Path]) -> None:
+    folder = tiny_folder("bert", "text-classification")
+    with accel.Engine(folder, backend="pytorch", processors=4, workers=2) as engine:
+        assert next(iter(engine.models.values())).session_options.threads == 2
+    with accel.Engine(folder, backend="pytorch", processors=1) as engine:
+        assert next(iter(engine.models.values())).session_options.threads == 1
+    with pytest.raises(ConfigError, match="processors is 0"):
+        accel.Engine(folder, processors=0)

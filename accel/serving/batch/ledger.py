@@ -1,0 +1,169 @@
+"""What a run is about, and which of its parts are done: files that survive a kill at any moment.
+
+`_batch.json` says what the run is: the data, the model, what is asked. `_done.jsonl` has a line for each part, added when the part's
+own file is complete and in its place. A part without a line is computed again. Names begin with `_`, so that whoever reads the
+folder as one table passes over them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...artifact.writing import held
+from ...errors import ConfigError, IntegrityError, OutputFolderError
+
+_SCHEMA = 1
+_RUN, _DONE, _LOCK = "_batch.json", "_done.jsonl", "_lock"
+_PREFIX = ".part-"
+"""Of files that are being written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A part that is complete.
+
+    Attributes:
+        number: Of the part.
+        file: Its name.
+        start: Its first row.
+        rows: How many.
+        broken: Of them, those without an answer.
+        sha256: Of the file.
+    """
+
+    number: int
+    file: str
+    start: int
+    rows: int
+    broken: int
+    sha256: str
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is there with all of its content or not at all."""
+    temporary = path.with_name(f"{_PREFIX}{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _settle(path.parent)
+
+
+def _settle(folder: Path) -> None:
+    """Have the folder's names survive a loss of power, too."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Ledger:
+    """The record of one output folder.
+
+    Args:
+        folder: Of the output.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: dict[int, Done] = {}
+
+    @contextmanager
+    def opened(self, run: Mapping[str, Any]) -> Iterator[None]:
+        """Begin a run, or go on with it.
+
+        Args:
+            run: What it is about, as JSON values: it has to be the same each time.
+
+        Raises:
+            OutputFolderError: The folder holds something else, or another process works in it.
+            ConfigError: It holds another run.
+            IntegrityError: A part was changed since it was written.
+        """
+        run = json.loads(json.dumps({"schema": _SCHEMA, **run}))
+        known = self.folder / _RUN
+        if (
+            self.folder.exists()
+            and not known.is_file()
+            and any(not one.name.startswith((_PREFIX, _LOCK)) for one in self.folder.iterdir())
+        ):
+            raise OutputFolderError(f"{self.folder} is not empty, and no run began there.", fix="name a new folder.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with held(self.folder / _LOCK) as free:
+            if not free:
+                raise OutputFolderError(f"Another process writes to {self.folder}.", fix="wait for it, or end it.")
+            if known.is_file():
+                _compare(json.loads(known.read_text(encoding="utf-8")), run, self.folder)
+            else:
+                write_whole(known, json.dumps(run, indent=1).encode() + b"\n")
+            self._read()
+            for left in self.folder.glob(f"{_PREFIX}*"):
+                left.unlink(missing_ok=True)
+            yield
+
+    def _read(self) -> None:
+        path = self.folder / _DONE
+        if not path.is_file():
+            return
+        content = path.read_bytes()
+        whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
+        if whole != content:
+            # It was killed while it wrote the last line.
+            write_whole(path, whole)
+        for line in whole.splitlines():
+            one = Done(**json.loads(line))
+            self.done[one.number] = one
+        for number, one in list(self.done.items()):
+            file = self.folder / one.file
+            if not file.is_file():
+                del self.done[number]
+                continue
+            with file.open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != one.sha256:
+                    raise IntegrityError(
+                        f"{file} was changed since it was written.", fix="remove it, and it is computed again."
+                    )
+
+    def add(self, one: Done) -> None:
+        """A part is complete."""
+        with (self.folder / _DONE).open("ab") as file:
+            file.write(json.dumps(asdict(one)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.done[one.number] = one
+
+
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with something else.
+
+    Raises:
+        ConfigError: With every difference.
+    """
+    wrong = [
+        f"{name}: {_short(before.get(name))} then, {_short(now.get(name))} now"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{folder} holds another run. {'; '.join(wrong)}.", fix="ask for the same again, or name another folder."
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

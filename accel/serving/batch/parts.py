@@ -1,0 +1,142 @@
+"""One part: its rows read, asked of the engine, and written as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import ConfigError, InputError, TaskError
+from ..asking import check_options, inputs_of
+from ..engine import Engine
+from ..generation.options import GenerationOptions
+from ..tables import Broken, Part, Table
+from .answers import shape_of, table
+from .ledger import Done, write_whole
+
+Format = Literal["parquet", "jsonl"]
+OnError = Literal["stop", "record"]
+_READERS = 16
+"""Prompts of a part that are asked at once: as many as an engine makes answers of together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What is asked of each row.
+
+    Attributes:
+        operation: Of the engine.
+        options: Of the operation.
+        columns: Column of the data by use.
+        keep: Columns that are copied.
+        format: Of the files.
+        on_error: Whether a row that cannot be answered ends the run, or is written with what was wrong.
+    """
+
+    operation: str
+    options: Mapping[str, Any]
+    columns: Mapping[str, str]
+    keep: tuple[str, ...]
+    format: Format
+    on_error: OnError
+
+    def check(self) -> None:
+        """Find what can be found before a row is read.
+
+        Raises:
+            ConfigError: An option that is missing, or a format that is not written.
+            InputError: An option that has no column, or does not exist.
+        """
+        check_options(self.operation, self.options)
+        shape_of(self.operation, self.options)
+        if self.format not in ("parquet", "jsonl"):
+            raise ConfigError(f"{self.format!r} is not written.", fix="use parquet or jsonl.")
+        if self.on_error not in ("stop", "record"):
+            raise ConfigError(f"on_error is {self.on_error!r}.", fix="use stop or record.")
+        taken = {"row", "error", *shape_of(self.operation, self.options).columns} & set(self.keep)
+        if taken:
+            raise ConfigError(
+                f"The output has columns of its own called {', '.join(sorted(taken))}.", fix="do not keep them."
+            )
+        if self.operation == "generate":
+            _generation(self.options)
+
+
+def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Path) -> Done:
+    """Answer the rows of a part, and put them into their file.
+
+    Raises:
+        InputError: A row cannot be answered, and that is to end the run.
+    """
+    wanted = tuple(dict.fromkeys((*asking.columns.values(), *asking.keep)))
+    rows = data.read(part, wanted)
+    found = _answered(engine, [inputs_of(asking.operation, row, asking.columns) for row in rows], asking)
+    wrong = next((i for i, one in enumerate(found) if isinstance(one, Broken)), None)
+    if wrong is not None and asking.on_error == "stop":
+        raise InputError(
+            f"Row {part.start + wrong} ({data.files[part.file].name}): {found[wrong].reason}.",
+            fix="correct it, or have such rows written with what is wrong: --on-error record.",
+        )
+    answers = [None if isinstance(one, Broken) else one for one in found]
+    errors = [one.reason if isinstance(one, Broken) else None for one in found]
+    kept = {name: [None if isinstance(row, Broken) else row.get(name) for row in rows] for name in asking.keep}
+    shape = shape_of(asking.operation, asking.options)
+    content = _written(table(shape, part.start, kept, data.types(asking.keep), answers, errors), asking.format)
+    name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{asking.format}"
+    write_whole(folder / name, content)
+    return Done(
+        number=part.number, file=name, start=part.start, rows=part.rows, broken=sum(one is not None for one in errors),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )  # fmt: skip
+
+
+def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any]:
+    """The answer to each row, or `Broken`."""
+    if asking.operation == "generate":
+        options, generator = _generation(asking.options), engine.generator()
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(
+                pool.map(
+                    lambda one: _tried(lambda: generator(one, options)) if not isinstance(one, Broken) else one, inputs
+                )
+            )
+
+    def submit(one: Any) -> Any:
+        return engine.submit(one, operation=asking.operation, **asking.options)
+
+    jobs = [one if isinstance(one, Broken) else _tried(partial(submit, one)) for one in inputs]
+    return [job if isinstance(job, Broken) else _tried(job.future.result) for job in jobs]
+
+
+def _tried(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except (InputError, TaskError) as error:
+        return Broken(error.message)
+
+
+def _generation(options: Mapping[str, Any]) -> GenerationOptions:
+    try:
+        given = dict(options)
+        if isinstance(given.get("stop"), list):
+            given["stop"] = tuple(given["stop"])
+        return GenerationOptions(**given)
+    except TypeError as error:
+        raise InputError(f"These are no options of a generation: {error}.", fix="see GenerationOptions.") from error
+
+
+def _written(found: Any, format: Format) -> bytes:
+    if format == "jsonl":
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found.to_pylist()]
+        return "".join(f"{line}\n" for line in lines).encode()
+    from pyarrow import parquet
+
+    stream = io.BytesIO()
+    parquet.write_table(found, stream, compression="zstd")
+    return stream.getvalue()

@@ -1,0 +1,367 @@
+"""Offline inference: the answers are the engine's, and each row is there once, whatever happened on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+import accel
+from accel.artifact.writing import held
+from accel.cli import app
+from accel.errors import ConfigError, InputError, IntegrityError, OutputFolderError
+from accel.serving.batch.running import batch
+from accel.serving.engine import Engine
+from accel.testing.generators import save_generator
+
+TEXTS = ["where is my card", "help", "my top up failed", "what is the exchange rate", "pay"]
+
+
+def rows_file(path: Path, count: int = 20) -> Path:
+    path.write_text("".join(json.dumps({"id": f"n{i}", "text": f"{TEXTS[i % 5]} {i}"}) + "\n" for i in range(count)))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return rows_file(tmp_path / "rows.jsonl")
+
+
+def read(folder: Path) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = parquet.read_table(folder).to_pydict()
+    return found
+
+
+PAIRED = {"text-classification": {"text": TEXTS[0], "text_pair": TEXTS[1]}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
+    # Operation: model's task, a row, options, the columns of the engine's answer.
+    "text-classification": (
+        "text-classification", {"text": TEXTS[0]}, {}, lambda one: {"label": one[0]["label"], "score": one[0]["score"]},
+    ),
+    "token-classification": (
+        "token-classification", {"text": TEXTS[0]}, {},
+        lambda one: {"entities": [{key: part[key] for key in ("entity", "score", "word", "start", "end")} for part in one]},
+    ),
+    "question-answering": ("question-answering", {"question": TEXTS[1], "context": TEXTS[2]}, {}, dict),
+    "zero-shot-classification": (
+        "zero-shot-classification", {"text": TEXTS[0]}, {"candidate_labels": ["bank", "sport"]},
+        lambda one: {"label": one["labels"][0], "score": one["scores"][0], "labels": one["labels"], "scores": one["scores"]},
+    ),
+    "fill-mask": (
+        "fill-mask", {"text": "where is my [MASK]"}, {"top_k": 2},
+        lambda one: {"fills": [{"mask": 0, **{key: part[key] for key in ("token_str", "token", "score")}} for part in one]},
+    ),
+    "embed": ("sentence-similarity", {"text": TEXTS[0]}, {"normalize_embeddings": True}, lambda one: {"embedding": one}),
+    "feature-extraction": ("sentence-similarity", {"text": TEXTS[0]}, {}, lambda one: {"features": one[0]}),
+    "rank": (
+        "rank", {"query": TEXTS[0], "documents": TEXTS[1:]}, {},
+        lambda one: {"scores": [part["score"] for part in sorted(one, key=lambda part: part["corpus_id"])]},
+    ),
+    "tokenize": (
+        "text-classification", {"text": TEXTS[0]}, {},
+        lambda one: {"ids": [part["id"] for part in one[0]], "tokens": [part["text"] for part in one[0]]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", CASES)
+def test_answers_of_each_operation_are_the_engines(
+    operation: str, served: Callable[[str], accel.ORTModel], tmp_path: Path
+) -> None:
+    task, row, options, columns = CASES[operation]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    model = served(task)
+    done = batch(model, path, tmp_path / "out", operation=operation, options=options)
+    with Engine(model) as engine:
+        inputs = [row["text"]] if operation == "tokenize" else row.get("text", row)
+        if operation == "rank":
+            inputs = (row["query"], row["documents"])
+        expected = columns(engine.run(inputs, operation=operation, **options))
+    found = parquet.read_table(tmp_path / "out").to_pylist()
+    assert (done.operation, done.rows, done.broken) == (operation, 2, 0)
+    for one, number in zip(found, (0, 1), strict=True):
+        assert (one.pop("row"), one.pop("error")) == (number, None)
+        assert set(one) == set(expected)
+        for name, value in one.items():
+            _assert_close(value, expected[name])
+
+
+def _assert_close(found: Any, expected: Any) -> None:
+    if isinstance(found, list) and found and isinstance(found[0], dict):
+        for one, other in zip(found, expected, strict=True):
+            for key in one:
+                _assert_close(one[key], other[key])
+    elif isinstance(found, float | list) and not (isinstance(found, list) and found and isinstance(found[0], str)):
+        # Batched with another row: float32 is rounded in another order.
+        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+    else:
+        assert found == expected
+
+
+def test_a_generating_model_writes_what_it_writes_alone(shared: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shared("generator-llama", lambda made: save_generator(made, "llama"))
+    model = accel.ORTModel.from_pretrained(folder, backend="pytorch")
+    options = {"max_new_tokens": 5}
+    batch(model, rows_file(tmp_path / "rows.jsonl", 6), tmp_path / "out", options=options, rows_a_part=4)
+    found = read(tmp_path / "out")
+    with accel.GenerationEngine(model) as engine:
+        alone = [engine(f"{TEXTS[i % 5]} {i}", accel.GenerationOptions(max_new_tokens=5)).text for i in range(6)]
+    model.close()
+    assert found["text"] == alone
+    assert found["new_tokens"] == [5] * 6
+
+
+def test_pairs_and_several_labels(served: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\nhelp,where is my card\n")
+    model = served("text-classification")
+    batch(model, path, tmp_path / "out", columns={"text": "a", "text_pair": "b"}, options={"top_k": 2})
+    with Engine(model) as engine:
+        expected = engine.run({"text": "help", "text_pair": "where is my card"}, top_k=2)
+    (labels,) = read(tmp_path / "out")["labels"]
+    assert [one["label"] for one in labels] == [one["label"] for one in expected]
+    _assert_close(labels, expected)
+
+
+def test_files_are_parts_of_the_rows_in_order_with_what_is_kept(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    done = batch(served("text-classification"), rows, tmp_path / "out", rows_a_part=8, keep=["id"], format="jsonl")
+    names = sorted(path.name for path in (tmp_path / "out").glob("rows-*"))
+    assert names == [f"rows-{a:012d}-{b:012d}.jsonl" for a, b in ((0, 7), (8, 15), (16, 19))]
+    found = [json.loads(line) for name in names for line in (tmp_path / "out" / name).read_text().splitlines()]
+    assert [(one["row"], one["id"]) for one in found] == [(i, f"n{i}") for i in range(20)]
+    assert (done.rows, done.computed, done.parts) == (20, 20, 3)
+
+
+def test_a_part_that_is_missing_is_computed_and_nothing_else(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"rows_a_part": 4, "on_error": "stop"}
+    batch(served("text-classification"), rows, tmp_path / "out", **arguments)
+    before = read(tmp_path / "out")
+    (tmp_path / "out" / "rows-000000000004-000000000007.parquet").unlink()
+    # Killed while it wrote the record of another part, and while it wrote a file.
+    record = tmp_path / "out" / "_done.jsonl"
+    record.write_bytes(record.read_bytes()[:-20])
+    (tmp_path / "out" / ".part-rows-left").write_bytes(b"half")
+    done = batch(served("text-classification"), rows, tmp_path / "out", **arguments | {"on_error": "record"})
+    assert done.computed == 8
+    after = read(tmp_path / "out")
+    assert after["row"] == list(range(20))
+    assert after["label"] == before["label"]
+    assert not list((tmp_path / "out").glob(".part-*"))
+    assert batch(served("text-classification"), rows, tmp_path / "out", **arguments).computed == 0
+
+
+@pytest.mark.parametrize("what", ["data", "options", "columns", "model", "rows_a_part"])
+def test_another_run_is_refused(what: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path) -> None:
+    model, arguments = served("text-classification"), {"rows_a_part": 8}
+    batch(model, rows, tmp_path / "out", **arguments)
+    changes: dict[str, dict[str, Any]] = {
+        "options": {"options": {"function_to_apply": "sigmoid"}},
+        "columns": {"columns": {"text": "id"}},
+        "rows_a_part": {"rows_a_part": 4},
+    }
+    if what == "data":
+        rows.write_text(rows.read_text().replace("help", "HELP"))
+    other = served("rank") if what == "model" else model
+    with pytest.raises(ConfigError, match=f"{what}.* then, .* now"):
+        batch(
+            other, rows, tmp_path / "out", **{"operation": "text-classification", **arguments, **changes.get(what, {})}
+        )
+
+
+def test_folders_that_are_not_ours_are_left_alone(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputFolderError, match="no run began there"):
+        batch(served("text-classification"), rows, tmp_path / "out")
+
+
+def test_two_processes_do_not_write_to_one_folder(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    with held(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process writes"):
+        batch(served("text-classification"), rows, tmp_path / "out")
+
+
+def test_a_part_that_was_changed_is_not_taken_for_done(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    batch(served("text-classification"), rows, tmp_path / "out", format="jsonl")
+    part = next((tmp_path / "out").glob("rows-*"))
+    part.write_text(part.read_text().replace("n1", "n2") + "\n")
+    with pytest.raises(IntegrityError, match="changed since"):
+        batch(served("text-classification"), rows, tmp_path / "out", format="jsonl")
+
+
+BAD = '{"text": "help"}\n{"text": null}\n{"text": 3}\n{"text": "%s"}\n{"text": "pay"}\n' % ("help " * 3000)
+
+
+def test_a_row_without_an_answer_ends_it_and_is_named(served: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(BAD)
+    with pytest.raises(InputError, match=r"Row 1 \(rows.jsonl\): 'text' is missing") as error:
+        batch(served("text-classification"), tmp_path / "rows.jsonl", tmp_path / "out")
+    assert "--on-error record" in str(error.value)
+    assert not list((tmp_path / "out").glob("rows-*"))
+
+
+def test_or_is_written_with_what_was_wrong(served: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(BAD)
+    done = batch(served("text-classification"), tmp_path / "rows.jsonl", tmp_path / "out", on_error="record")
+    found = read(tmp_path / "out")
+    assert (done.rows, done.broken) == (5, 3)
+    assert [label is None for label in found["label"]] == [False, True, True, True, False]
+    assert found["error"][1:3] == ["'text' is missing", "'text' is 3, not a text"]
+    assert "positions" in found["error"][3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"operation": "embed"}, "does not do 'embed'"),
+        ({"keep": ["nothing"]}, "no column nothing"),
+        ({"keep": ["score"]}, "columns of its own"),
+        ({"format": "xlsx"}, "not written"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"rows_a_part": 0}, "0 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_row_is_read(
+    arguments: dict[str, Any], message: str, served: Callable[[str], accel.ORTModel], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "help", "score": 1}\n')
+    with pytest.raises((ConfigError, InputError), match=message):
+        batch(served("text-classification"), path, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_it_did(tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path) -> None:
+    arguments = [
+        "batch",
+        str(tiny_folder("bert", "text-classification")),
+        "--data",
+        str(rows),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    arguments += ["--backend", "pytorch", "--keep", "id", "--option", "truncation=true", "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["computed"] == 20
+    assert read(tmp_path / "out")["id"] == [f"n{i}" for i in range(20)]
+
+
+KILLED = """
+import os, signal, sys
+from accel.serving.batch import ledger
+from accel.serving.batch.running import batch
+import accel.models.pipelines.opening, transformers.models.bert.modeling_bert
+
+model, data, out = sys.argv[1:]
+settled = os.fsync
+def run(point):
+    left = point
+    def fsync(descriptor):
+        # The moments around which files become complete: before, between and after their names are changed.
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        settled(descriptor)
+    os.fsync = fsync
+    batch(model, data, out, rows_a_part=4, backend="pytorch")
+
+kills = 0
+for point in range(1, 40):
+    child = os.fork()
+    if child == 0:
+        import torch
+        torch.set_num_threads(1)
+        try:
+            run(point)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        sys.exit(os.WEXITSTATUS(status)) if os.WEXITSTATUS(status) else None
+        print(kills)
+        break
+    kills += 1
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of one process, which this system cannot make")
+def test_killed_at_every_kind_of_moment_each_row_is_there_once(
+    tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path
+) -> None:
+    model = tiny_folder("bert", "text-classification")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(model), str(rows), str(tmp_path / "killed")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # Each of them was killed one write later than the one before, until one was through.
+    assert int(done.stdout) >= 5
+    batch(model, rows, tmp_path / "whole", rows_a_part=4, backend="pytorch")
+    killed, whole = read(tmp_path / "killed"), read(tmp_path / "whole")
+    assert killed["row"] == list(range(20))
+    assert killed["label"] == whole["label"]
+    assert killed["score"] == pytest.approx(whole["score"], abs=1e-5)
+    assert sorted(path.name for path in (tmp_path / "killed").glob("rows-*")) == sorted(
+        path.name for path in (tmp_path / "whole").glob("rows-*")
+    )
+
+
+@pytest.mark.thorough
+def test_the_command_is_killed_at_any_time(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_folder("bert", "text-classification")
+    rows = rows_file(tmp_path / "rows.jsonl", 4000)
+    command = [sys.executable, "-m", "accel.cli", "batch", str(model), "--data", str(rows), "--backend", "pytorch"]
+    command += ["--out", str(tmp_path / "out"), "--rows-a-part", "100"]
+    kills = 0
+    for seconds in (0.05, 0.3, 0.6, 1.1, 1.7, 2.4):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        before = len(list((tmp_path / "out").glob("rows-*")))
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list((tmp_path / "out").glob("rows-*"))) > before:
+                time.sleep(seconds)
+                break
+            time.sleep(0.02)
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+    assert kills >= 2
+    subprocess.run(command, check=True, capture_output=True)
+    found = read(tmp_path / "out")
+    assert found["row"] == list(range(4000))
+    assert None not in found["label"]
+
+
+@pytest.mark.parametrize("command", ["batch", "serve"])
+def test_without_ray_it_says_how_to_get_it(
+    command: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    more = ["--data", str(rows), "--out", str(tmp_path / "out")] if command == "batch" else ["--port", "0"]
+    done = CliRunner().invoke(app, [command, "model", "--ray", *more])
+    assert done.exit_code == 1
+    assert "accel-transformers[ray]" in done.output

@@ -1,0 +1,87 @@
+"""The manifests of the documentation are YAML, ask for paths that exist, and pass arguments that are taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel.serving.http.app import endpoints
+from accel.serving.http.settings import ServerSettings
+from accel.serving.limits import Limits
+from accel.serving.ray.deploying import ARGUMENTS, Replicas
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale-out.md"
+
+
+def documents() -> list[dict[str, Any]]:
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return [document for block in blocks for document in yaml.safe_load_all(block)]
+
+
+def values_of(value: Any, name: str) -> Iterator[Any]:
+    """Everything that has a name, wherever it is."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key == name:
+                yield item
+            yield from values_of(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from values_of(item, name)
+
+
+def test_each_has_a_kind_and_a_name() -> None:
+    found = [(one["kind"], one["apiVersion"], one["metadata"]["name"]) for one in documents()]
+    assert {kind for kind, _, _ in found} == {"Deployment", "Service", "HorizontalPodAutoscaler", "RayService"}
+
+
+def test_probes_ask_for_paths_that_are_open() -> None:
+    open_paths = {one.path for one in endpoints() if one.open and one.method == "GET"}
+    probed = {probe["path"] for one in documents() for probe in values_of(one, "httpGet")}
+    assert probed
+    assert probed <= open_paths
+
+
+def test_a_pod_gets_more_time_to_end_than_the_server_takes() -> None:
+    (seconds,) = [found for one in documents() for found in values_of(one, "terminationGracePeriodSeconds")]
+    settings = ServerSettings()
+    assert seconds > settings.drain_s + settings.linger_s
+
+
+def test_ray_is_given_arguments_that_exist() -> None:
+    (service,) = [one for one in documents() if one["kind"] == "RayService"]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert (module, name) == ("accel.serving.ray.deploying", "build")
+    arguments = application["args"]
+    assert set(arguments) <= set(ARGUMENTS)
+    assert Replicas(count=arguments["replicas"], cpus=arguments["cpus"]).options(256)["autoscaling_config"]
+    ServerSettings(**arguments["settings"])
+    assert set(arguments["engine"]) <= {field.name for field in fields(Limits)}
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        ("3", {"num_replicas": 3}),
+        ("1:4", {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 16.0}}),
+    ],
+)
+def test_replicas_as_ray_names_them(count: str, expected: dict[str, Any]) -> None:
+    made = Replicas(count=count, cpus=2, gpus=0.5).options(100)
+    assert made["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
+    # More than the engine's queue, so that it is the engine that refuses.
+    assert made["max_ongoing_requests"] > 100
+    assert {name: made[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("count", ["0", "4:1", "many", "1:2:3", "-1"])
+def test_numbers_of_replicas_that_cannot_be(count: str) -> None:
+    with pytest.raises(ValueError, match="no number of replicas"):
+        Replicas(count=count)

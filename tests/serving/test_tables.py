@@ -1,0 +1,151 @@
+"""Tables are read part by part, and a row that cannot be read is one bad row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.errors import ConfigError, InputError, TaskError
+from accel.serving.asking import find_columns, inputs_of
+from accel.serving.tables import Broken, scan
+
+VALUES = ["plain", 'a "quoted", one', "two\nlines", "Zürich 你好", "x" * 200_000, "", "last"]
+
+
+def write(path: Path) -> Path:
+    import csv
+
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerow(["id", "text"])
+            writer.writerows([[i, value] for i, value in enumerate(VALUES)])
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"id": i, "text": value}) for i, value in enumerate(VALUES)))
+    else:
+        rows = pa.table({"id": list(range(len(VALUES))), "text": VALUES})
+        parquet.write_table(rows, path, row_group_size=3)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("size", [1, 2, 4, 100])
+def test_parts_together_are_the_whole(suffix: str, size: int, tmp_path: Path) -> None:
+    table = scan(write(tmp_path / f"rows{suffix}"), size)
+    assert [part.start for part in table.parts] == list(range(0, len(VALUES), size))
+    # Any of them alone: a killed run begins anywhere.
+    found: list[Any] = [row for part in reversed(table.parts) for row in reversed(table.read(part, ["text"]))]
+    empty = None if suffix in (".csv", ".tsv") else ""
+    assert [row["text"] for row in reversed(found)] == [value or empty for value in VALUES]
+    assert set(table.columns) == {"id", "text"}
+
+
+def test_rows_of_several_files_are_counted_on(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n\n{{"text": "{name} 2"}}\n')
+    (tmp_path / "_done.jsonl").write_text("{}\n")
+    table = scan(tmp_path, 10)
+    assert [(part.start, part.rows) for part in table.parts] == [(0, 2), (2, 2)]
+    assert table.rows == 4
+    assert [row["text"] for part in table.parts for row in table.read(part, ["text"])] == [  # type: ignore[index]
+        "a.jsonl",
+        "a.jsonl 2",
+        "b.jsonl",
+        "b.jsonl 2",
+    ]
+    assert scan(str(tmp_path / "[ab]*.jsonl"), 10).files == table.files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.jsonl", b'{"text": "a"}\n{"text": \n{"text": "c"}\n', "it is no JSON"),
+        ("rows.jsonl", b'{"text": "a"}\n[1]\n{"text": "c"}\n', "it is list, not an object"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}\n', "'text' is no UTF-8"),
+        ("rows.csv", b"text,id\na,1\nb\nc,3\n", "it has 1 cells, the head has 2"),
+        ("rows.csv", b"text\na\n\xff\nc\n", "'text' is no UTF-8"),
+    ],
+)
+def test_a_row_that_cannot_be_read_says_why(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    table = scan(tmp_path / name, 10)
+    first, broken, last = table.read(table.parts[0], ["text"])
+    assert (first, last) == ({"text": "a"}, {"text": "c"})
+    assert isinstance(broken, Broken)
+    assert reason in broken.reason
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [({}, "no file"), ({"a.csv": "text\nx\n", "b.jsonl": "{}"}, "as one table"), ({"a.xml": "x"}, "no file")],
+)
+def test_what_is_no_table_is_refused(names: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, content in names.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        scan(tmp_path, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '[{"text": "x"}]', "one JSON array"),
+        ("a.csv", "text\n", "no rows"),
+        ("a.csv", "", "is empty"),
+        ("a.parquet", "nothing", "no Parquet"),
+    ],
+)
+def test_files_that_hold_nothing_say_so(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        scan(tmp_path / name, 10)
+
+
+@pytest.mark.parametrize(
+    ("operation", "columns", "named", "found"),
+    [
+        ("embed", ["id", "text"], {}, {"text": "text"}),
+        ("embed", ["review"], {}, {"text": "review"}),
+        ("embed", ["a", "b"], {"text": "b"}, {"text": "b"}),
+        ("question-answering", ["context", "question"], {}, {"question": "question", "context": "context"}),
+        ("text-classification", ["text", "b"], {"text_pair": "b"}, {"text": "text", "text_pair": "b"}),
+        ("rank", ["query", "documents"], {}, {"query": "query", "documents": "documents"}),
+    ],
+)
+def test_columns_are_named_or_known_or_the_only_one(
+    operation: str, columns: list[str], named: dict[str, str], found: dict[str, str]
+) -> None:
+    assert find_columns(operation, columns, named) == found
+
+
+def test_columns_that_cannot_be_found_are_asked_for() -> None:
+    with pytest.raises(InputError, match="clearly the text") as error:
+        find_columns("embed", ["a", "b"])
+    assert "--column text=NAME" in str(error.value)
+    with pytest.raises(ConfigError, match="Did you mean 'review'"):
+        find_columns("embed", ["review"], {"text": "reviw"})
+    with pytest.raises(ConfigError, match="no use"):
+        find_columns("embed", ["review"], {"texts": "review"})
+    with pytest.raises(TaskError, match="not asked of tables"):
+        find_columns("tensors", ["review"])
+
+
+@pytest.mark.parametrize(
+    ("operation", "row", "reason"),
+    [
+        ("embed", {"text": None}, "'text' is missing"),
+        ("embed", {"text": 7}, "'text' is 7, not a text"),
+        ("rank", {"query": "a", "documents": ["b", None]}, "not a list of texts"),
+        ("rank", {"query": "a", "documents": []}, "not a list of texts"),
+    ],
+)
+def test_a_value_that_is_no_text_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
+    found = inputs_of(operation, row, {name: name for name in row})
+    assert isinstance(found, Broken)
+    assert reason in found.reason
