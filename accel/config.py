@@ -228,6 +228,17 @@ class QuantizeConfig(JsonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig(JsonConfig):
+    """How a PyTorch model is prepared. Each scheme has a subclass with its own settings.
+
+    Attributes:
+        scheme: A scheme that the backend declares for the stage `prepare`: `accelerate`, ...
+    """
+
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions(JsonConfig):
     """How a graph is run; the words are the same for every backend.
 
