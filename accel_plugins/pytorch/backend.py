@@ -21,6 +21,7 @@ from .decoding import DecoderSession
 from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
     """A model in memory, and which one it is."""

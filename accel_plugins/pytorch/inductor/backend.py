@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from accel.artifact import Artifact
 from accel.backends.interfaces import Exporter, OpenRequest, Preparer, Session
 from accel.backends.specs import Probe, Reason
-from accel.config import AccelerateConfig, ExportConfig
+from accel.config import AccelerateConfig
 from accel.errors import ConfigError
 
 from ..backend import PytorchBackend
@@ -63,12 +62,6 @@ class InductorBackend(PytorchBackend):
     def exporter(self) -> Exporter | None:
         """None: PyTorch's own backend writes the format."""
         return None
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact:
-        """As PyTorch's own backend reads a transformers folder."""
-        return super().adopt(folder, task=task, config=config, trust_remote_code=trust_remote_code)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open the parts of a model; compiled when they are called, see `accel.backends.interfaces.Backend.open`.

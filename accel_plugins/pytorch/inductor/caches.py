@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 
 _NAMES = ("past_key_values", "cache_params")
 
@@ -17,19 +18,34 @@ def cache_of(call: Mapping[str, Any]) -> Any | None:
 
 
 def _layers(cache: Any) -> list[Any]:
-    caches = [getattr(cache, name) for name in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, name)]
+    caches = [
+        getattr(cache, name) for name in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, name)
+    ]
     return [layer for one in (caches or [cache]) for layer in getattr(one, "layers", [])]
 
 
 def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
-    """Whether a call adds one token to a cache of a fixed size that holds some: what can be compiled once."""
+    """Whether a call adds one token to a cache of a fixed size that holds some: what can be compiled once.
+
+    Layers of other kinds (sliding windows, recurrent states) count in Python what they hold: compiled code would keep the number
+    of its first call.
+    """
     layers = _layers(cache)
-    # `is_compileable` says so of caches whose tensors keep their sizes, and of recurrent states.
-    fixed = bool(layers) and all(layer.is_compileable and hasattr(layer, "max_cache_len") for layer in layers)
-    filled = all(getattr(layer, "is_initialized", True) for layer in layers)
+    fixed = bool(layers) and all(type(layer) is StaticLayer and layer.is_initialized for layer in layers)
     names = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
     first = next((call[name] for name in names if isinstance(call.get(name), torch.Tensor)), None)
-    return fixed and filled and first is not None and first.shape[1] == 1
+    return fixed and first is not None and first.shape[1] == 1
+
+
+def as_inputs(cache: Any) -> None:
+    """Have the compiler take a cache's tensors as inputs, whichever cache a call brings.
+
+    transformers marks them as tensors of the graph itself, which the compiler then guards: without guards, code compiled with
+    one cache would write to that one for ever.
+    """
+    for layer in _layers(cache):
+        for tensor in (layer.keys, layer.values, layer.cumulative_length):
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def shape_of(cache: Any) -> str:

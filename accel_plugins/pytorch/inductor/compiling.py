@@ -40,7 +40,10 @@ def keep_compiled_code() -> None:
     """Compiled code is kept in our home, unless the user chose a place: the next process compiles the same in a part of the
     time. The compiler's own key has the graph, the versions, the processor and its settings.
     """
-    if _CACHE not in os.environ:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # The compiler itself sets the variable when it is first asked for its folder.
+    if os.environ.get(_CACHE) in (None, default_cache_dir()):
         os.environ[_CACHE] = str(accel_home() / "inductor")
 
 

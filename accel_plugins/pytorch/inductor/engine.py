@@ -20,14 +20,15 @@ from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 
 from ..session import CapturedModule
-from .caches import cache_of, copied, is_decoding, shape_of
+from .caches import as_inputs, cache_of, copied, is_decoding, shape_of
 from .compiling import compiled, compiling
 from .precision import computing_copy
 from .sizes import LENGTHS, MASK, Sizes, axes_to_cut, batch_steps, cut, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
 
-_ROUNDS = 5
+# Fastest calls of so many; on a busy machine of more, before something is called slower.
+_ROUNDS, _MORE_ROUNDS = 5, 20
 _SECONDS = 4.0
 # Of two ways that take the same time, clocks on a busy machine find either faster.
 _EQUAL = 1.02
@@ -87,7 +88,10 @@ class Engine:
         # Only the model itself answers by the method that was there before; a copy has its class's.
         self._compute = forward if self._computing is model else self._computing.forward
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=config.quantization is not None)
-        self.forms: dict[Any, CompiledForm] = {}
+        self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
+        self.compilations = 0
+        self.uncompiled_calls = 0
+        self._told: set[str] = set()
         self._pads = True
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
@@ -100,11 +104,6 @@ class Engine:
     def compute_dtype(self) -> str:
         """What it computes in."""
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def compilations(self) -> int:
-        """How many sizes were compiled for."""
-        return sum(form.compile_s > 0 for form in self.forms.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a call, computed without gradients."""
@@ -134,10 +133,14 @@ class Engine:
 
     def answer(self, call: dict[str, Any]) -> Any:
         """The answer to a call by name."""
-        form = self._form(call)
+        why = self._why_eager(call)
+        have = self._sizes(call)
+        form = None if why else self._form(call, have)
+        if form is None:
+            self._tell(why)
+            return self.eager(**call)
         if form.call is None:
             return self.eager(**call)
-        have = self._sizes(call)
         kind = (have.batch != form.sizes.batch, have.length != form.sizes.length)
         if kind not in form.checked:
             with self._turn:
@@ -145,27 +148,54 @@ class Engine:
                     return self._first(form, call, have, kind)
         return self._run(form, call, have)
 
+    def _tell(self, why: str) -> None:
+        """Say once why calls of a kind are computed as the model is; those beyond the limit are counted."""
+        self.uncompiled_calls += not why
+        told = why or f"{self.config.graphs} sizes are compiled already, and it was called with others"
+        if told in self._told:
+            return
+        self._told.add(told)
+        name = type(self.model).__name__
+        if why:
+            # Part of how generation works, and nothing to be warned of.
+            logger.info("%s: %s", name, why)
+        else:
+            logger.warning("%s: %s. Those run as the model is; pass lengths=... or graphs=....", name, told)
+
     def _sizes(self, call: Mapping[str, Any]) -> Sizes:
         if cache_of(call) is not None:
             first = next((value for value in call.values() if isinstance(value, torch.Tensor)), None)
             return Sizes(None if first is None else int(first.shape[0]), None)
         return sizes_of(call, maskable=self._maskable)
 
-    def _form(self, call: Mapping[str, Any]) -> CompiledForm:
-        """The form of a call, made where there is none yet."""
-        have = self._sizes(call)
-        key, want = self._key(call, have)
-        form = self.forms.get(key)
+    def _form(self, call: Mapping[str, Any], have: Sizes) -> CompiledForm | None:
+        """The form of a call, made where there is none yet; `None` beyond the limit."""
+        kind, want = self._key(call, have)
+        form = self.forms.get((kind, want))
         if form is None:
             with self._turn:
-                form = self.forms.get(key)
-                if form is None:
-                    form = self._new_form(call, want, key)
-                    self.forms[key] = form
+                form = self.forms.get((kind, want))
+                if form is None and self.compilations < self.config.graphs:
+                    form = self.forms[kind, want] = self._new_form(call, want)
+                elif form is None:
+                    form = self._larger(kind, want)
         return form
 
+    def _larger(self, kind: Any, want: Sizes) -> CompiledForm | None:
+        """The smallest form of the same kind that a call can be padded up to, at most to twice its size."""
+        if want.batch is None or want.length is None or not self._pads:
+            return None
+        fitting = [
+            (sizes.batch * sizes.length, form)
+            for (other, sizes), form in self.forms.items()
+            if other == kind and form.call is not None and sizes.batch is not None and sizes.length is not None
+            and sizes.batch >= want.batch and sizes.length >= want.length
+        ]  # fmt: skip
+        size, found = min(fitting, key=lambda one: one[0], default=(0, None))
+        return found if size <= 2 * want.batch * want.length else None
+
     def _key(self, call: Mapping[str, Any], have: Sizes) -> tuple[Any, Sizes]:
-        """Everything that compiled code depends on, and the sizes that a call is padded to."""
+        """What compiled code depends on besides its sizes, and the sizes that a call is padded to."""
         cache = cache_of(call)
         want = have
         if cache is None and self._pads:
@@ -183,7 +213,7 @@ class Engine:
                 continue
             leaves, spec = pytree.tree_flatten(value)
             parts.append((name, str(spec), tuple(self._leaf(leaf, have) for leaf in leaves)))
-        return (tuple(parts), want, pads_mask), want
+        return (tuple(parts), pads_mask), want
 
     def _leaf(self, leaf: Any, have: Sizes) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -195,23 +225,10 @@ class Engine:
             shape[1] = "length"
         return (leaf.dtype, leaf.device, tuple(shape))
 
-    def _new_form(self, call: Mapping[str, Any], want: Sizes, key: Any) -> CompiledForm:
-        why = self._why_eager(call)
-        if why:
-            # Part of how generation works, and nothing to be warned of each time.
-            logger.info("%s: %s", type(self.model).__name__, why)
-            return CompiledForm("as the model is", want, why=why)
-        form = CompiledForm(str(want) if cache_of(call) is None else f"one token behind {shape_of(cache_of(call))}", want)
-        if self.compilations >= self.config.graphs:
-            form.why = f"{self.config.graphs} sizes are compiled already"
-            logger.warning(
-                "%s is not compiled for %s: %s. Such calls run as the model is; pass lengths=... or graphs=....",
-                type(self.model).__name__, form.name, form.why,
-            )  # fmt: skip
-            return form
-        computes = self._compute
+    def _new_form(self, call: Mapping[str, Any], want: Sizes) -> CompiledForm:
         cache = cache_of(call)
-        made = compiled(computes, device=self.device.type, replayed=cache is not None and self.config.cuda_graph)
+        form = CompiledForm(str(want) if cache is None else f"one token behind {shape_of(cache)}", want)
+        made = compiled(self._compute, device=self.device.type, replayed=cache is not None and self.config.cuda_graph)
         if self.device.type == "cuda" and self.config.cuda_graph and cache is None:
             made = CapturedModule(made)
         form.call = made
@@ -220,7 +237,8 @@ class Engine:
     def _why_eager(self, call: Mapping[str, Any]) -> str:
         cache = cache_of(call)
         if cache is not None:
-            return "" if is_decoding(call, cache) else "the first call of a cache runs as the model is"
+            why = "calls with several tokens, or with a cache that grows or slides, run as the model is"
+            return "" if is_decoding(call, cache) else why
         generates = callable(getattr(self.model, "can_generate", None)) and self.model.can_generate()
         caches = generates and call.get("use_cache", getattr(self.model.config, "use_cache", False))
         return "a call that returns a new cache runs as the model is (use_cache=False compiles it)" if caches else ""
@@ -256,13 +274,16 @@ class Engine:
         started = time.perf_counter()
         if not form.compile_s:
             logger.info("compiling %s for %s: this may take minutes", type(self.model).__name__, form.name)
+            if cache is not None:
+                as_inputs(cache)
         cuts, form.cuts = form.cuts, []
         found = self._compile(form, call, have)
         if not form.compile_s:
             form.compile_s = time.perf_counter() - started
+            self.compilations += 1
             logger.info(
                 "compiled %s for %s in %.1f s (%d of at most %d sizes)",
-                type(self.model).__name__, form.name, form.compile_s, self.compilations + 1, self.config.graphs,
+                type(self.model).__name__, form.name, form.compile_s, self.compilations, self.config.graphs,
             )  # fmt: skip
         found, difference, axes = self._compare(found, expected, have, form.sizes)
         form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
@@ -286,9 +307,7 @@ class Engine:
                 fix="call model.restore() to go on as it was; an operation that the compiler cannot take is upstream's.",
             ) from error
 
-    def _compare(
-        self, found: Any, expected: Any, have: Sizes, want: Sizes
-    ) -> tuple[Any, float, list[dict[int, str]]]:
+    def _compare(self, found: Any, expected: Any, have: Sizes, want: Sizes) -> tuple[Any, float, list[dict[int, str]]]:
         """What was found without padding, its largest difference as a share of the largest value, and the axes cut."""
         leaves, spec = pytree.tree_flatten(found)
         reference = pytree.tree_leaves(expected)
@@ -337,7 +356,14 @@ class Engine:
             "compiled": lambda given: self._run(form, given, have),
         }
         started = time.perf_counter()
-        while len(times["compiled"]) < _ROUNDS and (not times["compiled"] or time.perf_counter() - started < _SECONDS):
+
+        def slower() -> bool:
+            return not self.config.keep_slower and min(times["compiled"]) > min(times["eager"]) * _EQUAL
+
+        while not times["compiled"] or (
+            len(times["compiled"]) < (_MORE_ROUNDS if slower() else _ROUNDS)
+            and time.perf_counter() - started < _SECONDS
+        ):
             for name, way in ways.items():
                 given = call if cache is None else copied(call)
                 self._wait()
@@ -346,7 +372,7 @@ class Engine:
                 self._wait()
                 times[name].append(time.perf_counter() - begun)
         form.eager_ms, form.ms = min(times["eager"]) * 1e3, min(times["compiled"]) * 1e3
-        if form.ms > form.eager_ms * _EQUAL and not self.config.keep_slower:
+        if slower():
             form.call = None
             form.why = f"compiled code takes {form.ms:.3g} ms, the model as it was {form.eager_ms:.3g}"
             logger.warning(
