@@ -59,7 +59,7 @@ class PytorchBackend:
             devices=tuple(devices), versions={"torch": torch.__version__, "transformers": transformers.__version__}
         )
 
-    def exporter(self) -> Exporter:
+    def exporter(self) -> Exporter | None:
         """Saves the model in transformers' own layout."""
         return WeightsExporter()
 

@@ -346,7 +346,7 @@ def pytorch_variant(
     """
     compiles = way == "compile"
     # What is slower is measured, too: that is what the caller wants to see.
-    options = {"keep_slower": True} if compiles else {way: True} if way is not None else None
+    options: dict[str, object] | None = {"keep_slower": True} if compiles else {way: True} if way is not None else None
     name = f"PyTorch {'compiled' if compiles else 'eager'} {dtype}"
     return Variant(
         name=f"{name} in a CUDA graph" if way == "cuda_graph" else name,

@@ -40,12 +40,14 @@ def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
 def as_inputs(cache: Any) -> None:
     """Have the compiler take a cache's tensors as inputs, whichever cache a call brings.
 
-    transformers marks them as tensors of the graph itself, which the compiler then guards: without guards, code compiled with
-    one cache would write to that one for ever.
+    transformers marks them as tensors at a fixed address, for CUDA graphs. The compiler makes what is marked so a part of the code
+    (guarded, or where it freezes weights), which then writes to the cache that it was compiled with for ever.
     """
     for layer in _layers(cache):
         for tensor in (layer.keys, layer.values, layer.cumulative_length):
-            torch._dynamo.mark_static_address(tensor, guard=False)
+            vars(tensor).pop("_dynamo_static_input_type", None)
+            if tensor.device.type == "cuda":
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def shape_of(cache: Any) -> str:
@@ -64,3 +66,8 @@ def _keys(layer: Any) -> torch.Tensor | None:
 def copied(call: Mapping[str, Any]) -> dict[str, Any]:
     """The call with a copy of its cache, which it changes."""
     return {name: copy.deepcopy(value) if name in _NAMES else value for name, value in call.items()}
+
+
+def tensors_of(cache: Any) -> list[torch.Tensor]:
+    """What a static cache holds."""
+    return [tensor for layer in _layers(cache) for tensor in (layer.keys, layer.values, layer.cumulative_length)]
