@@ -115,7 +115,8 @@ def main() -> None:
     import transformers
 
     report = {
-        "shape": given.shape, "layers": given.layers, "rounds": given.rounds, "processor": platform.processor() or platform.machine(),
+        "shape": given.shape, "layers": given.layers, "rounds": given.rounds,
+        "processor": platform.processor() or platform.machine(),
         "processors": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch": torch.__version__,
         "transformers": transformers.__version__, "amx": torch.cpu._is_amx_tile_supported(), "variants": found,
     }  # fmt: skip

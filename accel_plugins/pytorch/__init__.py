@@ -5,7 +5,13 @@ from accel.backends.specs import WEIGHTS, BackendSpec, Capability
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
 # A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.
-_GENERATING = ("text-generation", "text2text-generation", "image-to-text", "image-text-to-text")
+_GENERATING = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
 
 SPEC = BackendSpec(
     name="pytorch",

@@ -20,7 +20,7 @@ from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 
 from ..session import CapturedModule
-from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
+from .caches import as_inputs, cache_of, copied, is_decoding, shape_of
 from .compiling import compiled, compiling
 from .precision import computing_copy
 from .sizes import LENGTHS, MASK, Sizes, axes_to_cut, batch_steps, cut, padded, sizes_of, step_up
