@@ -309,6 +309,14 @@ class Engine:
                 fix="call model.restore() to go on as it was; an operation that the compiler cannot take is upstream's.",
             ) from error
 
+    def _other_cache(
+        self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
+    ) -> float:
+        """Run the code that was compiled with one cache over another, and compare what that one holds then, too."""
+        _, difference, _ = self._compare(self._run(form, call, have), expected, have, form.sizes)
+        held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
+        return max(difference, *(_difference(one, other) for one, other in held))
+
     def _compare(self, found: Any, expected: Any, have: Sizes, want: Sizes) -> tuple[Any, float, list[dict[int, str]]]:
         """What was found without padding, its largest difference as a share of the largest value, and the axes cut."""
         leaves, spec = pytree.tree_flatten(found)
