@@ -20,7 +20,7 @@ from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 
 from ..session import CapturedModule
-from .caches import as_inputs, cache_of, copied, is_decoding, shape_of
+from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
 from .precision import computing_copy
 from .sizes import LENGTHS, MASK, Sizes, axes_to_cut, batch_steps, cut, padded, sizes_of, step_up
@@ -288,9 +288,9 @@ class Engine:
         found, difference, axes = self._compare(found, expected, have, form.sizes)
         if cache is not None:
             difference = max(difference, self._other_cache(form, again, have, before, expected))
-        form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
         if not difference <= self.tolerance:
             return self._differs(form, call, kind, difference)
+        form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
         form.difference = max(form.difference, difference)
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
