@@ -116,7 +116,7 @@ def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"provider_options": {"cuda_graph": True}}, "needs an NVIDIA GPU"),
-        ({"provider_options": {"compiled": True}}, "no option 'compiled'.* Did you mean 'compile'"),
+        ({"provider_options": {"cuda_graphs": True}}, "no option 'cuda_graphs'.* Did you mean 'cuda_graph'"),
         ({"session_options": SessionOptions(graph_optimization="none")}, "SessionOptions.graph_optimization"),
     ],
 )
