@@ -30,6 +30,7 @@ compiler = pytest.mark.skipif(backend.cpu_compiler() is None, reason="no C++ com
 @pytest.mark.thorough
 class TestInductor(BackendConformance):
     backend = "inductor"
+    artifact_format = "torch"
 
     def preparation(self, scheme: str) -> PrepareConfig:
         return AccelerateConfig(keep_slower=True)
