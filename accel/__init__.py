@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .backends.interfaces import Exporter as Exporter
     from .backends.interfaces import Optimizer as Optimizer
     from .backends.interfaces import Quantizer as Quantizer
+    from .config import AccelerateConfig as AccelerateConfig
     from .config import ExportConfig as ExportConfig
     from .config import OptimizeConfig as OptimizeConfig
     from .config import QuantizeConfig as QuantizeConfig
@@ -51,12 +52,15 @@ if TYPE_CHECKING:
     from .serving.generation.options import GenerationOptions as GenerationOptions
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
+    from .stages.prepare.accelerating import accelerate as accelerate
     from .stages.validate import validate as validate
     from .tuning.budget import quantize as quantize
     from .tuning.tune import tune as tune
 
 # Every public name and the module that holds it; imported at first use (PEP 562), so that `import accel` is cheap.
 _MODULE_OF = {
+    "accelerate": "stages.prepare.accelerating",
+    "AccelerateConfig": "config",
     "AccelError": "errors",
     "Artifact": "artifact.manifest",
     "benchmark": "measuring.latency.benchmarking",

@@ -228,6 +228,57 @@ class QuantizeConfig(JsonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig(JsonConfig):
+    """How a PyTorch model is prepared. Each scheme has a subclass with its own settings.
+
+    Attributes:
+        scheme: A scheme that the backend declares for the stage `prepare`: `accelerate`, ...
+    """
+
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccelerateConfig(PrepareConfig):
+    """How a PyTorch model is accelerated where it is.
+
+    Attributes:
+        scheme: `accelerate`.
+        dtype: What it computes in; `None` for its own type.
+        quantization: Quantize the linear layers as they compute: `int8`, or `float8` on GPUs that have it.
+        attention: Which of transformers' attention functions is compiled; `None` leaves the model's own.
+        lengths: Numbers of tokens to compile for, rising; `None` takes steps of at most a half from 16 on.
+        graphs: How many sizes are compiled for, at most.
+        cuda_graph: On a GPU: replay CUDA graphs.
+        freezing: On the host: weights become constants of the compiled code, in the layout that its kernels want, for
+            the memory of another copy for each size.
+        keep_slower: Keep what was measured to be slower than the model as it was.
+    """
+
+    scheme: str = "accelerate"
+    dtype: Dtype | None = None
+    quantization: Literal["int8", "float8"] | None = None
+    attention: Literal["sdpa", "eager"] | None = None
+    lengths: tuple[int, ...] | None = None
+    graphs: int = 16
+    cuda_graph: bool = True
+    freezing: bool = True
+    keep_slower: bool = False
+
+    def __post_init__(self) -> None:
+        super(AccelerateConfig, self).__post_init__()
+        if self.graphs < 1:
+            raise ConfigError(f"AccelerateConfig.graphs is {self.graphs}.", fix="use at least 1.")
+        if self.lengths is not None and (
+            any(n < 1 for n in self.lengths) or list(self.lengths) != sorted(set(self.lengths))
+        ):
+            raise ConfigError(
+                f"AccelerateConfig.lengths is {list(self.lengths)}.",
+                fix="use rising positive lengths, such as (16, 32, 64).",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions(JsonConfig):
     """How a graph is run; the words are the same for every backend.
 

@@ -21,6 +21,7 @@
     │   ├── RequestTimeoutError (TimeoutError)   no answer within the time given
     │   └── EngineClosedError (RuntimeError)     a call before the engine was started, or after it was closed
     └── StageError
+        ├── PrepareError                         a PyTorch model that could not be accelerated or made ready to train
         ├── ExportError                          a model that could not be captured
         ├── OptimizeError
         ├── QuantizeError
@@ -143,7 +144,11 @@ class EngineClosedError(ServingError, RuntimeError):
 
 
 class StageError(AccelError):
-    """Base of the errors of the stages export, optimize, quantize and validate. Nothing was written."""
+    """Base of the errors of the stages prepare, export, optimize, quantize and validate. Nothing was written."""
+
+
+class PrepareError(StageError):
+    """A PyTorch model that could not be prepared; it is as it was."""
 
 
 class ExportError(StageError):

@@ -42,6 +42,11 @@ class BackendStatus:
         """What it says it can do."""
         return self.spec.capabilities if self.spec is not None else ()
 
+    @property
+    def prepares(self) -> tuple[str, ...]:
+        """The ways in which it prepares PyTorch models."""
+        return tuple(scheme for c in self.capabilities if c.stage == "prepare" for scheme in c.schemes)
+
     @functools.cached_property
     def _probe(self) -> Probe:
         if self.spec is None:

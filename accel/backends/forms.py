@@ -39,6 +39,17 @@ _RELATIVE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1e-1}
 _QUANTIZED = 0.25
 _ROWS = 4
 
+
+def relative_tolerance(compute_dtype: str, *, quantized: bool = False) -> float:
+    """What two ways to compute the same may differ by, as a share of the largest value.
+
+    Args:
+        compute_dtype: What the kernels compute in.
+        quantized: Whether activations are quantized with scales of their own.
+    """
+    return _QUANTIZED if quantized else _RELATIVE.get(compute_dtype, _QUANTIZED)
+
+
 Padding = Literal["none", "right", "left"]
 
 
@@ -112,7 +123,7 @@ class FormChecks:
         self._component = component
         self._folder = artifact.path
         quantized = artifact.manifest.quantization is not None
-        self.tolerance = _QUANTIZED if quantized else _RELATIVE.get(compute_dtype, _QUANTIZED)
+        self.tolerance = relative_tolerance(compute_dtype, quantized=quantized)
         self._key = [artifact.digest, component.name, asdict(device), compute_dtype, dict(versions)]
         self._verdicts: dict[str, FormVerdict] = {}
         self._lock = threading.RLock()

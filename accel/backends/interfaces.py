@@ -1,6 +1,6 @@
 """What a plugin implements. Protocols: a plugin need not inherit from them.
 
-A `Backend` opens an `Artifact` as named `Session`s and may offer an `Exporter`, an `Optimizer` and a `Quantizer`. The
+A `Backend` opens an `Artifact` as named `Session`s and may offer an `Exporter`, an `Optimizer`, a `Quantizer` and a `Preparer`. The
 conformance suite (`accel.testing.conformance`) checks the contract that the docstrings here state.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..artifact.manifest import Artifact
 from ..artifact.tensors import TensorSpec
-from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
+from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig, SessionOptions
 from .specs import DeviceSpec, Probe
 
 if TYPE_CHECKING:
@@ -210,6 +210,28 @@ class Quantizer(Protocol):
 
 
 @runtime_checkable
+class Preparer(Protocol):
+    """Changes a PyTorch model that its user keeps: to run faster where it is, or to be trained for another precision."""
+
+    def prepare(
+        self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
+    ) -> torch.nn.Module:
+        """The prepared model: the given one, or another that shares its parameters, as the scheme says. It takes the same
+        inputs and returns the same outputs by name. Where the call fails, the given model is as it was.
+
+        Args:
+            model: The model, where it runs.
+            config: Which of the capability's `schemes`, and its settings: of the class that belongs to the scheme.
+            calibration: Batches of inputs, which can be iterated more than once, for schemes that need activation ranges.
+
+        Raises:
+            ConfigError: A scheme or a setting that does not exist or does not fit the model, or calibration data that nothing
+                reads.
+            PrepareError: The model could not be prepared; with the reason.
+        """
+
+
+@runtime_checkable
 class Backend(Protocol):
     """A plugin's one class; made without arguments."""
 
@@ -255,3 +277,11 @@ class Backend(Protocol):
             ConfigError: An option that does not exist.
             SessionError: The runtime refused the graph.
         """
+
+
+@runtime_checkable
+class PreparingBackend(Backend, Protocol):
+    """A backend that prepares PyTorch models; one without a capability for it need not have the method."""
+
+    def preparer(self) -> Preparer | None:
+        """The preparer, or `None`."""

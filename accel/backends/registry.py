@@ -242,15 +242,19 @@ def owner(
 ) -> BackendSpec:
     """The backend that does `stage` for artifacts of `format`: the one named, or the owner of the format.
 
-    For `export`, `format` is what it produces. `domains` are those of the graph's operators, where they are known.
+    For `export`, `format` is what it produces; for `prepare`, that of PyTorch models. `domains` are those of the graph's
+    operators, where they are known.
 
     Raises:
         UnknownBackendError: `backend` names no plugin.
         BackendUnavailableError: Nobody does this here, or not for a graph with such operators.
     """
-    consumes, produces = (None, format) if stage == "export" else (format, None)
+    consumes = None if stage in ("prepare", "export") else format
+    produces = format if stage == "export" else None
 
     def does(spec: BackendSpec) -> bool:
+        if stage == "prepare":
+            return any(one.stage == stage and (scheme is None or scheme in one.schemes) for one in spec.capabilities)
         capability = spec.capability(stage, consumes, produces=produces)
         return capability is not None and (scheme is None or scheme in capability.schemes)
 
@@ -280,6 +284,14 @@ def owner(
     if able:
         why = "; ".join(f"{spec.name}: {_missing(spec)}" for spec in able)
         raise BackendUnavailableError(f"{subject} {stage} {format} here. {why}.", fix=_install(able[0]))
+    others = (
+        [spec.name for spec in describe_all()[0] if does(spec)] if backend is not None and stage == "prepare" else []
+    )
+    if others:
+        raise BackendUnavailableError(
+            f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}.",
+            fix=f"use backend={' or '.join(map(repr, others))}, or leave it out.",
+        )
     offered = sorted({s for spec in specs for c in spec.capabilities if c.stage == stage for s in c.schemes})
     raise BackendUnavailableError(
         f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."

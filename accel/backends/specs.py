@@ -9,13 +9,13 @@ from typing import Literal
 
 from ..artifact.tensors import TensorSpec as TensorSpec
 
-API_VERSION = (2, 1)
+API_VERSION = (2, 2)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"
 """The format of artifacts that are PyTorch models: weights, config, tokenizer."""
 
-Stage = Literal["export", "optimize", "quantize", "run"]
+Stage = Literal["prepare", "export", "optimize", "quantize", "run"]
 
 _DEVICE = re.compile(r"(?P<type>[a-z][a-z_]*)(?::(?P<index>\d+))?\Z")
 
@@ -63,7 +63,7 @@ class SchemeSettings:
 
     Attributes:
         scheme: Of `Capability.schemes`.
-        names: Fields of `QuantizeConfig`.
+        names: Fields of `QuantizeConfig`, or of the preparation's own settings.
     """
 
     scheme: str
@@ -75,12 +75,13 @@ class Capability:
     """One thing a backend can do: turn `consumes` into `produces` at a `stage`, or run `consumes`.
 
     Attributes:
-        stage: `export`, `optimize`, `quantize` or `run`.
-        consumes: Artifact format read (`None` for `export`, which reads a PyTorch model).
-        produces: Artifact format written (`None` for `run`).
+        stage: `prepare`, `export`, `optimize`, `quantize` or `run`.
+        consumes: Artifact format read (`None` for `prepare` and `export`, which read a PyTorch model).
+        produces: Artifact format written (`None` for `prepare`, which gives a PyTorch model, and for `run`).
         devices: Device types.
         dtypes: Artifact dtypes it accepts or makes.
-        schemes: Optimization levels, or quantization schemes in the order of expected speed, fastest first.
+        schemes: Optimization levels, preparations (`accelerate`, ...), or quantization schemes in the order of expected speed,
+            fastest first.
         settings: What each scheme can be told; the core refuses everything else by name.
         options: Of `export`: options that only this exporter has (`ExportConfig.options`). Of `run`: the vendor's device or
             provider options, where the backend leaves checking their names to `ortkit`.

@@ -41,6 +41,8 @@ def doctor(as_json: Json = False, verbose: Verbose = False) -> None:
                 print_line(f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (by name only)'}")
                 for device in status.devices:
                     print_line(f"    {device}: {device.name} {device.arch}".rstrip())
+                if status.prepares:
+                    print_line(f"    prepares PyTorch models: {', '.join(status.prepares)}")
                 for reason in status.reasons:
                     print_line(f"    {reason.message}{f'. Fix: {reason.remedy}' if reason.remedy else ''}")
             for problem in problems:

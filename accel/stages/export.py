@@ -284,7 +284,8 @@ def artifact_for(resolved: Resolved, run: RunSettings, config: ExportConfig | No
     # A backend that only runs a format gets it from the format's owner.
     named = registry.describe(run.backend) if run.backend is not None else None
     made = [c.produces for c in named.capabilities if c.stage == "export" and c.produces] if named is not None else []
-    format = made[0] if made else "onnx"
+    runs = [c.consumes for c in named.capabilities if c.stage == "run" and c.consumes] if named is not None else []
+    format = made[0] if made else runs[0] if runs and "onnx" not in runs else "onnx"
     # Fails now, with every reason, rather than after the export.
     registry.choose(
         format=format,

@@ -22,8 +22,17 @@ import torch
 
 from accel.artifact.manifest import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Backend, JoinableState, OpenRequest, Session, State
+from accel.backends.interfaces import (
+    Backend,
+    JoinableState,
+    OpenRequest,
+    Preparer,
+    PreparingBackend,
+    Session,
+    State,
+)
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
+from accel.config import PrepareConfig
 from accel.errors import ConfigError, InputError, SessionClosedError
 from accel.stages.export import export
 
@@ -299,6 +308,37 @@ class BackendConformance:
         feeds = self.feeds(session, batch=2, sequence=8)
         assert (fixed.run(feeds)["logits"] - session.run(feeds)["logits"]).abs().max() <= self.tolerance
         fixed.close()
+
+    # Preparing PyTorch models, for backends that claim it
+
+    def preparation(self, scheme: str) -> PrepareConfig:
+        """Settings for a scheme of the stage `prepare`; override it where the scheme has a class of its own."""
+        return PrepareConfig(scheme=scheme)
+
+    def test_prepares_what_it_claims(self, spec: BackendSpec, implementation: Backend) -> None:
+        """What comes out is a PyTorch model that takes the same inputs and returns the same outputs."""
+        schemes = [scheme for c in spec.capabilities if c.stage == "prepare" for scheme in c.schemes]
+        if not schemes:
+            pytest.skip(f"{self.backend} prepares no PyTorch models")
+        assert isinstance(implementation, PreparingBackend)
+        preparer = implementation.preparer()
+        assert isinstance(preparer, Preparer)
+        with pytest.raises(ConfigError, match="no_such_scheme"):
+            preparer.prepare(tiny_model("bert"), config=PrepareConfig(scheme="no_such_scheme"))
+        ids = torch.randint(4, 100, (2, 8), generator=torch.Generator().manual_seed(0))
+        feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for scheme in schemes:
+            model = tiny_model("bert")
+            expected = model(**feeds).logits
+            prepared = preparer.prepare(model, config=self.preparation(scheme), calibration=self.ranges(scheme, feeds))
+            assert isinstance(prepared, torch.nn.Module)
+            found = prepared(**feeds).logits
+            assert found.shape == expected.shape
+            assert bool(found.isfinite().all())
+
+    def ranges(self, scheme: str, feeds: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
+        """Calibration data for a scheme of the stage `prepare`; override it where the scheme needs some."""
+        return None
 
     # State, for backends that keep any
 

@@ -4,6 +4,14 @@ from accel.backends.specs import WEIGHTS, BackendSpec, Capability
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
+# A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.
+_GENERATING = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
 
 SPEC = BackendSpec(
     name="pytorch",
@@ -15,9 +23,32 @@ SPEC = BackendSpec(
     requires=("torch", "transformers"),
     aliases=("torch", "eager"),
     distributions=("torch", "transformers"),
-    recorded_options=("compile", "cuda_graph"),
+    recorded_options=("cuda_graph",),
     capabilities=(
         Capability(stage="export", produces=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS),
         Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True),
+    ),
+)
+
+INDUCTOR = BackendSpec(
+    name="inductor",
+    summary="PyTorch's compiler: transformers models accelerated where they are",
+    extra="inductor",
+    impl="accel_plugins.pytorch.inductor.backend:InductorBackend",
+    requires=("torch", "transformers"),
+    aliases=("torch.compile",),
+    distributions=("torch", "transformers", "torchao"),
+    recorded_options=("quantization", "graphs", "cuda_graph", "freezing"),
+    capabilities=(
+        Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),
+        Capability(
+            stage="run",
+            consumes=WEIGHTS,
+            devices=_DEVICES,
+            dtypes=_FLOATS,
+            excludes=_GENERATING,
+            device_io=True,
+            thread_safe=True,
+        ),
     ),
 )

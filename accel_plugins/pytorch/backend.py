@@ -21,8 +21,6 @@ from .decoding import DecoderSession
 from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 
-OPTIONS = ("compile", "cuda_graph")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
@@ -34,7 +32,10 @@ class _Loaded:
 
 
 class PytorchBackend:
-    """Runs models eagerly; on request compiled, or replayed from a CUDA graph for each shape."""
+    """Runs models eagerly; on request replayed from a CUDA graph for each shape."""
+
+    name = "pytorch"
+    options: tuple[str, ...] = ("cuda_graph",)
 
     def __init__(self) -> None:
         # What was described last: whoever describes weights opens them next, and reading them twice takes seconds.
@@ -58,7 +59,7 @@ class PytorchBackend:
             devices=tuple(devices), versions={"torch": torch.__version__, "transformers": transformers.__version__}
         )
 
-    def exporter(self) -> Exporter:
+    def exporter(self) -> Exporter | None:
         """Saves the model in transformers' own layout."""
         return WeightsExporter()
 
@@ -82,8 +83,7 @@ class PytorchBackend:
         Args:
             artifact: PyTorch weights.
             device: The host or a GPU.
-            options: `compile`: run through `torch.compile`, weights frozen on the CPU; compiling takes up to minutes.
-                `cuda_graph`: on a GPU, replay a captured graph for each shape, which launches kernels without the host.
+            options: `cuda_graph`: on a GPU, replay a captured graph for each shape, which launches kernels without the host.
             session: `threads` and `compute_dtype`; PyTorch has one thread pool for the whole process.
             shapes: Only checked: eager PyTorch gains nothing from fixed shapes.
             trust_remote_code: Run code that comes with the model.
@@ -91,7 +91,7 @@ class PytorchBackend:
         Raises:
             ConfigError: An option that PyTorch does not have, or a CUDA graph on the host.
         """
-        _check(request.options, request.session, request.device)
+        self.check(request)
         recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
         dtype = request.session.compute_dtype or artifact.dtype
         config = ExportConfig.from_dict({**recorded, "dtype": dtype, "atol": None})
@@ -111,15 +111,35 @@ class PytorchBackend:
             if part.stateful:
                 opened[part.name] = DecoderSession(source.model, part, component, request.device, dtype)
                 continue
-            module: Module = part.model
-            if request.options.get("compile"):
-                # Freezing makes weights constants of the compiled code (weight layout, constant folding); CPU only.
-                how = {"options": {"freezing": True}} if request.device.type == "cpu" else {"mode": "reduce-overhead"}
-                module = torch.compile(module, **how)
-            if request.options.get("cuda_graph"):
-                module = CapturedModule(module)
+            module = self.module(part.model, request)
             opened[part.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
         return opened
+
+    def check(self, request: OpenRequest) -> None:
+        """Refuse what this backend does not have.
+
+        Raises:
+            ConfigError: An option, or a setting of sessions.
+        """
+        for name in request.options:
+            if name not in self.options:
+                raise ConfigError(
+                    f"The backend {self.name!r} has no option {name!r}.{did_you_mean(name, self.options)}",
+                    fix=f"use {' or '.join(self.options)}, or leave it out.",
+                )
+        if request.options.get("cuda_graph") and request.device.type != "cuda":
+            raise ConfigError(
+                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {request.device} here.",
+                fix="pass device='cuda' (--device).",
+            )
+        default = SessionOptions()
+        for name in ("native", "profile", "graph_optimization"):
+            if getattr(request.session, name) != getattr(default, name):
+                raise ConfigError(f"PyTorch has no setting for SessionOptions.{name}.", fix="leave it out.")
+
+    def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
+        """What runs a part without a state."""
+        return CapturedModule(model) if request.options.get("cuda_graph") else model
 
     def _take(self, folder: Path, config: ExportConfig) -> Source | None:
         """The model that was described last, if it is this one in this type."""
@@ -133,23 +153,3 @@ class PytorchBackend:
 def _load(folder: Path, task: str, config: ExportConfig, trust_remote_code: bool) -> Source:
     hub = HubOptions(local_files_only=True, trust_remote_code=trust_remote_code)
     return load_source(Location(str(folder), folder), task=task, config=config, hub=hub)
-
-
-def _check(options: Mapping[str, object], session: SessionOptions, device: DeviceSpec) -> None:
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigError(
-                f"The backend 'pytorch' has no option {name!r}.{did_you_mean(name, OPTIONS)}",
-                fix=f"use {' or '.join(OPTIONS)}, or leave it out.",
-            )
-    if options.get("cuda_graph") and device.type != "cuda":
-        raise ConfigError(
-            f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {device} here.",
-            fix="pass device='cuda' (--device).",
-        )
-    if options.get("cuda_graph") and options.get("compile"):
-        raise ConfigError("compile makes CUDA graphs of its own.", fix="leave cuda_graph out.")
-    default = SessionOptions()
-    for name in ("native", "profile", "graph_optimization"):
-        if getattr(session, name) != getattr(default, name):
-            raise ConfigError(f"PyTorch has no setting for SessionOptions.{name}.", fix="leave it out.")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from accel.artifact import Component
 from accel.backends.checks import (
@@ -118,32 +119,34 @@ class CapturedModule:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]] = {}
         self._turn = threading.Lock()
 
-    def __call__(self, **feeds: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, **feeds: Any) -> Any:
         """Replay the graph of these shapes."""
-        shape = tuple((name, tuple(tensor.shape)) for name, tensor in feeds.items())
+        tensors = {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
+        settings = {name: value for name, value in feeds.items() if name not in tensors}
+        shape = (*((name, tuple(tensor.shape)) for name, tensor in tensors.items()), repr(settings))
         with self._turn:
             if shape not in self._graphs:
-                self._graphs[shape] = self._capture(feeds)
+                self._graphs[shape] = self._capture(tensors, settings)
             graph, buffers, result = self._graphs[shape]
-            torch._foreach_copy_(list(buffers.values()), list(feeds.values()))
+            torch._foreach_copy_(list(buffers.values()), list(tensors.values()))
             graph.replay()
-            return {name: tensor.clone() for name, tensor in result.items()}
+            return tree_map_only(torch.Tensor, torch.Tensor.clone, result)
 
     def _capture(
-        self, feeds: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]:
         """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture."""
         buffers = {name: tensor.clone() for name, tensor in feeds.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self._module(**buffers)
+                self._module(**buffers, **settings)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = named_tensors(self._module(**buffers))
+            result = self._module(**buffers, **settings)
         return graph, buffers, result

@@ -23,6 +23,9 @@ from accel.tasks.infer import TASKS, task_spec
 HOST = ("cpu", "auto")
 """Device types that every machine has: a case on another one is marked `gpu`."""
 
+COMPILES = "inductor"
+"""The backend that compiles when it is called, for seconds to minutes: its cases are thorough ones."""
+
 HALVING = get_args(Level)[-1]
 """The level that makes half-precision graphs."""
 
@@ -78,6 +81,7 @@ NATIVE: Mapping[str, Mapping[str, Any]] = {
     "tensorrt": {"enable_mem_pattern": False},
 }
 PROVIDER: Mapping[str, Mapping[str, Any]] = {
+    "inductor": {"keep_slower": True, "freezing": False},
     "cuda": {"cuda_graphs": 0, "padding": "any", "packing": False, "use_tf32": True, "gpu_mem_limit": 2**31},
     "openvino": {"performance_hint": "throughput", "streams": 1, "dynamic_quantization_group_size": 32},
     "pytorch": {"cuda_graph": True},
@@ -367,7 +371,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "does not compute in",
     ),
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
-    Refusal(lambda c: c.runner == "pytorch" and _has(c, "profile", "graph_optimization"), "PyTorch has no setting"),
+    Refusal(
+        lambda c: c.runner in ("pytorch", COMPILES) and _has(c, "profile", "graph_optimization"),
+        "PyTorch has no setting",
+    ),
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
     Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
     Refusal(
@@ -446,7 +453,7 @@ def _quick_pool() -> tuple[Case, ...]:
 @functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
     """The cases of every run: each pair of values that can occur together occurs in one."""
-    pool = [case for case in _quick_pool() if case.on_host is on_host]
+    pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner == COMPILES)]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
 
 

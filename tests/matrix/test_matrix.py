@@ -126,6 +126,8 @@ def test_every_capability_is_reached() -> None:
     for spec in specs():
         for capability in spec.capabilities:
             stage, format = capability.stage, capability.produces or capability.consumes
+            if stage == "prepare":
+                continue  # no step of a chain: it changes a model in memory, which the conformance suite does
             mine = [case for case in cases if _does(case, spec.name, stage, capability.consumes, capability.produces)]
             words = [
                 *(("device", device) for device in capability.devices if stage == "run"),

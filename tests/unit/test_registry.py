@@ -8,10 +8,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from accel.backends import doctor, registry
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
-from accel.errors import BackendUnavailableError, PluginError, UnknownBackendError
+from accel.config import PrepareConfig
+from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
+from accel.stages.prepare.dispatching import prepare
 
 
 def spec(name: str, **changes: object) -> BackendSpec:
@@ -272,3 +275,60 @@ def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.owner("quantize", "onnx", domains=("", "x"))
     with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
         registry.owner("optimize", "onnx")
+
+
+def preparing(name: str, *schemes: str) -> BackendSpec:
+    return spec(name, capabilities=tuple(Capability(stage="prepare", schemes=(scheme,)) for scheme in schemes))
+
+
+def test_who_prepares_is_found_by_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        ("a", "spec_a", preparing("a", "accelerate")),
+        ("b", "spec_b", preparing("b", "other", "qat-int8")),
+        ("c", "spec_c", spec("c")),
+    )
+    assert registry.owner("prepare", "torch", scheme="qat-int8").name == "b"
+    assert registry.owner("prepare", "torch", scheme="accelerate").name == "a"
+    with pytest.raises(BackendUnavailableError, match="'c' cannot prepare torch with scheme 'accelerate'.\nFix: .*'a'"):
+        registry.owner("prepare", "torch", "c", scheme="accelerate")
+    with pytest.raises(BackendUnavailableError, match="Did you mean 'accelerate'"):
+        registry.owner("prepare", "torch", scheme="acelerate")
+    assert {status.name: status.prepares for status in doctor.list_backends()}["b"] == ("other", "qat-int8")
+
+
+class Doubling:
+    """A backend that prepares models on the host."""
+
+    def probe(self) -> Probe:
+        return CPU
+
+    def preparer(self) -> Doubling:
+        return self
+
+    def prepare(self, model: torch.nn.Module, *, config: PrepareConfig, calibration: object = None) -> torch.nn.Module:
+        return torch.nn.Sequential(model, model)
+
+
+def test_a_model_is_handed_to_who_prepares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("doubling_plugin")
+    module.Backend = Doubling  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "doubling_plugin", module)
+    declared = (Capability(stage="prepare", schemes=("doubled",)),)
+    install(monkeypatch, ("d", "spec_d", spec("d", impl="doubling_plugin:Backend", capabilities=declared)))
+    model = torch.nn.Linear(2, 2)
+    assert isinstance(prepare(model, PrepareConfig(scheme="doubled")), torch.nn.Sequential)
+    with pytest.raises(BackendUnavailableError, match="cannot do 'doubled' on meta here; it is for cpu"):
+        prepare(model.to("meta"), PrepareConfig(scheme="doubled"))
+    with pytest.raises(ConfigError, match="not a str"):
+        prepare("some/model", PrepareConfig(scheme="doubled"))  # type: ignore[arg-type]
+
+
+def test_who_declares_a_preparation_and_has_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("empty_plugin")
+    module.Backend = type("Backend", (), {"probe": lambda self: CPU})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "empty_plugin", module)
+    declared = (Capability(stage="prepare", schemes=("empty",)),)
+    install(monkeypatch, ("e", "spec_e", spec("e", impl="empty_plugin:Backend", capabilities=declared)))
+    with pytest.raises(PluginError, match="offers no preparer"):
+        prepare(torch.nn.Linear(2, 2), PrepareConfig(scheme="empty"))

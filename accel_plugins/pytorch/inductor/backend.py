@@ -1,0 +1,96 @@
+"""Opens transformers models as sessions that run compiled code, and accelerates models where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+
+import torch
+
+from accel.artifact import Artifact
+from accel.backends.interfaces import Exporter, OpenRequest, Preparer, Session
+from accel.backends.specs import Probe, Reason
+from accel.config import AccelerateConfig
+from accel.errors import ConfigError
+
+from ..backend import PytorchBackend
+from ..session import Module
+from .accelerating import Accelerator
+from .compiling import cpu_compiler, gpu_compiler
+from .engine import Engine
+
+_REMEDY = {
+    "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
+    "cuda": "install triton, which PyTorch's builds for GPUs bring along",
+}
+
+
+class InductorBackend(PytorchBackend):
+    """Runs models through PyTorch's compiler."""
+
+    name = "inductor"
+    options = ("quantization", "graphs", "cuda_graph", "freezing", "keep_slower")
+
+    def probe(self) -> Probe:
+        """PyTorch's devices, as far as code can be compiled for them."""
+        found = super().probe()
+        able = {"cpu": cpu_compiler() is not None, "cuda": gpu_compiler()}
+        reasons = [
+            Reason("no-compiler", f"nothing here compiles code for {kind}", _REMEDY[kind])
+            for kind in sorted({device.type for device in found.devices})
+            if not able[kind]
+        ]
+        versions = dict(found.versions)
+        try:
+            versions["torchao"] = metadata.version("torchao")
+        except metadata.PackageNotFoundError:
+            reasons.append(
+                Reason(
+                    "no-torchao",
+                    "quantization='int8' and 'float8' need torchao, which is not installed",
+                    'pip install "accel-transformers[inductor]"',
+                )
+            )
+        devices = tuple(device for device in found.devices if able[device.type])
+        return Probe(devices=devices, reasons=tuple(reasons), versions=versions)
+
+    def preparer(self) -> Preparer:
+        """Accelerates models where they are."""
+        return Accelerator()
+
+    def exporter(self) -> Exporter | None:
+        """None: PyTorch's own backend writes the format."""
+        return None
+
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
+        """Open the parts of a model; compiled when they are called, see `accel.backends.interfaces.Backend.open`.
+
+        Args:
+            artifact: PyTorch weights.
+            request: `options` are fields of `AccelerateConfig`: `quantization`, `graphs`, `cuda_graph`, `freezing`, `keep_slower`.
+
+        Raises:
+            ConfigError: An option that there is not, or a model whose parts keep a state.
+        """
+        stateful = [component.name for component in artifact.components if component.stateful]
+        if stateful:
+            raise ConfigError(
+                f"The backend 'inductor' opens no decoder with a growing cache ({', '.join(stateful)}).",
+                fix="load the model with transformers and call accel.accelerate(model), or use backend='pytorch'.",
+            )
+        return super().open(artifact, request)
+
+    def check(self, request: OpenRequest) -> None:
+        """Refuse options that there are not; see `PytorchBackend.check`."""
+        super().check(replace(request, options={k: v for k, v in request.options.items() if k != "cuda_graph"}))
+        _config(request)
+
+    def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
+        """The model through compiled code."""
+        return Engine(model, model.forward, _config(request))
+
+
+def _config(request: OpenRequest) -> AccelerateConfig:
+    lengths = (request.shapes["sequence"],) if "sequence" in request.shapes else None
+    return AccelerateConfig.from_dict({**request.options, "lengths": lengths})

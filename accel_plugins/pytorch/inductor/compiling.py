@@ -1,0 +1,90 @@
+"""One callable through PyTorch's compiler: whole, for one shape, never compiled again, never eager without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from accel.artifact import accel_home
+from accel.capture import quiet
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_NAMES = itertools.count()
+# The compiler keeps state of the process: one thread compiles at a time.
+compiler_lock = threading.RLock()
+
+
+def cpu_compiler() -> str | None:
+    """The C++ compiler that code for the host is compiled with, or `None`."""
+    from torch._inductor import config, cpp_builder
+
+    with contextlib.suppress(Exception):
+        return str(cpp_builder.get_cpp_compiler()) if config.cpp.cxx else None
+    return None
+
+
+def gpu_compiler() -> bool:
+    """Whether code for GPUs can be compiled."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def keep_compiled_code() -> None:
+    """Compiled code is kept in our home, unless the user chose a place: the next process compiles the same in a part of the
+    time. The compiler's own key has the graph, the versions, the processor and its settings.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # The compiler itself sets the variable when it is first asked for its folder.
+    if os.environ.get(_CACHE) in (None, default_cache_dir()):
+        os.environ[_CACHE] = str(accel_home() / "inductor")
+
+
+@contextlib.contextmanager
+def compiling(*, freezing: bool) -> Iterator[None]:
+    """How code is compiled inside."""
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    keep_compiled_code()
+    with (
+        compiler_lock,
+        quiet(),
+        torch._inductor.config.patch(freezing=freezing),
+        torch._dynamo.config.patch(suppress_errors=False, fail_on_recompile_limit_hit=True),
+    ):
+        yield
+
+
+def compiled(function: Callable[..., Any], *, device: str, dynamic: bool = False, replayed: bool = False) -> Any:
+    """The function through the compiler; it is compiled in its first call, inside `compiling`.
+
+    A graph break is an error (`fullgraph`). Guards are left out: whoever calls it holds the sizes, types and settings that it
+    was compiled for, and never calls it with others.
+
+    Args:
+        function: What to compile.
+        device: Type of device.
+        dynamic: Whether sizes may vary.
+        replayed: On a GPU: let the compiler record CUDA graphs itself, for functions that change their inputs in place.
+    """
+    options: dict[str, Any] = {}
+    if not dynamic:
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    if replayed and device == "cuda":
+        options["triton.cudagraphs"] = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    # The compiler keeps what it made by code object, and a limited number of them: each form gets its own.
+    code = call.__code__.replace(co_name=f"form_{next(_NAMES)}")
+    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)

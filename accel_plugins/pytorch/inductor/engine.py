@@ -1,0 +1,436 @@
+"""A model's calls through compiled code: one compiled form for each size, checked and timed before it answers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from accel.backends.forms import relative_tolerance
+from accel.capture import first_lines, pad_id
+from accel.config import AccelerateConfig
+from accel.errors import InputError, PrepareError
+
+from ..session import CapturedModule
+from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
+from .compiling import compiled, compiling
+from .precision import computing_copy
+from .sizes import LENGTHS, MASK, Sizes, axes_to_cut, batch_steps, cut, padded, sizes_of, step_up
+
+logger = logging.getLogger(__name__)
+
+# Fastest calls of so many; on a busy machine of more, before something is called slower.
+_ROUNDS, _MORE_ROUNDS = 5, 20
+_SECONDS = 4.0
+# Of two ways that take the same time, clocks on a busy machine find either faster.
+_EQUAL = 1.02
+
+
+@dataclass(slots=True)
+class CompiledForm:
+    """Calls of one kind and size.
+
+    Attributes:
+        name: For messages.
+        sizes: What calls are padded to.
+        call: The compiled code; `None` where such calls run as the model is.
+        why: Why they do.
+        compile_s: How long compiling took, with the first call.
+        difference: Largest difference from the model as it was, as a share of the largest value.
+        eager_ms: Fastest call of the model as it was, in milliseconds.
+        ms: Fastest call of the compiled code, with padding and cutting.
+        checked: Kinds of padding that were compared.
+        cuts: For each tensor of the answer, which axes are cut.
+    """
+
+    name: str
+    sizes: Sizes
+    call: Any = None
+    why: str = ""
+    compile_s: float = 0.0
+    difference: float = 0.0
+    eager_ms: float | None = None
+    ms: float | None = None
+    checked: set[tuple[bool, bool]] = field(default_factory=set)
+    cuts: list[dict[int, str]] = field(default_factory=list)
+
+    @property
+    def state(self) -> Literal["compiled", "eager"]:
+        """What answers."""
+        return "compiled" if self.call is not None else "eager"
+
+
+class Engine:
+    """Computes a model's calls with compiled code.
+
+    Args:
+        model: The model, for inference; its weights stay as they are.
+        forward: Computes a call as the model is.
+        config: How.
+    """
+
+    def __init__(self, model: Any, forward: Callable[..., Any], config: AccelerateConfig) -> None:
+        self.model, self.eager, self.config = model, forward, config
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.own_dtype = own
+        self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else own
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.signature = inspect.signature(forward)
+        self._computing = computing_copy(model, dtype=self.dtype, quantization=config.quantization)
+        # Only the model itself answers by the method that was there before; a copy has its class's.
+        self._compute = forward if self._computing is model else self._computing.forward
+        self.tolerance = relative_tolerance(self.compute_dtype, quantized=config.quantization is not None)
+        self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
+        self.compilations = 0
+        self.uncompiled_calls = 0
+        self._told: set[str] = set()
+        self._pads = True
+        self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
+        self._maskable = MASK in self.signature.parameters or any(
+            p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
+        )
+        self._longest = _longest(model)
+        self._turn = threading.RLock()
+
+    @property
+    def compute_dtype(self) -> str:
+        """What it computes in."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer to a call, computed without gradients."""
+        call = self.bind(args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.answer(call)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name, those that are `None` left out.
+
+        Raises:
+            InputError: Labels: compiled code computes no loss.
+        """
+        call: dict[str, Any] = {}
+        for name, value in self.signature.bind_partial(*args, **kwargs).arguments.items():
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                call.update(value)
+            else:
+                call[name] = value
+        call = {name: value for name, value in call.items() if value is not None}
+        if "labels" in call:
+            raise InputError(
+                "An accelerated model computes answers, no loss.", fix="leave labels out, or call model.restore()."
+            )
+        return call
+
+    def answer(self, call: dict[str, Any]) -> Any:
+        """The answer to a call by name."""
+        why = self._why_eager(call)
+        have = self._sizes(call)
+        form = None if why else self._form(call, have)
+        if form is None:
+            self._tell(why)
+            return self.eager(**call)
+        if form.call is None:
+            return self.eager(**call)
+        kind = (have.batch != form.sizes.batch, have.length != form.sizes.length)
+        if kind not in form.checked:
+            with self._turn:
+                if kind not in form.checked:
+                    return self._first(form, call, have, kind)
+        return self._run(form, call, have)
+
+    def _tell(self, why: str) -> None:
+        """Say once why calls of a kind are computed as the model is; those beyond the limit are counted."""
+        self.uncompiled_calls += not why
+        told = why or f"{self.config.graphs} sizes are compiled already, and it was called with others"
+        if told in self._told:
+            return
+        self._told.add(told)
+        name = type(self.model).__name__
+        if why:
+            # Part of how generation works, and nothing to be warned of.
+            logger.info("%s: %s", name, why)
+        else:
+            logger.warning("%s: %s. Those run as the model is; pass lengths=... or graphs=....", name, told)
+
+    def _sizes(self, call: Mapping[str, Any]) -> Sizes:
+        if cache_of(call) is not None:
+            first = next((value for value in call.values() if isinstance(value, torch.Tensor)), None)
+            return Sizes(None if first is None else int(first.shape[0]), None)
+        return sizes_of(call, maskable=self._maskable)
+
+    def _form(self, call: Mapping[str, Any], have: Sizes) -> CompiledForm | None:
+        """The form of a call, made where there is none yet; `None` beyond the limit."""
+        kind, want = self._key(call, have)
+        form = self.forms.get((kind, want))
+        if form is None:
+            with self._turn:
+                form = self.forms.get((kind, want))
+                if form is None and self.compilations < self.config.graphs:
+                    form = self.forms[kind, want] = self._new_form(call, want)
+                elif form is None:
+                    form = self._larger(kind, want)
+        return form
+
+    def _larger(self, kind: Any, want: Sizes) -> CompiledForm | None:
+        """The smallest form of the same kind that a call can be padded up to, at most to twice its size."""
+        if want.batch is None or want.length is None or not self._pads:
+            return None
+        fitting = [
+            (sizes.batch * sizes.length, form)
+            for (other, sizes), form in self.forms.items()
+            if other == kind and form.call is not None and sizes.batch is not None and sizes.length is not None
+            and sizes.batch >= want.batch and sizes.length >= want.length
+        ]  # fmt: skip
+        size, found = min(fitting, key=lambda one: one[0], default=(0, None))
+        return found if size <= 2 * want.batch * want.length else None
+
+    def _key(self, call: Mapping[str, Any], have: Sizes) -> tuple[Any, Sizes]:
+        """What compiled code depends on besides its sizes, and the sizes that a call is padded to."""
+        cache = cache_of(call)
+        want = have
+        if cache is None and self._pads:
+            lengths = self.config.lengths or LENGTHS
+            length = None if have.length is None else step_up(have.length, lengths)
+            if length is not None and self._longest is not None and have.length is not None:
+                length = max(have.length, min(length, self._longest))
+            want = Sizes(None if have.batch is None else step_up(have.batch, batch_steps()), length)
+        pads_mask = want.length is not None and MASK not in call
+        parts: list[tuple[Any, ...]] = []
+        for name in sorted(call):
+            value = call[name]
+            if value is cache and cache is not None:
+                parts.append((name, shape_of(cache)))
+                continue
+            leaves, spec = pytree.tree_flatten(value)
+            parts.append((name, str(spec), tuple(self._leaf(leaf, have) for leaf in leaves)))
+        return (tuple(parts), pads_mask), want
+
+    def _leaf(self, leaf: Any, have: Sizes) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        shape: list[Any] = list(leaf.shape)
+        if self._pads and shape and shape[0] == have.batch:
+            shape[0] = "batch"
+        if self._pads and have.length is not None and len(shape) > 1 and shape[1] == have.length:
+            shape[1] = "length"
+        return (leaf.dtype, leaf.device, tuple(shape))
+
+    def _new_form(self, call: Mapping[str, Any], want: Sizes) -> CompiledForm:
+        cache = cache_of(call)
+        form = CompiledForm(str(want) if cache is None else f"one token behind {shape_of(cache)}", want)
+        made = compiled(self._compute, device=self.device.type, replayed=cache is not None and self.config.cuda_graph)
+        if self.device.type == "cuda" and self.config.cuda_graph and cache is None:
+            made = CapturedModule(made)
+        form.call = made
+        return form
+
+    def _why_eager(self, call: Mapping[str, Any]) -> str:
+        cache = cache_of(call)
+        if cache is not None:
+            why = "calls with several tokens, or with a cache that grows or slides, run as the model is"
+            return "" if is_decoding(call, cache) else why
+        generates = callable(getattr(self.model, "can_generate", None)) and self.model.can_generate()
+        caches = generates and call.get("use_cache", getattr(self.model.config, "use_cache", False))
+        return "a call that returns a new cache runs as the model is (use_cache=False compiles it)" if caches else ""
+
+    def _run(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
+        given = self._cast(padded(call, have, form.sizes, self._pad_id))
+        found = form.call(**given)
+        leaves, spec = pytree.tree_flatten(found)
+        place = 0
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if place < len(form.cuts):
+                    leaf = cut(leaf, form.cuts[place], have)
+                place += 1
+                leaves[i] = leaf.to(self.own_dtype) if leaf.is_floating_point() else leaf
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _cast(self, call: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in call.items()
+        }
+
+    def _first(self, form: CompiledForm, call: dict[str, Any], have: Sizes, kind: tuple[bool, bool]) -> Any:
+        """Compile where that is still to be done, compare with the model as it was, and time both.
+
+        Raises:
+            PrepareError: It cannot be compiled, or the answers differ.
+        """
+        cache = cache_of(call)
+        before, again = (call, call) if cache is None else (copied(call), copied(call))
+        expected = self.eager(**before)
+        started = time.perf_counter()
+        if not form.compile_s:
+            logger.info("compiling %s for %s: this may take minutes", type(self.model).__name__, form.name)
+            if cache is not None:
+                as_inputs(cache)
+        cuts, form.cuts = form.cuts, []
+        found = self._compile(form, call, have)
+        if not form.compile_s:
+            form.compile_s = time.perf_counter() - started
+            self.compilations += 1
+            logger.info(
+                "compiled %s for %s in %.1f s (%d of at most %d sizes)",
+                type(self.model).__name__, form.name, form.compile_s, self.compilations, self.config.graphs,
+            )  # fmt: skip
+        found, difference, axes = self._compare(found, expected, have, form.sizes)
+        if cache is not None:
+            difference = max(difference, self._other_cache(form, again, have, before, expected))
+        if not difference <= self.tolerance:
+            return self._differs(form, call, kind, difference)
+        form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
+        form.difference = max(form.difference, difference)
+        form.checked.add(kind)
+        if cache is None or self.device.type == "cpu":
+            self._time(form, call, have)
+        # The next call of a form that is slower is the model's own: so is the first one's answer, to the last bit.
+        return expected if form.call is None and cache is None else found
+
+    def _compile(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
+        try:
+            with compiling(freezing=self.config.freezing and self.device.type == "cpu"):
+                return self._run(form, call, have)
+        except Exception as error:
+            self.forms = {key: one for key, one in self.forms.items() if one is not form}
+            raise PrepareError(
+                f"{type(self.model).__name__} cannot be compiled for {form.name}: {type(error).__name__}: "
+                f"{first_lines(error)}",
+                fix="call model.restore() to go on as it was; an operation that the compiler cannot take is upstream's.",
+            ) from error
+
+    def _other_cache(
+        self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
+    ) -> float:
+        """Run the code that was compiled with one cache over another, and compare what that one holds then, too."""
+        _, difference, _ = self._compare(self._run(form, call, have), expected, have, form.sizes)
+        held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
+        return max(difference, *(_difference(one, other) for one, other in held))
+
+    def _compare(self, found: Any, expected: Any, have: Sizes, want: Sizes) -> tuple[Any, float, list[dict[int, str]]]:
+        """What was found without padding, its largest difference as a share of the largest value, and the axes cut."""
+        leaves, spec = pytree.tree_flatten(found)
+        reference = pytree.tree_leaves(expected)
+        if len(leaves) != len(reference):
+            return found, math.inf, []
+        worst, axes = 0.0, []
+        for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
+            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+                continue
+            cuts = axes_to_cut(leaf, other, have, want)
+            axes.append(cuts or {})
+            if cuts is None:
+                worst = math.inf
+                continue
+            leaves[i] = leaf = cut(leaf, cuts, have)
+            worst = max(worst, _difference(leaf, other))
+        return pytree.tree_unflatten(leaves, spec), worst, axes
+
+    def _differs(self, form: CompiledForm, call: dict[str, Any], kind: tuple[bool, bool], difference: float) -> Any:
+        """Padding may change what a model answers: then it is compiled for each size by itself.
+
+        Raises:
+            PrepareError: It differs without padding, too.
+        """
+        self.forms = {key: one for key, one in self.forms.items() if one is not form}
+        if any(kind) and self._pads:
+            self._pads = False
+            logger.warning(
+                "Padding changes what %s answers (by %.2g of the largest value; %.2g is accepted): it is compiled for each "
+                "size by itself, at most %d of them.",
+                type(self.model).__name__, difference, self.tolerance, self.config.graphs,
+            )  # fmt: skip
+            return self.answer(call)
+        raise PrepareError(
+            f"{type(self.model).__name__} compiled for {form.name} differs from what it answered before by {difference:.2g} "
+            f"of the largest value; {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
+            fix="use another dtype, leave quantization out, or call model.restore().",
+        )
+
+    def _time(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> None:
+        """Both ways in turns, fastest calls; what is slower runs as the model was, and is told."""
+        cache = cache_of(call)
+        times: dict[str, list[float]] = {"eager": [], "compiled": []}
+        ways: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "eager": lambda given: self.eager(**given),
+            "compiled": lambda given: self._run(form, given, have),
+        }
+        started = time.perf_counter()
+
+        def slower() -> bool:
+            return not self.config.keep_slower and min(times["compiled"]) > min(times["eager"]) * _EQUAL
+
+        while not times["compiled"] or (
+            len(times["compiled"]) < (_MORE_ROUNDS if slower() else _ROUNDS)
+            and time.perf_counter() - started < _SECONDS
+        ):
+            for name, way in ways.items():
+                given = call if cache is None else copied(call)
+                self._wait()
+                begun = time.perf_counter()
+                way(given)
+                self._wait()
+                times[name].append(time.perf_counter() - begun)
+        form.eager_ms, form.ms = min(times["eager"]) * 1e3, min(times["compiled"]) * 1e3
+        if slower():
+            form.call = None
+            form.why = f"compiled code takes {form.ms:.3g} ms, the model as it was {form.eager_ms:.3g}"
+            logger.warning(
+                "%s is not faster for %s: %s. Such calls run as it was; keep_slower=True keeps the compiled code.",
+                type(self.model).__name__, form.name, form.why,
+            )  # fmt: skip
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Every form: what answers, compile time, times and difference."""
+        return [
+            {
+                "form": form.name,
+                "state": form.state,
+                "why": form.why,
+                "compile_s": round(form.compile_s, 2),
+                "eager_ms": form.eager_ms,
+                "ms": form.ms,
+                "difference": form.difference,
+            }
+            for form in self.forms.values()
+        ]
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not found.numel():
+        return 0.0
+    one, other = found.double(), expected.double()
+    if not bool(one.isfinite().all()) and bool(other.isfinite().all()):
+        return math.inf
+    same = (one == other) | (one.isnan() & other.isnan())
+    gap = torch.where(same, torch.zeros_like(one), (one - other).abs()).nan_to_num(nan=math.inf).max()
+    finite = other[other.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return float(gap) / (scale or 1.0)
+
+
+def _longest(model: Any) -> int | None:
+    """How many tokens a model has positions for; `None` where there is no limit."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    # RoBERTa's positions start behind the padding's.
+    table = next((m for p, m in model.named_modules() if p.endswith("position_embeddings")), None)
+    start = getattr(table, "padding_idx", None)
+    return limit - start - 1 if isinstance(start, int) else limit

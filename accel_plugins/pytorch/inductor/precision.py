@@ -1,0 +1,80 @@
+"""A copy of a model that computes in fewer bits; the model's own weights stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import torch
+
+from accel.capture import quiet
+from accel.errors import ConfigError, PrepareError
+
+_EXTRA = 'pip install "accel-transformers[inductor]"'
+
+
+def computing_copy(model: Any, *, dtype: torch.dtype | None, quantization: str | None) -> Any:
+    """The model itself where nothing changes, else a copy in `dtype`, its linear layers quantized.
+
+    What transformers keeps in float32 whatever the dtype stays so, and so do buffers that are no weights (rotary tables).
+
+    Raises:
+        ConfigError: A quantization that is not installed, or not for this device.
+        PrepareError: It failed.
+    """
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if quantization is not None:
+        check_quantization(quantization, next(model.parameters()).device)
+    if dtype in (None, own) and quantization is None:
+        return model
+    made = copy.deepcopy(model).requires_grad_(False)
+    kept = {
+        word
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for word in (getattr(model, name, None) or ())
+    }
+    if dtype not in (None, own):
+        for path, module in made.named_modules():
+            if kept & set(path.split(".")):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_floating_point() and name not in kept:
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(dtype)
+    if quantization is not None:
+        _quantize(made, quantization)
+    return made
+
+
+def check_quantization(scheme: str, device: torch.device) -> None:
+    """Refuse a scheme that cannot be.
+
+    Raises:
+        ConfigError: With what is missing.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"quantization={scheme!r} is done by torchao, which is not installed.", fix=_EXTRA)
+    if scheme == "float8":
+        if device.type != "cuda":
+            raise ConfigError(f"float8 is for NVIDIA GPUs, not for {device}.", fix="use quantization='int8'.")
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise ConfigError("This GPU computes in no float8 (it came with sm_89).", fix="use quantization='int8'.")
+
+
+def _quantize(model: Any, scheme: str) -> None:
+    try:
+        with quiet():
+            # Importing it prints and warns about kernels of other devices.
+            from torchao import quantization
+
+            how: Any = (
+                quantization.Int8DynamicActivationInt8WeightConfig()
+                if scheme == "int8"
+                else quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+            )
+            quantization.quantize_(model, how)
+    except Exception as error:
+        raise PrepareError(f"torchao cannot quantize {type(model).__name__} to {scheme}: {error}") from error

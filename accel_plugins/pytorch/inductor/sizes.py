@@ -1,0 +1,123 @@
+"""Which sizes are compiled for, and how a call is padded up to one of them and its answer cut again."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+# Steps of at most a half: padding costs at most that much, and eight of them go from 1 to 512.
+_STEPS = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11))}))
+LENGTHS = tuple(step for step in _STEPS if step >= 16)
+
+# Inputs with a value a token: `(batch, sequence, ...)`.
+_BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "bbox")
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a call.
+
+    Attributes:
+        batch: Rows; `None` where the inputs do not agree on a number.
+        length: Tokens a row; `None` for inputs that are no text, or cannot be padded.
+    """
+
+    batch: int | None
+    length: int | None
+
+    def __str__(self) -> str:
+        parts = [f"{self.batch} row{'s' * (self.batch != 1)}"] if self.batch is not None else []
+        return " of ".join([*parts, *([f"{self.length} tokens"] if self.length is not None else [])]) or "its shapes"
+
+
+def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
+    """Sizes of a call by its inputs.
+
+    Args:
+        call: Inputs by name.
+        maskable: Whether the model takes a mask, which hides padding.
+    """
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    first = next((tensors[name] for name in (MASK, *_BY_TOKEN) if name in tensors), None)
+    if first is None or first.ndim < 2:
+        rows = {int(tensor.shape[0]) if tensor.ndim else 0 for tensor in tensors.values()}
+        alone = rows.pop() if len(rows) == 1 else 0
+        return Sizes(alone or None, None)
+    batch, length = int(first.shape[0]), int(first.shape[1])
+    texts = [tensor for name, tensor in tensors.items() if name in _BY_TOKEN]
+    agree = all(tensor.shape[:2] == (batch, length) for tensor in texts) and first.ndim == 2
+    whole = all(tensor.ndim and tensor.shape[0] == batch for tensor in tensors.values())
+    nested = any(isinstance(value, (tuple, list, dict)) for value in call.values())
+    can_pad = maskable and agree and whole and not nested
+    return Sizes(batch if whole and not nested else None, length if can_pad else None)
+
+
+def step_up(size: int, steps: tuple[int, ...]) -> int:
+    """The next step that is not below; the size itself beyond the last one."""
+    place = bisect.bisect_left(steps, size)
+    return steps[place] if place < len(steps) else size
+
+
+def batch_steps() -> tuple[int, ...]:
+    """Numbers of rows that are compiled for."""
+    return _STEPS
+
+
+def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> dict[str, Any]:
+    """The call with columns behind, which the mask hides, and with the last row again behind.
+
+    Args:
+        call: Inputs by name.
+        have: Their sizes.
+        want: Those to pad to.
+        pad_id: The token that fills.
+    """
+    found = dict(call)
+    if have.length is not None and want.length is not None:
+        if found.get(MASK) is None:
+            first = next(found[name] for name in _BY_TOKEN if isinstance(found.get(name), torch.Tensor))
+            found[MASK] = torch.ones(first.shape[:2], dtype=torch.int64, device=first.device)
+        more = want.length - have.length
+        if more:
+            for name in _BY_TOKEN:
+                tensor = found.get(name)
+                if isinstance(tensor, torch.Tensor):
+                    fill = pad_id if name == "input_ids" else 0
+                    found[name] = pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, more], value=fill)
+    if have.batch is not None and want.batch is not None and (rows := want.batch - have.batch):
+        for name, tensor in found.items():
+            if isinstance(tensor, torch.Tensor):
+                found[name] = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
+    return found
+
+
+def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: Sizes, want: Sizes) -> dict[int, str] | None:
+    """Which axes of a padded answer are longer than they should be, and which size they follow; `None` where another
+    axis differs.
+    """
+    if found.ndim != expected.ndim:
+        return None
+    axes: dict[int, str] = {}
+    for axis, (long, short) in enumerate(zip(found.shape, expected.shape, strict=True)):
+        if long == short:
+            continue
+        names = [n for n in ("batch", "length") if getattr(have, n) == short and getattr(want, n) == long]
+        if not names:
+            return None
+        axes[axis] = "batch" if axis == 0 and "batch" in names else names[-1]
+    return axes
+
+
+def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: Sizes) -> torch.Tensor:
+    """A padded answer without what was padded."""
+    for axis, name in axes.items():
+        size = getattr(have, name)
+        if tensor.shape[axis] != size:
+            tensor = tensor.narrow(axis, 0, size)
+    return tensor

@@ -1,0 +1,435 @@
+"""Models accelerated where they are: sizes, checks, what is refused, restoring; and the compiler itself, on one tiny model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.backends import registry
+from accel.config import AccelerateConfig, PrepareConfig
+from accel.errors import BackendUnavailableError, ConfigError, InputError, PrepareError
+from accel.testing.conformance import BackendConformance
+from accel.testing.generators import save_generator
+from accel.testing.models import tiny_model, tiny_tokenizer
+from accel_plugins.pytorch.inductor import backend, engine
+from accel_plugins.pytorch.inductor.sizes import LENGTHS, Sizes, batch_steps, padded, sizes_of, step_up
+
+compiler = pytest.mark.skipif(backend.cpu_compiler() is None, reason="no C++ compiler is installed")
+
+
+@compiler
+@pytest.mark.thorough
+class TestInductor(BackendConformance):
+    backend = "inductor"
+    artifact_format = "torch"
+
+    def preparation(self, scheme: str) -> PrepareConfig:
+        return AccelerateConfig(keep_slower=True)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., Any]]:
+    """Everything but the compiler, which takes seconds a form: what would be compiled is called as it is."""
+    made: list[Callable[..., Any]] = []
+
+    def stand_in(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
+        made.append(function)
+        return function
+
+    monkeypatch.setattr(engine, "compiled", stand_in)
+    monkeypatch.setattr(engine, "_ROUNDS", 1)
+    return made
+
+
+def inputs(*texts: str) -> dict[str, torch.Tensor]:
+    found = tiny_tokenizer()(list(texts or ("where is my card",)), padding=True, return_tensors="pt")
+    return dict(found)
+
+
+def answer(model: Any, **call: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**call).logits
+
+
+# The compiler
+
+
+class Pooling(torch.nn.Module):
+    """The mean of the real tokens: a module whose code is compiled in seconds, and in which padding would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(120, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        mask = attention_mask.unsqueeze(-1).float()
+        return {"logits": self.out((self.table(input_ids) * mask).sum(1) / mask.sum(1))}
+
+
+def one_layer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        )
+    )
+
+
+@compiler
+@pytest.mark.parametrize("make", [Pooling, pytest.param(one_layer, marks=pytest.mark.thorough)])
+def test_compiled_answers_are_those_of_the_model(
+    make: Callable[[], torch.nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row: it is announced, checked, compiled once for all lengths up to its step, and restored bit by bit."""
+    model: Any = make().eval()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for ids in (torch.randint(4, 100, (1, n), generator=torch.Generator().manual_seed(n)) for n in (2, 5, 9, 12))
+    ]
+    expected = [logits(model, call) for call in calls]
+    with caplog.at_level(logging.INFO, "accel_plugins"):
+        assert accel.accelerate(model, keep_slower=True, lengths=(16,)) is model
+        found = [logits(model, call) for call in calls]
+    # Sums in another order: single precision.
+    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
+    assert f"compiling {type(model).__name__} for 1 row of 16 tokens" in caplog.text
+    assert model.acceleration.compilations == 1
+    [report] = model.acceleration.report()
+    assert report["state"] == "compiled"
+    assert report["ms"] > 0
+    assert 0 <= report["difference"] < 1e-4
+    model.restore()
+    assert all(torch.equal(logits(model, call), other) for call, other in zip(calls, expected, strict=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert not {"forward", "warmup", "restore", "acceleration"} & set(vars(model))
+
+
+def logits(model: Any, call: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**call)["logits"]
+
+
+@compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_compiled_steps_write_what_generate_writes(family: str, tmp_path: Path) -> None:
+    auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(save_generator(tmp_path / family, family)).eval()
+    call = prompt()
+    expected = model.generate(**call)
+    accel.accelerate(model, keep_slower=True)
+    # Twice: the second time over another cache.
+    assert torch.equal(model.generate(**call), expected)
+    assert torch.equal(model.generate(**call), expected)
+    assert [report["state"] for report in model.acceleration.report()] == ["compiled"]
+
+
+@compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize(("settings", "accepted"), [({"dtype": "bfloat16"}, 5e-2), ({"quantization": "int8"}, 0.25)])
+def test_fewer_bits_compute_near_the_same(settings: dict[str, Any], accepted: float) -> None:
+    if "quantization" in settings:
+        pytest.importorskip("torchao", reason="int8 is torchao's")
+    model = tiny_model("bert").eval()
+    expected = answer(model, **inputs())
+    accel.accelerate(model, keep_slower=True, **settings)
+    found = answer(model, **inputs())
+    assert found.dtype is torch.float32
+    assert 0 < (found - expected).abs().max() <= accepted * expected.abs().max()
+    assert torch.equal(answer(model.restore(), **inputs()), expected)
+
+
+@compiler
+@pytest.mark.thorough
+def test_a_second_process_compiles_from_what_the_first_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
+    answer(model, **inputs())
+    assert list((tmp_path / "inductor").rglob("*.so"))
+
+
+# Sizes
+
+
+def test_steps_pad_by_at_most_a_half() -> None:
+    for size in range(1, 2049):
+        assert size <= step_up(size, batch_steps()) <= max(1.5 * size, size + 1)
+    assert step_up(33, LENGTHS) == 48
+    assert step_up(10**6, LENGTHS) == 10**6
+
+
+def test_fifty_shapes_make_few_forms(uncompiled: list[Any]) -> None:
+    model = tiny_model("bert").eval()
+    generator = torch.Generator().manual_seed(0)
+    calls = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for ids in (torch.randint(4, 100, (1 + n % 2, 3 + n), generator=generator) for n in range(50))
+    ]
+    expected = [answer(model, **call) for call in calls]
+    accel.accelerate(model, keep_slower=True)
+    found = [answer(model, **call) for call in calls]
+    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
+    # 16, 24, 32, 48 and 64 tokens, for one row and for two.
+    assert len(uncompiled) == model.acceleration.compilations == 10
+    assert model.acceleration.engine.uncompiled_calls == 0
+
+
+def test_beyond_the_limit_it_is_told_and_larger_forms_are_used(
+    uncompiled: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("bert").eval()
+    accel.accelerate(model, keep_slower=True, graphs=1)
+    ids = torch.randint(4, 100, (1, 40))
+    for length, told in ((40, 0), (30, 0), (12, 1), (10, 1)):
+        model(input_ids=ids[:, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
+        warned = [record for record in caplog.records if "sizes are compiled already" in record.message]
+        assert len(warned) == told
+    assert len(uncompiled) == 1
+    assert model.acceleration.engine.uncompiled_calls == 2
+
+
+def test_answers_by_token_are_cut() -> None:
+    model = tiny_model("bert", "token-classification").eval()
+    call = inputs("where is my card", "lost", "i lost it please help me")
+    expected = answer(model, **call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "compiled", lambda function, **how: function)
+        found = answer(accel.accelerate(model, keep_slower=True), **call)
+    real = call["attention_mask"].bool()
+    assert found.shape == expected.shape
+    assert (found[real] - expected[real]).abs().max() < 1e-5
+
+
+def test_a_missing_mask_is_made_where_the_model_takes_one(uncompiled: list[Any]) -> None:
+    model = tiny_model("bert").eval()
+    ids = inputs()["input_ids"]
+    expected = answer(model, input_ids=ids)
+    assert (answer(accel.accelerate(model, keep_slower=True), input_ids=ids) - expected).abs().max() < 1e-5
+
+
+def test_padding_is_hidden_and_rows_are_copies() -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    have = sizes_of(call, maskable=True)
+    assert have == Sizes(1, 3)
+    made = padded(call, have, Sizes(2, 4), pad_id=9)
+    assert made["input_ids"].tolist() == [[5, 6, 7, 9]] * 2
+    assert made["attention_mask"].tolist() == [[1, 1, 1, 0]] * 2
+    assert call["input_ids"].shape == (1, 3)
+    assert sizes_of(call, maskable=False) == Sizes(1, None)
+
+
+class Averaging(torch.nn.Module):
+    """Answers from all columns, whatever the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(100, 4)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mean": self.table(input_ids).mean(1)}
+
+
+def test_a_model_that_padding_changes_is_not_padded(uncompiled: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = Averaging().eval()
+    ids = torch.tensor([[5, 6, 7]])
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model(**call)["mean"]
+    found = accel.accelerate(model, keep_slower=True)(**call)["mean"]
+    assert torch.allclose(found, expected)
+    assert "Padding changes what Averaging answers" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(model(**call)["mean"], expected)
+
+
+# What is checked and refused
+
+
+def test_another_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
+        def call(**given: Any) -> Any:
+            found = function(**given)
+            found.logits = found.logits * 1.5
+            return found
+
+        return call
+
+    monkeypatch.setattr(engine, "compiled", wrong)
+    model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
+    with pytest.raises(
+        PrepareError, match=r"differs from what it answered before by 0.\d+ of the largest value; 0.001"
+    ):
+        model(**inputs())
+
+
+def slow(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        for _ in range(9):
+            function(**given)
+        return function(**given)
+
+    return call
+
+
+def test_what_is_slower_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "compiled", slow)
+    model = tiny_model("bert").eval()
+    with pytest.raises(
+        PrepareError, match=r"not faster than before: for 2 rows of 16 tokens compiled .* [\d.]+ ms, .* was"
+    ):
+        accel.accelerate(model, shapes=[(2, 12)])
+    assert "forward" not in vars(model)
+    model = accel.accelerate(model, keep_slower=True, shapes=[(2, 12)])
+    assert model.acceleration.report()[0]["state"] == "compiled"
+
+
+def test_what_is_slower_later_runs_as_it_was_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "compiled", slow)
+    model = tiny_model("bert").eval()
+    expected = answer(model, **inputs())
+    accel.accelerate(model)
+    for _ in range(2):
+        found = answer(model, **inputs())
+    assert torch.equal(found, expected)
+    assert "is not faster for 1 row of 16 tokens" in caplog.text
+    assert model.acceleration.report()[0]["state"] == "eager"
+
+
+def test_what_the_compiler_does_not_take_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
+        def call(**given: Any) -> Any:
+            raise RuntimeError("graph break at print")
+
+        return call
+
+    monkeypatch.setattr(engine, "compiled", failing)
+    model = accel.accelerate(tiny_model("bert").eval())
+    with pytest.raises(PrepareError, match="cannot be compiled for 1 row of 16 tokens: RuntimeError: graph break"):
+        model(**inputs())
+
+
+def test_changed_weights_and_training_are_refused(uncompiled: list[Any]) -> None:
+    model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
+    model(**inputs())
+    with pytest.raises(PrepareError, match="in training mode"):
+        model.train()(**inputs())
+    model.eval()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(PrepareError, match="weights were changed or moved"):
+        model(**inputs())
+    assert answer(model.restore(), **inputs()) is not None
+
+
+def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("bert")
+    with pytest.raises(ConfigError, match="evaluation mode"):
+        accel.accelerate(model.train())
+    with pytest.raises(BackendUnavailableError, match="'inductor'"):
+        accel.accelerate(model.eval(), backend="cpu")
+    with pytest.raises(ConfigError, match="no setting 'quantisation'.* Did you mean 'quantization'"):
+        accel.accelerate(model, quantisation="int8")
+    accel.accelerate(model, keep_slower=True)
+    with pytest.raises(InputError, match="no loss"):
+        model(**inputs(), labels=torch.tensor([1]))
+    with pytest.raises(InputError, match="already"):
+        accel.accelerate(model)
+    with pytest.raises(ConfigError, match="no shape to warm up"):
+        model.warmup([(1, 2, 3)])
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrepareError, match="not copied"):
+            copying(model)
+    monkeypatch.setattr(backend, "cpu_compiler", lambda: None)
+    found = backend.InductorBackend().probe()
+    assert "g++" in next(reason.remedy for reason in found.reasons if reason.code == "no-compiler")
+    assert "cpu" not in {device.type for device in found.devices}
+
+
+# With the rest
+
+
+def test_pipelines_and_saving_take_it_as_it_is(uncompiled: list[Any], tmp_path: Path) -> None:
+    model = tiny_model("bert").eval()
+    pipe = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())
+    expected = pipe(["where is my card", "help"])
+    accel.accelerate(model, keep_slower=True)
+    found = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())(
+        ["where is my card", "help"]
+    )
+    assert uncompiled
+    assert [one["label"] for one in found] == [one["label"] for one in expected]
+    assert all(abs(one["score"] - two["score"]) < 1e-5 for one, two in zip(found, expected, strict=True))
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(answer(again, **inputs()), answer(model.restore(), **inputs()))
+
+
+def prompt() -> dict[str, Any]:
+    ids = torch.randint(5, 100, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {
+        "input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False,
+        "pad_token_id": 0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def llama(shared: Callable[..., Path]) -> Any:
+    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_decodes_over_a_static_cache(uncompiled: list[Any], llama: Any, beams: int) -> None:
+    longer = {**prompt(), "max_new_tokens": 20, "min_new_tokens": 20}
+    expected = llama.generate(**prompt(), num_beams=beams)
+    expected_longer = llama.generate(**longer, num_beams=beams)
+    accel.accelerate(llama, keep_slower=True)
+    assert llama.generation_config.cache_implementation == "static"
+    assert torch.equal(llama.generate(**prompt(), num_beams=beams), expected)
+    # Answers of other lengths are in the same step of the cache's length.
+    assert torch.equal(llama.generate(**longer, num_beams=beams), expected_longer)
+    assert len(uncompiled) == 1
+    llama.restore()
+    assert llama.generation_config.cache_implementation is None
+    assert torch.equal(llama.generate(**prompt(), num_beams=beams), expected)
+
+
+def test_warming_up_a_generator_writes_a_few_tokens(uncompiled: list[Any], llama: Any) -> None:
+    [report] = accel.accelerate(llama, keep_slower=True).warmup([(1, 8)])
+    assert report["form"].startswith("one token behind StaticCache")
+    assert report["ms"] > 0
+
+
+def test_it_runs_pytorch_artifacts(uncompiled: list[Any], tiny_folder: Callable[..., Path]) -> None:
+    settings = {"provider_options": {"keep_slower": True}}
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="inductor", **settings)
+    assert (model.backend, model.compute_dtype) == ("inductor", "float32")
+    expected = answer(tiny_model("bert").eval(), **inputs())
+    assert (model(**inputs()).logits - expected).abs().max() < 1e-5
+    assert uncompiled
+    with pytest.raises(ConfigError, match="no option 'compile'"):
+        accel.ORTModelForSequenceClassification.from_pretrained(
+            tiny_folder(), backend="inductor", provider_options={"compile": True}
+        )
+
+
+def test_generating_tasks_are_refused_with_the_way_to_go(shared: Callable[..., Path]) -> None:
+    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+    with pytest.raises(BackendUnavailableError, match="does not run text-generation"):
+        accel.ORTModelForCausalLM.from_pretrained(folder, backend="inductor")
+    assert "accelerate" in registry.describe("inductor").capability("prepare").schemes
