@@ -206,7 +206,7 @@ class QuantizeConfig(JsonConfig):
     format: Literal["qdq", "qoperator"] = "qdq"
     smooth_quant: float | None = None
     block_size: int = 32
-    algorithm: Literal["rtn", "hqq", "awq", "gptq"] = "rtn"
+    algorithm: Literal["rtn", "hqq", "awq", "gptq", "teq", "autoround"] = "rtn"
     ratio: float = 1.0
     scale_estimation: bool = False
     max_drop: float | None = None
