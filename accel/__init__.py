@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .serving.generation.options import GenerationOptions as GenerationOptions
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
+    from .stages.prepare.training import prepare_qat as prepare_qat
     from .stages.validate import validate as validate
     from .tuning.budget import quantize as quantize
     from .tuning.tune import tune as tune
@@ -97,6 +98,7 @@ _MODULE_OF = {
     "ORTModelForSemanticSegmentation": "models.images",
     "ORTModelForZeroShotImageClassification": "models.images",
     "pipeline": "models.pipelines.opening",
+    "prepare_qat": "stages.prepare.training",
     "quantize": "tuning.budget",
     "QuantizeConfig": "config",
     "Quantizer": "backends.interfaces",

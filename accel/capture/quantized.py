@@ -220,7 +220,7 @@ QuantizedLinear = IntegerLinear | BlockLinear
 class Trained(Protocol):
     """A layer that was trained for integers, and can be made one."""
 
-    def quantized(self) -> QuantizedLinear:
+    def to_integers(self) -> QuantizedLinear:
         """The layer with integers, which computes the same."""
 
 
@@ -290,7 +290,7 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     for name in names:
         layer = made.get_submodule(name)
         assert isinstance(layer, Trained)
-        replace_layer(made, name, layer.quantized())
+        replace_layer(made, name, layer.to_integers())
     return made if record is None else with_record(made, record)
 
 

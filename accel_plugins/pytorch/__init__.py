@@ -17,6 +17,7 @@ SPEC = BackendSpec(
     distributions=("torch", "transformers"),
     recorded_options=("compile", "cuda_graph"),
     capabilities=(
+        Capability(stage="prepare", devices=_DEVICES, schemes=("qat",)),
         Capability(stage="export", produces=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS),
         Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True),
     ),
