@@ -46,7 +46,7 @@ def main() -> None:
 
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForSequenceClassification.from_pretrained(MODEL)
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
     train, test = (read(path, model.config.label2id) for path in (arguments.train, arguments.test))
 
     def collate(rows: list[dict[str, object]]) -> dict[str, torch.Tensor]:

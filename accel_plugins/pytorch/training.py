@@ -234,7 +234,9 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
     if wrong is not None:
         raise PrepareError(f"The model is {wrong.dtype}; steps are learned in float32.", fix="pass model.float().")
     tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
-    found = {name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear and id(one.weight) not in tied}
+    found = {
+        name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear and id(one.weight) not in tied
+    }
     for pattern in config.exclude:
         search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
         out = [name for name in found if (search(name) if search else name == pattern)]
@@ -245,7 +247,9 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
             )
         found = {name: one for name, one in found.items() if name not in out}
     if not found:
-        raise PrepareError("The model has no linear layer to round.", fix="exclude fewer layers, or prepare another model.")
+        raise PrepareError(
+            "The model has no linear layer to round.", fix="exclude fewer layers, or prepare another model."
+        )
     if config.preset == "int4":
         odd = next((name for name, one in found.items() if one.in_features % config.block_size), None)
         if odd is not None:

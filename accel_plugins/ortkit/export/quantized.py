@@ -1,4 +1,4 @@
-"""Quantized layers of PyTorch models in ONNX: `accel_layers::integer_linear` becomes Q/DQ pairs, `accel_layers::block_linear` a `MatMulNBits`.
+"""Quantized layers of PyTorch models in ONNX: Q/DQ pairs for `accel_layers::integer_linear`, `MatMulNBits` for `::block_linear`.
 
 The integers, scales and zero points are the model's own, bit for bit.
 """

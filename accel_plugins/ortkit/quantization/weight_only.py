@@ -113,7 +113,6 @@ def quantize_weights(
 ) -> None:
     """Replace layers by `MatMulNBits`, each with its number of bits."""
     for layer, width in zip(layers, bits, strict=True):
-        node, graph = layer.node, root_graph(layer.node)
         weight = layer.weight()
         inner, outer = weight.shape
         blocks = quantize_blocks(
