@@ -4,7 +4,7 @@ Rounding a small model's weights to 4 bits, or all of a layer's weights with one
 while it goes on training: its own float answers are the teacher, so labels help but do not decide. A run that is killed goes on
 from its last checkpoint when it is started again with the same arguments.
 
-    python examples/quantization_aware_training.py OUT_FOLDER [--train TRAIN.csv] [--test TEST.csv] [--preset int4]
+    python examples/quantization_aware_training.py OUT_FOLDER [--train TRAIN.csv] [--test TEST.csv] [--preset int4-per-tensor]
 
 The CSV files hold the columns `text` and `category`; without them the demo's own rows are used. Takes minutes on two cores.
 """
@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", type=Path, default=Path(str(CALIBRATION_SET)))
     parser.add_argument("--test", type=Path, default=Path(str(TEST_SET)))
-    parser.add_argument("--preset", default="int4", choices=("int4", "int8", "int8-symmetric", "int8-per-tensor"))
+    parser.add_argument("--preset", default="int4-per-tensor")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--distillation", type=float, default=0.9)
     parser.add_argument("--save-steps", type=int, default=100)
     arguments = parser.parse_args()

@@ -37,12 +37,14 @@ class TrainedLinear(torch.nn.Linear):
         low, high: Smallest and largest input seen.
         signed: Whether inputs are rounded around zero.
         per_channel: Whether each output channel has a step of its own.
+        bits: Of the weights, 8 or 4; kept in 8 either way.
     """
 
-    def __init__(self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool) -> None:
+    def __init__(self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
+    ) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
-        self.signed = signed
+        self.signed, self._top = signed, 2 ** (bits - 1) - 1
         self._limits = (-128, 127) if signed else (0, 255)
         low, high = min(low, 0.0), max(high, 0.0)
         step = max(abs(low), abs(high)) / 127 if signed else (high - low) / 255
@@ -50,7 +52,7 @@ class TrainedLinear(torch.nn.Linear):
         weight = layer.weight.detach()
         largest = weight.abs().amax(1) if per_channel else weight.abs().amax().reshape(1)
         self.x_log_scale = torch.nn.Parameter(torch.tensor(math.log(step), device=weight.device))
-        self.w_log_scale = torch.nn.Parameter((largest / 127).clamp(min=_TINY).log())
+        self.w_log_scale = torch.nn.Parameter((largest / self._top).clamp(min=_TINY).log())
         zero = 0.0 if signed else float(round(-low / step))
         self.register_buffer("x_zero", torch.tensor([zero], device=weight.device))
         self.register_buffer("w_zero", torch.zeros_like(self.w_log_scale), persistent=False)
@@ -63,8 +65,8 @@ class TrainedLinear(torch.nn.Linear):
         )
         scale = self.w_log_scale.exp().expand(self.out_features)
         zero = self.w_zero.expand(self.out_features)  # type: ignore[operator]  # a tensor
-        factor = 1 / math.sqrt(self.in_features * 127)
-        weight = torch._fake_quantize_learnable_per_channel_affine(self.weight, scale, zero, 0, -127, 127, factor)
+        factor = 1 / math.sqrt(self.in_features * self._top)
+        weight = torch._fake_quantize_learnable_per_channel_affine(self.weight, scale, zero, 0, -self._top, self._top, factor)
         return functional.linear(x, weight, self.bias)
 
     @torch.no_grad()
@@ -74,7 +76,7 @@ class TrainedLinear(torch.nn.Linear):
         made.scale = self.w_log_scale.exp().expand(self.out_features).float().cpu().clone()
         # The operator multiplies by the inverse.
         rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
-        made.weight = rounded.clamp(-127, 127).to(torch.int8)
+        made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
         made.x_scale = self.x_log_scale.exp().float().cpu().clone()
         made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())  # type: ignore[operator]  # a tensor
         if self.bias is not None:
@@ -217,7 +219,12 @@ def _trained(
         return TrainedBlocks(layer, config.block_size)
     low, high = ranges[name]
     return TrainedLinear(
-        layer, low, high, signed=config.preset == "int8-symmetric", per_channel=config.preset != "int8-per-tensor"
+        layer,
+        low,
+        high,
+        signed=config.preset == "int8-symmetric",
+        per_channel=not config.preset.endswith("per-tensor"),
+        bits=4 if config.preset.startswith("int4") else 8,
     )
 
 

@@ -36,7 +36,8 @@ def prepare_qat(
             are rounded in at first. For all presets but `int4`.
         preset: `int8`: unsigned activations, signed weights with a step for each channel, which CPUs multiply fast.
             `int8-symmetric`: both signed around zero, as TensorRT wants it. `int8-per-tensor`: one step for all of a layer's weights.
-            `int4`: weights in 4 bits in blocks, activations in floating point.
+            `int4-int8`, `int4-per-tensor`: the first and the last with 15 steps for weights, computed in 8 bits. `int4`: weights in 4
+            bits in blocks, activations in floating point.
         exclude: Layers that stay in float: names, or `re:` and a regular expression.
         block_size: For `int4`: weights that share a step.
         samples: Rows of the calibration data that are read at most.
