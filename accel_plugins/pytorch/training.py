@@ -40,7 +40,8 @@ class TrainedLinear(torch.nn.Linear):
         bits: Of the weights, 8 or 4; kept in 8 either way.
     """
 
-    def __init__(self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
+    def __init__(
+        self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
     ) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
@@ -66,7 +67,9 @@ class TrainedLinear(torch.nn.Linear):
         scale = self.w_log_scale.exp().expand(self.out_features)
         zero = self.w_zero.expand(self.out_features)  # type: ignore[operator]  # a tensor
         factor = 1 / math.sqrt(self.in_features * self._top)
-        weight = torch._fake_quantize_learnable_per_channel_affine(self.weight, scale, zero, 0, -self._top, self._top, factor)
+        weight = torch._fake_quantize_learnable_per_channel_affine(
+            self.weight, scale, zero, 0, -self._top, self._top, factor
+        )
         return functional.linear(x, weight, self.bias)
 
     @torch.no_grad()

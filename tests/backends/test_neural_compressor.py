@@ -1,6 +1,5 @@
 """Intel Neural Compressor: what it finds is what the graphs hold."""
 
-# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -67,7 +66,9 @@ def layers_of(artifact: Artifact) -> dict[str, Any]:
     return dict(quantized_layers(load_source(resolved, accel.ExportConfig()).model))
 
 
-def test_static_scales_and_integers_are_its_own(made: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
+def test_static_scales_and_integers_are_its_own(
+    made: Callable[..., Artifact], tiny_folder: Callable[..., Path]
+) -> None:
     """Its converted graph computes the same, from scales that our layers keep."""
     artifact = made("static-int8")
     layers = layers_of(artifact)
@@ -84,7 +85,9 @@ def test_static_scales_and_integers_are_its_own(made: Callable[..., Artifact], t
         assert torch.allclose(layer.scale, weight.abs().amax(1) / 127.5, rtol=1e-5)
 
 
-def test_packed_weights_are_its_own_to_the_last_bit(tiny_folder: Callable[..., Path], made: Callable[..., Artifact]) -> None:
+def test_packed_weights_are_its_own_to_the_last_bit(
+    tiny_folder: Callable[..., Path], made: Callable[..., Artifact]
+) -> None:
     from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
     from neural_compressor.torch.quantization import RTNConfig, convert, prepare
 
