@@ -108,6 +108,14 @@ class IntegerLinear(torch.nn.Module):
         bias: `(outer,) float32`, or `None`.
     """
 
+    weight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    x_scale: torch.Tensor
+    x_zero: torch.Tensor
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
+
     def __init__(
         self, inner: int, outer: int, *, signed: bool = False, bias: bool = True, factor: bool = False
     ) -> None:
@@ -134,7 +142,7 @@ class IntegerLinear(torch.nn.Module):
 
     def dequantized(self) -> torch.Tensor:
         """The weights that the integers stand for: `(outer, inner) float32`."""
-        return _dequantized(self.weight, self.scale, self.zero)  # type: ignore[arg-type]  # buffers are tensors
+        return _dequantized(self.weight, self.scale, self.zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
@@ -162,6 +170,12 @@ class BlockLinear(torch.nn.Module):
         factor: `(inner,) float32`, or `None`.
         bias: `(outer,) float32`, or `None`.
     """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -194,14 +208,14 @@ class BlockLinear(torch.nn.Module):
             "outer": self.outer,
             "bits": self.bits,
             "block_size": self.block_size,
-            "whole_zeros": not self.zeros.is_floating_point(),  # type: ignore[operator]  # a tensor
+            "whole_zeros": not self.zeros.is_floating_point(),
             "bias": self.bias is not None,
             "factor": self.factor is not None,
         }
 
     def dequantized(self) -> torch.Tensor:
         """The weights that the blocks stand for: `(outer, inner) float32`."""
-        return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)  # type: ignore[arg-type]  # tensors
+        return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""

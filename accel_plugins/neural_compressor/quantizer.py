@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -82,7 +82,7 @@ class _Work:
         if self._trace is None:
             self._trace = traced(self._source)
         converted = observed(copy_of(self._trace), settings, self._batches)
-        model = copy.deepcopy(_inner(self._source))
+        model: torch.nn.Module = copy.deepcopy(_inner(self._source))
         prefix = "model." if self._source.model is not _inner(self._source) else ""
         layers = integer_layers(converted, model, prefix, lambda name: name not in self._excluded)
         for name, layer in layers.items():
@@ -122,7 +122,7 @@ class _Work:
         baseline = evaluate(self._artifact)
         # Its budget is relative to the float model's value; ours is in the points of the measure.
         relative = max_drop / abs(baseline) if baseline else 0.0
-        settings = inc.TuningConfig(config_set=[], tolerable_loss=relative, max_trials=len(recipes))
+        settings = inc.TuningConfig(config_set=[], tolerable_loss=relative, max_trials=len(recipes) + 1)
         with mapped("its search", "leave max_drop out, or allow more."):
             from neural_compressor.common.base_tuning import init_tuning
 
@@ -236,7 +236,7 @@ def _recipes(config: QuantizeConfig, *, calibrated: bool) -> Iterator[QuantizeCo
         others = [replace(plain, calibration=word) for word in ("minmax", "entropy")]
     else:
         sizes = [size for size in (32, 16) if size < config.block_size]
-        words = ("gptq", "awq") if calibrated else ()
+        words: tuple[Literal["gptq", "awq"], ...] = ("gptq", "awq") if calibrated else ()
         others = [replace(plain, algorithm=word) for word in words] + [replace(plain, block_size=n) for n in sizes]
     yield from (one for one in others if one != plain)
 

@@ -74,7 +74,7 @@ def integer_layers(
             continue
         made = _integer_layer(converted, layer, x, weight)
         known = found.setdefault(name, made)
-        if not torch.equal(known.x_scale, made.x_scale) or not torch.equal(known.x_zero, made.x_zero):  # type: ignore[arg-type]  # tensors
+        if not torch.equal(known.x_scale, made.x_scale) or not torch.equal(known.x_zero, made.x_zero):
             raise QuantizeError(f"{name} is used twice with different inputs.", fix="leave it in float: exclude=...")
     if not found:
         raise QuantizeError(

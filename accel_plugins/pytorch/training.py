@@ -40,6 +40,9 @@ class TrainedLinear(torch.nn.Linear):
         bits: Of the weights, 8 or 4; kept in 8 either way.
     """
 
+    x_zero: torch.Tensor
+    w_zero: torch.Tensor
+
     def __init__(
         self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
     ) -> None:
@@ -65,7 +68,7 @@ class TrainedLinear(torch.nn.Linear):
             x, self.x_log_scale.exp().reshape(1), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
         )
         scale = self.w_log_scale.exp().expand(self.out_features)
-        zero = self.w_zero.expand(self.out_features)  # type: ignore[operator]  # a tensor
+        zero = self.w_zero.expand(self.out_features)
         factor = 1 / math.sqrt(self.in_features * self._top)
         weight = torch._fake_quantize_learnable_per_channel_affine(
             self.weight, scale, zero, 0, -self._top, self._top, factor
@@ -81,7 +84,7 @@ class TrainedLinear(torch.nn.Linear):
         rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
         made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
         made.x_scale = self.x_log_scale.exp().float().cpu().clone()
-        made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())  # type: ignore[operator]  # a tensor
+        made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
         if self.bias is not None:
             made.bias = self.bias.detach().float().cpu().clone()
         return made
@@ -94,6 +97,8 @@ class TrainedBlocks(torch.nn.Linear):
         layer: What is replaced; its parameters are shared.
         block_size: Weights that share a step; divides the layer's inputs.
     """
+
+    w_zero: torch.Tensor
 
     def __init__(self, layer: torch.nn.Linear, block_size: int) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -119,7 +124,7 @@ class TrainedBlocks(torch.nn.Linear):
         made = BlockLinear(
             self.in_features, self.out_features, bits=4, block_size=self.block_size, bias=self.bias is not None
         )
-        scale, zero = self.w_log_scale.exp().float().cpu(), self.w_zero.float().cpu()  # type: ignore[operator]  # a tensor
+        scale, zero = self.w_log_scale.exp().float().cpu(), self.w_zero.float().cpu()
         blocks = self.weight.detach().float().cpu().reshape(-1, self.block_size)
         values = (torch.round(blocks * (1 / scale)[:, None]) + zero[:, None]).clamp(0, 15).to(torch.uint8)
         made.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)

@@ -1,6 +1,5 @@
 """Intel Neural Compressor: what it finds is what the graphs hold."""
 
-
 from __future__ import annotations
 
 from collections.abc import Callable
