@@ -37,11 +37,14 @@ def test_every_task_has_its_class() -> None:
 def test_folders_are_entry_points_are_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - {"ortkit"}
-    assert set(project["entry-points"]["accel.backends"]) == folders
-    for name in folders:
+    plugins = project["entry-points"]["accel.backends"]
+    # A package's name has no hyphen.
+    assert {name.replace("-", "_") for name in plugins} == folders
+    for name, value in plugins.items():
         spec = registry.describe(name)
         assert spec.extra in project["optional-dependencies"]
-        assert spec.impl.startswith(f"accel_plugins.{name}.")
+        assert spec.impl.startswith(f"{value.partition(':')[0]}.")
+        assert (ROOT / "docs" / "backends" / f"{name}.md").is_file()
 
 
 def test_core_depends_on_no_onnx_runtime() -> None:
