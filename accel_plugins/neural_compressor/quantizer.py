@@ -74,9 +74,14 @@ class _Work:
 
     def quantized(self, config: QuantizeConfig) -> torch.nn.Module:
         """A quantized copy of the model, without its wrapper."""
+        settings = self._settings(config)
+        return self._static(settings) if config.scheme == "static-int8" else self._weights(config, settings)
+
+    def _settings(self, config: QuantizeConfig) -> Any:
+        """Neural Compressor's settings for a recipe."""
         if config.scheme == "static-int8":
-            return self._static(static_config(config))
-        return self._weights(config, weight_config(config, self._excluded, str(self._artifact.path)))
+            return static_config(config)
+        return weight_config(config, self._excluded, str(self._artifact.path))
 
     def _static(self, settings: Any) -> torch.nn.Module:
         if self._trace is None:
@@ -122,7 +127,8 @@ class _Work:
         baseline = evaluate(self._artifact)
         # Its budget is relative to the float model's value; ours is in the points of the measure.
         relative = max_drop / abs(baseline) if baseline else 0.0
-        settings = inc.TuningConfig(config_set=[], tolerable_loss=relative, max_trials=len(recipes) + 1)
+        theirs = [self._settings(recipe) for recipe in recipes]
+        settings = inc.TuningConfig(config_set=theirs, tolerable_loss=relative, max_trials=len(recipes))
         with mapped("its search", "leave max_drop out, or allow more."):
             from neural_compressor.common.base_tuning import init_tuning
 
@@ -132,7 +138,7 @@ class _Work:
             found[_named(recipe)] = value
             measured.append((value, recipe))
             with mapped("its search", "leave max_drop out, or allow more."):
-                monitor.add_trial_result(number, value, None)
+                monitor.add_trial_result(number, value, theirs[number - 1])
                 done = monitor.need_stop()
             if done:
                 break
