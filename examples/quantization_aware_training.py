@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, default=Path(str(TEST_SET)))
     parser.add_argument("--preset", default="int4-per-tensor")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--distillation", type=float, default=0.9)
     parser.add_argument("--save-steps", type=int, default=100)
