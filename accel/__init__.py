@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
     from .stages.prepare.accelerating import accelerate as accelerate
+    from .stages.prepare.training import prepare_qat as prepare_qat
     from .stages.validate import validate as validate
     from .tuning.budget import quantize as quantize
     from .tuning.tune import tune as tune
@@ -101,6 +102,7 @@ _MODULE_OF = {
     "ORTModelForSemanticSegmentation": "models.images",
     "ORTModelForZeroShotImageClassification": "models.images",
     "pipeline": "models.pipelines.opening",
+    "prepare_qat": "stages.prepare.training",
     "quantize": "tuning.budget",
     "QuantizeConfig": "config",
     "Quantizer": "backends.interfaces",

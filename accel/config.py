@@ -18,6 +18,7 @@ _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 Dtype = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["mean", "cls", "max", "last"]
 Level = Literal["O1", "O2", "O3", "O4"]
+QatPreset = Literal["int8", "int8-symmetric", "int8-per-tensor", "int4-int8", "int4-per-tensor", "int4"]
 Calibration = Literal["minmax", "moving_average", "entropy", "percentile"]
 
 
@@ -206,7 +207,7 @@ class QuantizeConfig(JsonConfig):
     format: Literal["qdq", "qoperator"] = "qdq"
     smooth_quant: float | None = None
     block_size: int = 32
-    algorithm: Literal["rtn", "hqq", "awq", "gptq"] = "rtn"
+    algorithm: Literal["rtn", "hqq", "awq", "gptq", "teq", "autoround"] = "rtn"
     ratio: float = 1.0
     scale_estimation: bool = False
     max_drop: float | None = None
@@ -276,6 +277,39 @@ class AccelerateConfig(PrepareConfig):
                 f"AccelerateConfig.lengths is {list(self.lengths)}.",
                 fix="use rising positive lengths, such as (16, 32, 64).",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QatConfig(PrepareConfig):
+    """How a model is made ready for quantization-aware training; see `accel.prepare_qat` for the settings.
+
+    Attributes:
+        preset: What is rounded, and how.
+        exclude: Layers that stay in float.
+        block_size: For `int4`: weights that share a step.
+        samples: Calibration rows at most.
+        distillation: Share of the float model's answers in the loss.
+        temperature: Of the distillation.
+    """
+
+    scheme: str = "qat"
+    preset: QatPreset = "int8"
+    exclude: tuple[str, ...] = ()
+    block_size: int = 32
+    samples: int = 256
+    distillation: float = 0.0
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        super(QatConfig, self).__post_init__()
+        if not 0 <= self.distillation <= 1:
+            raise ConfigError(f"QatConfig.distillation is {self.distillation}.", fix="use a share from 0 to 1.")
+        if self.temperature <= 0:
+            raise ConfigError(f"QatConfig.temperature is {self.temperature}.", fix="use a number above 0.")
+        if self.samples < 1:
+            raise ConfigError(f"QatConfig.samples is {self.samples}.", fix="use at least 1.")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"QatConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

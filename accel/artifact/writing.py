@@ -36,6 +36,7 @@ _inherited: list[FileLock] = []
 # Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 _NOT_COMPANIONS = (
+    "accel_quantized.json",
     ".index.json",
     MANIFEST,
     "export.json",

@@ -15,8 +15,33 @@ from .generation import cache_argument, split
 from .loading import load_source
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
+from .quantized import (
+    BLOCK_LINEAR,
+    INTEGER_LINEAR,
+    OPERATOR_DOMAIN,
+    BlockLinear,
+    IntegerLinear,
+    QuantizedLinear,
+    Trained,
+    pack,
+    quantized_layers,
+    record_of,
+    replace_layer,
+    save_quantized,
+    unpack,
+    with_record,
+)
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
-from .references import Case, max_difference, named_tensors, padding_difference, reference, reference_cases, tolerance
+from .references import (
+    INTEGERS,
+    Case,
+    max_difference,
+    named_tensors,
+    padding_difference,
+    reference,
+    reference_cases,
+    tolerance,
+)
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
 from .sounds import AXIS_STEPS
@@ -39,16 +64,24 @@ from .wrapper import Tensors, Wrapper
 
 __all__ = [
     "AXIS_STEPS",
+    "BLOCK_LINEAR",
     "DELTA_RECURRENCE",
     "IMAGE_AXES",
+    "INTEGERS",
+    "INTEGER_LINEAR",
+    "OPERATOR_DOMAIN",
     "RECURRENCE",
     "RECURRENCE_DOMAIN",
     "Axes",
+    "BlockLinear",
     "Case",
     "FusedAttention",
+    "IntegerLinear",
+    "QuantizedLinear",
     "SentenceEmbedder",
     "Source",
     "Tensors",
+    "Trained",
     "Wrapper",
     "cache_argument",
     "capture_onnx",
@@ -65,14 +98,21 @@ __all__ = [
     "make_rewrites_exact",
     "max_difference",
     "named_tensors",
+    "pack",
     "pad_id",
     "padding_difference",
+    "quantized_layers",
     "quiet",
+    "record_of",
     "reference",
     "reference_cases",
     "rename_axes",
+    "replace_layer",
+    "save_quantized",
     "split",
     "strip_provenance",
     "tolerance",
+    "unpack",
     "usual_sizes_in",
+    "with_record",
 ]

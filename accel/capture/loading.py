@@ -24,6 +24,7 @@ from ..tasks.spec import TaskSpec, load
 from .answering import Answering
 from .inner import WithInnerStates
 from .pooling import SentenceEmbedder
+from .quantized import holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
@@ -61,11 +62,11 @@ def load_source(
         module, folder = model, None
         values: dict[str, Any] = getattr(getattr(module, "config", None), "to_dict", dict)()
         origin = Origin(id=str(values.get("_name_or_path") or type(module).__name__), digest=None)
-        module = module.to(getattr(torch, config.dtype))
+        module = without_training(module).to(getattr(torch, config.dtype))
     else:
         folder = model.folder
         module = _load_module(folder, spec, config, hub, weights)
-        origin = Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
+        origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     module = module.eval()
     if config.output_hidden_states or config.output_attentions:
         if spec.generates or spec.stands_in:
@@ -141,6 +142,8 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
                         model_config, dtype=kwargs["dtype"], trust_remote_code=hub.trust_remote_code
                     )
                 return made
+            if holds_quantized(folder):
+                return _load_quantized(loader, folder, model_config, config, hub)
             return _load_complete(loader, folder, spec, config=model_config, **kwargs)
     # transformers and code that comes with the model, which may raise anything.
     except Exception as error:
@@ -190,6 +193,27 @@ def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> 
         )
     loaded: torch.nn.Module = model
     return loaded
+
+
+def _load_quantized(
+    loader: Any, folder: Path, model_config: Any, config: ExportConfig, hub: HubOptions
+) -> torch.nn.Module:
+    """A model with quantized layers.
+
+    Raises:
+        ExportError: Another dtype than float32 was asked for.
+    """
+    if config.dtype != "float32":
+        raise ExportError(
+            f"{folder} holds a quantized model, which computes in float32 around its integers, not in {config.dtype}.",
+            fix="leave dtype out, or export the model that it was made from.",
+        )
+
+    def make(**settings: bool) -> torch.nn.Module:
+        made: torch.nn.Module = loader.from_config(model_config, trust_remote_code=hub.trust_remote_code, **settings)
+        return made.float()
+
+    return load_quantized(folder, make)
 
 
 def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:

@@ -181,8 +181,12 @@ def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
     return worst, scale
 
 
+INTEGERS = "integers"
+"""In place of a dtype: of a model with quantized layers, whose roundings may fall to either side."""
+
+
 def tolerance(config_atol: float | None, dtype: str, scale: float) -> float:
     """The accepted absolute difference: as configured, or by dtype and scaled with the largest reference value."""
     if config_atol is not None:
         return config_atol
-    return {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}[dtype] * max(1.0, scale)
+    return {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1, INTEGERS: 1e-1}[dtype] * max(1.0, scale)

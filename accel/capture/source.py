@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..artifact.manifest import Origin
+from ..artifact.manifest import Origin, Quantization
 from .inner import TracedPlainly
+from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
 
@@ -66,9 +67,14 @@ class Source:
         return type(inner).__name__
 
     @property
+    def quantization(self) -> Quantization | None:
+        """How the model was quantized, where its layers hold integers."""
+        return record_of(self.model)
+
+    @property
     def nbytes(self) -> int:
         """Size of the weights."""
-        return sum(tensor.nbytes for tensor in self.model.parameters())
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""

@@ -20,6 +20,7 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
+from .quantized import symbolic_layers
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
@@ -49,7 +50,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     make_rewrites_exact()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
-    with recurrent(source.model, symbolic=True):
+    with recurrent(source.model, symbolic=True), symbolic_layers():
         exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)

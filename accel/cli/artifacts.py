@@ -210,7 +210,9 @@ def quantize(
     block_size: Annotated[
         int | None, typer.Option(help="Of weights in blocks: values that share a scale (32).")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Of weight-int4: rtn (default), hqq, awq or gptq.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Of weight-int4: rtn (default), hqq, awq, gptq, teq or autoround.")
+    ] = None,
     ratio: Annotated[
         float | None, typer.Option(help="Of weight-int4: share of layers, the rest in 8 bits (1).")
     ] = None,

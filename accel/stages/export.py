@@ -190,6 +190,7 @@ def _export_source(
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         progress.report("tracing and converting", 2, 4)
         artifact = _bounded(exporter.export(source, task=source.task, config=config, out=folder), source)
+        artifact = replace(artifact, manifest=replace(artifact.manifest, quantization=source.quantization))
         progress.report("checking against PyTorch", 3, 4)
         validation = _check(artifact, spec, cases, config, hub)
         if changed is not None:
@@ -248,9 +249,10 @@ def _check(
         (d for d in probe.devices if d.type == "cpu"), probe.devices[0] if probe.devices else DeviceSpec("cpu")
     )
     request = OpenRequest(device=device, trust_remote_code=hub.trust_remote_code)
+    word = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     sessions = registry.load(spec).open(artifact, request)
     try:
-        return merged({name: compare(sessions[name], cases[name], config.atol, artifact.dtype) for name in sessions})
+        return merged({name: compare(sessions[name], cases[name], config.atol, word) for name in sessions})
     except SessionError as error:
         raise ExportError(
             f"The new graph of {artifact.manifest.architecture} does not run on backend {spec.name!r}: {error.message}",

@@ -14,11 +14,12 @@ from ..artifact.manifest import Artifact, Component
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.interfaces import Evaluate
-from ..backends.specs import BackendSpec
+from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import QuantizeConfig
 from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
-from .resolving import artifact_of
+from .export import weights_of
+from .resolving import artifact_of, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def quantize(
         BackendUnavailableError: Nobody quantizes this format with this scheme here.
         QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
     """
-    artifact = artifact_of(artifact)
+    artifact = quantizable(artifact, backend)
     config = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
     target = check_output(out, artifact.path)
     if artifact.manifest.quantization is not None:
@@ -73,6 +74,20 @@ def quantize(
         made = made.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
     progress.report("quantized", 1, 1)
     return Artifact(Path(target), made.manifest)
+
+
+def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -> Artifact:
+    """What a quantizer reads: an artifact, or a transformers folder as it is, where the backend that was named reads PyTorch's
+    weights.
+
+    Raises:
+        ArtifactNotFoundError: It holds PyTorch weights, and nobody was named who reads them.
+    """
+    named = registry.describe(backend) if backend is not None else None
+    if named is None or named.capability("quantize", WEIGHTS) is None:
+        return artifact_of(model)
+    resolved = resolve(model)
+    return resolved.artifact if resolved.artifact is not None else weights_of(resolved)
 
 
 def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:

@@ -25,8 +25,8 @@ from ..errors import BudgetError, ConfigError, QuantizeError
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..models.opening import close, open_model
 from ..models.recording import PartBatches
+from ..stages.quantize_once import quantizable
 from ..stages.quantize_once import quantize as quantize_once
-from ..stages.resolving import artifact_of
 from ..tasks.infer import task_spec
 from .attempts import BudgetSearch
 
@@ -88,7 +88,7 @@ def quantize(
         QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
         InputError: Data without rows or labels, or whose columns do not map.
     """
-    artifact = artifact_of(artifact)
+    artifact = quantizable(artifact, backend)
     chosen = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
     if method is not None:
         chosen = QuantizeConfig.from_dict({**chosen.to_dict(), "calibration": method})

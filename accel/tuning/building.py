@@ -112,7 +112,7 @@ class Builder:
 
     def tidy(self, kept: set[Path]) -> None:
         """Remove the files of artifacts that lost; what was measured about them stays, and so do exports."""
-        lost = [made.path for made in self._made.values() if made.recipe.stage != "export" and made.path not in kept]
+        lost = [made.path for made in self._made.values() if made.recipe.parent is not None and made.path not in kept]
         with self._store.alone() as alone:
             for path in lost if alone else ():
                 discard(path)
@@ -129,7 +129,7 @@ class Builder:
 
     def _key(self, recipe: Recipe) -> dict[str, Any]:
         calibration = None
-        if self._calibration is not None and recipe.stage == "quantize":
+        if self._calibration is not None and recipe.quantizes:
             calibration = {**asdict(self._calibration), "data": data_digest(self._calibration.data)}
         return {
             "source": self._subject.digest,

@@ -27,7 +27,8 @@ class Recipe:
         format: Of the artifact.
         setting: The dtype of an export, the level of an optimization, the scheme of a quantization.
         settings: More settings of the step.
-        parent: What it starts from; `None` for an export.
+        parent: What it starts from; `None` for an export of the model itself. An export may also start from what a quantizer made
+            of PyTorch weights.
     """
 
     stage: Literal["export", "optimize", "quantize"]
@@ -43,7 +44,14 @@ class Recipe:
             return f"{self.format} {self.setting}{more}"
         # A step by another backend than the one that exported is worth saying.
         who = f"{self.backend} " if self.backend != self.parent.backend else ""
+        if self.stage == "export":
+            return f"{self.parent} > {self.format}{more}"
         return f"{self.parent} > {who}{self.setting}{more}"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether one of its steps does."""
+        return self.stage == "quantize" or (self.parent is not None and self.parent.quantizes)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; two recipes that are equal have equal ones."""
@@ -186,11 +194,18 @@ class Space:
                 if scheme.startswith("static") and not self._calibrated:
                     self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
                     continue
-                made.append(
-                    Recipe(stage="quantize", backend=spec.name, format=capability.produces or recipe.format,
-                           setting=scheme, parent=recipe)
-                )  # fmt: skip
+                step = Recipe(stage="quantize", backend=spec.name, format=capability.produces or recipe.format,
+                              setting=scheme, parent=recipe)  # fmt: skip
+                made += [step] if spec.capability("run", step.format) is not None else self._exports_of(step)
         return made
+
+    def _exports_of(self, recipe: Recipe) -> list[Recipe]:
+        """Where the backend that quantized runs nothing: one export for each other format that is exported."""
+        return [
+            replace(export, parent=recipe)
+            for export in self.exports()
+            if export.format != recipe.format and export.setting == "float32"
+        ]
 
     def runners(self, format: str, dtype: str) -> list[tuple[BackendSpec, DeviceSpec]]:
         """Backends, and their devices, that run a format."""

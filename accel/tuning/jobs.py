@@ -24,7 +24,7 @@ from ..models.opening import close, open_model
 from ..stages.export import export_resolved
 from ..stages.optimize import optimize
 from ..stages.quantize_once import quantize
-from ..stages.resolving import Resolved
+from ..stages.resolving import Resolved, resolve
 from .candidates import Recipe
 
 
@@ -112,7 +112,7 @@ def build(
 
     Args:
         recipe: What to make.
-        parent: Artifact that it starts from; `None` for an export.
+        parent: Artifact that it starts from; `None` for an export of the model.
         out: Folder to make.
         source: Model to export.
         calibration: For schemes that need it.
@@ -121,6 +121,8 @@ def build(
     discard(out)
     if recipe.stage == "export":
         spec = registry.owner("export", recipe.format, recipe.backend)
+        if parent is not None:
+            source = resolve(parent, task=source.task, hub=source.hub, weights=True)
         artifact = export_resolved(source, out, spec=spec, config=ExportConfig.from_dict({"dtype": recipe.setting}))
     else:
         assert parent is not None

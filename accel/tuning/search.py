@@ -190,7 +190,7 @@ class Search:
             best.setdefault(str(tried.made.recipe), tried)
         exact: dict[str, Tried] = {}
         for tried in best.values():
-            if tried.made.recipe.stage != "quantize":
+            if not tried.made.recipe.quantizes:
                 exact.setdefault(tried.candidate.backend, tried)
         kept = [*list(best.values())[:_VARIED], *exact.values()]
         return [tried for tried in best.values() if tried in kept]

@@ -13,8 +13,7 @@ from accel.capture import AXIS_STEPS, Source, capture_openvino, first_lines, gra
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
-from . import FORMAT
-from .recurrence import CONVERSIONS
+from . import FORMAT, quantized, recurrence
 from .stateful import fold_cache
 
 GRAPH = "openvino_model.xml"
@@ -47,7 +46,7 @@ class OpenVinoExporter:
 
     def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
         """Write one graph, the cache of a decoder inside it."""
-        exported = capture_openvino(source, CONVERSIONS)
+        exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized.CONVERSIONS))
         model: ov.Model = exported.program
         taken = {port.any_name for port in model.inputs}
         specs = _input_specs(model, source)

@@ -132,8 +132,8 @@ def _check(config: QuantizeConfig, evaluate: Evaluate | None) -> None:
         )
     if config.scheme == "static-int8" and config.calibration == "entropy":
         raise ConfigError("NNCF has no entropy calibration.", fix="use minmax, moving_average or percentile.")
-    if config.algorithm == "hqq":
-        raise ConfigError("NNCF has no HQQ.", fix="use rtn, awq or gptq.")
+    if config.algorithm not in ("rtn", "awq", "gptq"):
+        raise ConfigError(f"NNCF has no {config.algorithm.upper()}.", fix="use rtn, awq or gptq.")
     if config.max_drop is not None and evaluate is None:
         raise ConfigError(
             "max_drop needs evaluate=..., which measures the artifact.", fix="pass it, or leave max_drop out."

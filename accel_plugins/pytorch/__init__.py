@@ -25,6 +25,7 @@ SPEC = BackendSpec(
     distributions=("torch", "transformers"),
     recorded_options=("cuda_graph",),
     capabilities=(
+        Capability(stage="prepare", devices=_DEVICES, schemes=("qat",)),
         Capability(stage="export", produces=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS),
         Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True),
     ),

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from accel.artifact import Artifact, HubOptions, Location
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, load_source, split
 from accel.config import ExportConfig, SessionOptions
@@ -70,6 +70,12 @@ class PytorchBackend:
     def quantizer(self) -> Quantizer | None:
         """None."""
         return None
+
+    def preparer(self) -> Preparer:
+        """Quantization-aware training."""
+        from .training import TrainingPreparer
+
+        return TrainingPreparer()
 
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """A transformers folder as an artifact; nothing is written. Reads the weights, and keeps them for `open`."""

@@ -11,23 +11,39 @@ import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.backends.specs import WEIGHTS
-from accel.capture import AXIS_STEPS, IMAGE_AXES, Source, Tensors, Wrapper, graph_name, pad_id, quiet, reference, split
+from accel.capture import (
+    AXIS_STEPS,
+    IMAGE_AXES,
+    Source,
+    Tensors,
+    Wrapper,
+    graph_name,
+    pad_id,
+    quiet,
+    reference,
+    save_quantized,
+    split,
+)
 from accel.config import ExportConfig
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "accel_quantized.json")
 
 
 class WeightsExporter:
-    """Writes a model as `save_pretrained` does: safetensors, config, generation config."""
+    """Writes a model as `save_pretrained` does: safetensors, config, generation config. One with quantized layers keeps its integers."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.backends.interfaces.Exporter`."""
         model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
         with quiet():
-            model.save_pretrained(out)
+            if source.quantization is None:
+                model.save_pretrained(out)
+            else:
+                save_quantized(model, out)
         described = describe(source, out, config)
         files = record_files(out, _weight_files(out))
-        components = tuple(replace(component, files=files) for component in described.components)
+        main = next(record.name for record in files if record.name.endswith((".safetensors", ".bin")))
+        components = tuple(replace(component, file=main, files=files) for component in described.components)
         return Artifact.create(out, replace(described.manifest, components=components))
 
 
@@ -42,7 +58,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
     components = tuple(
         Component(
             name=part.name,
-            file=names[0],
+            file=next((name for name in names if not name.endswith(".json")), names[0]),
             files=files,
             inputs=_input_specs(part, source.bounds(stateful=part.stateful)),
             outputs=_output_specs(part),

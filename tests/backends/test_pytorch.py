@@ -13,7 +13,7 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.config import SessionOptions
+from accel.config import PrepareConfig, QatConfig, SessionOptions
 from accel.errors import ConfigError
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
@@ -25,6 +25,12 @@ from accel_plugins.pytorch.session import CapturedModule
 
 class TestPytorch(BackendConformance):
     backend = "pytorch"
+
+    def preparation(self, scheme: str) -> PrepareConfig:
+        return QatConfig(scheme=scheme)
+
+    def ranges(self, scheme: str, feeds: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return [feeds]
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
         return accel.export(save_generator(folder.parent / "llama", "llama"), folder, format="torch")

@@ -341,6 +341,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
+    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
+    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
     # Batches hold the inputs of a model, and no cache, which its graphs take as well.

@@ -13,6 +13,7 @@ from accel.errors import ConfigError, ExportError
 
 from ..graph.editing import operator_domains, save_graphs
 from .decoders import OrtAttention
+from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class OnnxExporter:
         """One graph, as transformers' exporter writes it."""
         model, exported = capture_onnx(source, config)
         expand_recurrences(model)
+        lower_quantized_layers(model)
         unused = drop_unused_inputs(model)
         component = _component(source, model, GRAPH, unused)
         model.metadata_props[MARK] = MANIFEST
@@ -79,6 +81,7 @@ class OnnxExporter:
         for part in parts:
             model, _ = capture_onnx(part, config)
             expand_recurrences(model)
+            lower_quantized_layers(model)
             file = f"{part.name}.onnx"
             models[file] = model
             components.append(_component(part, model, file, drop_unused_inputs(model)))

@@ -113,34 +113,57 @@ def quantize_weights(
 ) -> None:
     """Replace layers by `MatMulNBits`, each with its number of bits."""
     for layer, width in zip(layers, bits, strict=True):
-        node, graph = layer.node, root_graph(layer.node)
         weight = layer.weight()
         inner, outer = weight.shape
         blocks = quantize_blocks(
             weight, bits=width, block_size=block_size, symmetric=symmetric, algorithm=algorithm if width == 4 else "rtn"
         )
-        base = str(node.name)
-        inputs: list[ir.Value | None] = [
-            layer.activation,
-            add_initializer(graph, f"{base}.weight_blocks", pack(blocks.values, width)),
-            add_initializer(graph, f"{base}.weight_scales", blocks.scales),
-        ]
-        if not symmetric:
-            whole = blocks.zero_points.dtype == np.uint8
-            zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
-            inputs.append(add_initializer(graph, f"{base}.weight_zero_points", zeros))
-        product = ir.node(
-            "MatMulNBits",
-            inputs,
-            {
-                "K": inner,
-                "N": outer,
-                "bits": width,
-                "block_size": block_size,
-                "accuracy_level": _INT8_ACCUMULATION,
-            },
-            domain=MICROSOFT,
-            name=f"{base}.blocks",
+        whole = blocks.zero_points.dtype == np.uint8
+        zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
+        put_blocks(
+            layer,
+            pack(blocks.values, width),
+            blocks.scales,
+            None if symmetric else zeros,
+            inner=inner,
+            outer=outer,
+            bits=width,
+            block_size=block_size,
         )
-        graph.insert_before(node, product)
-        finish(layer, product.outputs[0])
+
+
+def put_blocks(
+    layer: Layer,
+    packed: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    *,
+    inner: int,
+    outer: int,
+    bits: int,
+    block_size: int,
+) -> None:
+    """Put a `MatMulNBits` in a layer's place.
+
+    Args:
+        layer: What is replaced; its first input is what is multiplied.
+        packed: `(outer, blocks, block_size * bits / 8) uint8`.
+        scales: `(outer, blocks) float32`.
+        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle.
+        inner, outer: Sizes of the matrix.
+        bits: 4 or 8.
+        block_size: Weights that share a scale.
+    """
+    node, graph = layer.node, root_graph(layer.node)
+    base = str(node.name)
+    inputs: list[ir.Value | None] = [
+        layer.activation,
+        add_initializer(graph, f"{base}.weight_blocks", packed),
+        add_initializer(graph, f"{base}.weight_scales", scales),
+    ]
+    if zeros is not None:
+        inputs.append(add_initializer(graph, f"{base}.weight_zero_points", zeros))
+    sizes = {"K": inner, "N": outer, "bits": bits, "block_size": block_size, "accuracy_level": _INT8_ACCUMULATION}
+    product = ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT, name=f"{base}.blocks")
+    graph.insert_before(node, product)
+    finish(layer, product.outputs[0])

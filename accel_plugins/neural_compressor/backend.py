@@ -1,0 +1,87 @@
+"""Intel Neural Compressor as a backend: it quantizes, and runs nothing."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+
+from accel.artifact import Artifact
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
+from accel.backends.specs import DeviceSpec, Probe, Reason
+from accel.config import ExportConfig
+from accel.errors import SessionError
+
+_DISTRIBUTION = "neural-compressor-pt"
+# What it offers and does not give here, whatever else is installed (3.10, torch 2.13).
+_NEVER = (
+    Reason(
+        "hqq",
+        "algorithm 'hqq' is not offered: its groups run across output channels, and packed weights of ONNX Runtime and OpenVINO "
+        "have theirs along the inputs",
+        "use algorithm='hqq' of the backend 'cpu'",
+    ),
+    Reason(
+        "smooth_quant",
+        "SmoothQuant is not offered: it imports the Intel Extension for PyTorch, which has no release for this PyTorch",
+        "use smooth_quant=... of the backend 'cpu' or 'openvino'",
+    ),
+)
+
+
+class NeuralCompressorBackend:
+    """Quantizes PyTorch models."""
+
+    def probe(self) -> Probe:
+        """The host; and the algorithms that are missing here."""
+        try:
+            version = metadata.version(_DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            return Probe(
+                reasons=(
+                    Reason(
+                        "not-installed",
+                        f"{_DISTRIBUTION} is not installed",
+                        'pip install "accel-transformers[neural-compressor]"',
+                    ),
+                )
+            )
+        reasons = list(_NEVER)
+        if util.find_spec("auto_round") is None:
+            reasons.insert(
+                0, Reason("autoround", "algorithm 'autoround' needs auto-round", 'pip install "auto-round>=0.9"')
+            )
+        device = DeviceSpec("cpu", name=platform.processor() or platform.machine())
+        return Probe(devices=(device,), reasons=tuple(reasons), versions={_DISTRIBUTION: version})
+
+    def exporter(self) -> Exporter | None:
+        """None: PyTorch's own backend writes models."""
+        return None
+
+    def optimizer(self) -> Optimizer | None:
+        """None."""
+        return None
+
+    def quantizer(self) -> Quantizer:
+        """Scales and zero points by Neural Compressor."""
+        from .quantizer import CompressorQuantizer
+
+        return CompressorQuantizer()
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """None: transformers folders are PyTorch's."""
+        return None
+
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
+        """Nothing is run here.
+
+        Raises:
+            SessionError: Always.
+        """
+        raise SessionError(
+            "Neural Compressor quantizes models and runs none.",
+            fix="export the artifact (`accel export`), or open it with backend='pytorch'.",
+        )

@@ -1,0 +1,56 @@
+"""Neural Compressor, imported quietly, and its errors as ours."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from accel.capture import quiet
+from accel.errors import AccelError, QuantizeError
+
+
+def library() -> ModuleType:
+    """`neural_compressor.torch.quantization`.
+
+    Raises:
+        QuantizeError: It cannot be imported.
+    """
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from neural_compressor.torch import quantization
+    # It looks for accelerators when it is imported, and may fail in any way.
+    except Exception as error:
+        raise QuantizeError(
+            f"Neural Compressor cannot be imported: {type(error).__name__}: {error}.",
+            fix='pip install "accel-transformers[neural-compressor]"',
+        ) from error
+    module: ModuleType = quantization
+    return module
+
+
+@contextmanager
+def mapped(what: str, fix: str) -> Iterator[None]:
+    """What Neural Compressor raises, as ours, without its tables and progress bars.
+
+    Raises:
+        QuantizeError: With what it said.
+    """
+    logger = logging.getLogger("neural_compressor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except AccelError:
+        raise
+    # Its algorithms run the model's code and their own, and check little.
+    except Exception as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise QuantizeError(f"Neural Compressor fails at {what}: {type(error).__name__}: {said}", fix=fix) from error
+    finally:
+        logger.setLevel(level)

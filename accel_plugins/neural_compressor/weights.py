@@ -1,0 +1,150 @@
+"""Weights in 4 or 8 bits: Neural Compressor chooses integers, scales and zero points; our layers keep them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel.capture import BlockLinear, pack, replace_layer
+from accel.config import QuantizeConfig
+from accel.errors import ConfigError, QuantizeError, did_you_mean
+
+from . import ALGORITHMS
+from .library import library, mapped
+
+Run = Callable[[torch.nn.Module], None]
+NEEDS_DATA = ("gptq", "awq", "teq", "autoround")
+_FIX = "use algorithm='rtn', or another backend (`accel doctor` lists what is missing here)."
+
+
+def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: An algorithm that is not offered, or whose packed weights cannot be kept.
+        QuantizeError: There is no calibration data for one that needs it.
+    """
+    name = config.algorithm
+    if name not in ALGORITHMS:
+        raise ConfigError(
+            f"{name!r} is not offered with Neural Compressor: see `accel doctor`.{did_you_mean(name, ALGORITHMS)}",
+            fix=f"use one of {', '.join(ALGORITHMS)}, or backend='cpu' for hqq.",
+        )
+    if name in NEEDS_DATA and not calibrated:
+        raise QuantizeError(
+            f"{name} needs calibration data, and none was given.", fix="pass calibration=..., or use algorithm='rtn'."
+        )
+
+
+def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -> Any:
+    """Neural Compressor's settings for ours.
+
+    Args:
+        config: Ours.
+        exclude: Names of layers that stay in float.
+        folder: Where the model's weights are: GPTQ wants to know, even when it does not read them.
+    """
+    inc, bits = library(), 4 if config.scheme == "weight-int4" else 8
+    kinds = {
+        "rtn": ("RTNConfig", {}),
+        "gptq": ("GPTQConfig", {"model_path": folder}),
+        "awq": ("AWQConfig", {}),
+        "teq": ("TEQConfig", {}),
+        "autoround": ("AutoRoundConfig", {}),
+    }
+    name, more = kinds[config.algorithm]
+    kind = getattr(inc, name)
+    made = kind(bits=bits, group_size=config.block_size, use_sym=bool(config.symmetric), **more)
+    for layer in exclude:
+        made.set_local(layer, kind(dtype="fp32", **more))
+    return made
+
+
+def quantize_weights(model: torch.nn.Module, config: QuantizeConfig, settings: Any, run: Run, example: Any) -> Any:
+    """The model with Neural Compressor's packed layers in it; changed in place.
+
+    Args:
+        model: To quantize.
+        config: Which algorithm.
+        settings: From `weight_config`.
+        run: Calls the model with the calibration data.
+        example: Ids that the model is called with for algorithms that trace it.
+    """
+    inc = library()
+    with mapped(config.algorithm, _FIX):
+        if config.algorithm == "rtn":
+            return inc.convert(inc.prepare(model, settings), use_optimum_format=False)
+        if config.algorithm in ("awq", "teq"):
+            prepared = inc.prepare(model, settings, example_inputs=example)
+        else:
+            prepared = inc.prepare(model, settings)
+        run(prepared)
+        return inc.convert(prepared)
+
+
+def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Put our layers in the place of Neural Compressor's; gives their names.
+
+    Args:
+        model: From `quantize_weights`; changed in place.
+        before: The layers as they were, for biases, which packed layers keep in half precision.
+
+    Raises:
+        QuantizeError: There is no packed layer, or one that cannot be written down exactly.
+    """
+    from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear, MulLinear
+
+    scaled = {name: one for name, one in model.named_modules() if isinstance(one, MulLinear)}
+    packed = {name: one for name, one in model.named_modules() if isinstance(one, INCWeightOnlyLinear)}
+    names = []
+    for name, module in packed.items():
+        outer = name.removesuffix(".linear") if name.removesuffix(".linear") in scaled else name
+        factor = scaled[outer].input_scale if outer in scaled else None
+        replace_layer(model, outer, _block_layer(outer, module, factor, before.get(outer)))
+        names.append(outer)
+    if not names:
+        raise QuantizeError(
+            "Neural Compressor quantized no layer of the model.", fix="check exclude=..., or use another backend."
+        )
+    for name in scaled:
+        if name not in names:
+            raise QuantizeError(f"{name} has scaled inputs and no packed weights.", fix=_FIX)
+    return names
+
+
+def _block_layer(name: str, module: Any, factor: torch.Tensor | None, before: torch.nn.Module | None) -> BlockLinear:
+    if module.g_idx is not None:
+        raise QuantizeError(f"The groups of {name} are not in order, which no runtime reads.", fix=_FIX)
+    found = module.unpack()
+    values, scales, zeros = found["int_weight"].to(torch.int16), found["scales"].float(), found["zp"]
+    middle = 2 ** (module.bits - 1)
+    if zeros is None:
+        values, zeros = values + middle, torch.full_like(scales, middle)
+    outer, inner = values.shape
+    size = module.group_size
+    blocks = -(-inner // size)
+    bias = _bias(module.bias, getattr(before, "bias", None))
+    made = BlockLinear(
+        inner, outer, bits=module.bits, block_size=size, bias=bias is not None, factor=factor is not None
+    )
+    padded = torch.full((outer, blocks * size), middle, dtype=torch.uint8)
+    padded[:, :inner] = values.to(torch.uint8)
+    made.packed = pack(padded.reshape(outer, blocks, size), module.bits)
+    made.scales = scales.reshape(outer, blocks).contiguous()
+    made.zeros = pack(zeros.reshape(outer, blocks).to(torch.uint8), module.bits)
+    made.bias = bias
+    if factor is not None:
+        made.factor = factor.detach().float().reshape(-1).clone()
+    return made
+
+
+def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
+    """The float bias where the packed one is its rounding; else the packed one, which an algorithm has changed."""
+    if packed is None:
+        return None
+    kept = packed.detach().float().reshape(-1)
+    if before is not None and torch.equal(before.detach().half().float(), kept.half().float()):
+        return before.detach().float().clone()
+    return None if before is None and not kept.any() else kept.clone()

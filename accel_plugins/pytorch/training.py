@@ -1,0 +1,320 @@
+"""Quantization-aware training: linear layers that round while they are trained, and become integers when they are exported.
+
+Rounding and its gradients are PyTorch's own operators (learned step sizes: Esser et al., 2020, "Learned Step Size Quantization",
+https://arxiv.org/abs/1902.08153). Steps are kept as logarithms: an optimizer moves them by parts of themselves, whatever their size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from accel.artifact import Quantization
+from accel.backends.interfaces import Batches
+from accel.capture import BlockLinear, IntegerLinear, pack, quiet, replace_layer, with_record
+from accel.config import PrepareConfig, QatConfig
+from accel.errors import ConfigError, PrepareError, did_you_mean
+
+SCHEME = "qat"
+_TINY = 1e-8
+# Shares of the largest weight at which a block may be cut off; the one with the smallest squared error is where training begins.
+_CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+
+
+class TrainedLinear(torch.nn.Linear):
+    """A linear layer whose inputs and weights are rounded to 8 bits in every call; the parameters stay in floating point.
+
+    Its parameters have the names of the layer that it replaces, and two more (`x_log_scale: ()`, `w_log_scale: (outer,)` or
+    `(1,)`), so a checkpoint of either loads into the other.
+
+    Args:
+        layer: What is replaced; its parameters are shared.
+        low, high: Smallest and largest input seen.
+        signed: Whether inputs are rounded around zero.
+        per_channel: Whether each output channel has a step of its own.
+        bits: Of the weights, 8 or 4; kept in 8 either way.
+    """
+
+    x_zero: torch.Tensor
+    w_zero: torch.Tensor
+
+    def __init__(
+        self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
+    ) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.signed, self._top = signed, 2 ** (bits - 1) - 1
+        self._limits = (-128, 127) if signed else (0, 255)
+        low, high = min(low, 0.0), max(high, 0.0)
+        step = max(abs(low), abs(high)) / 127 if signed else (high - low) / 255
+        step = max(step, _TINY)
+        weight = layer.weight.detach()
+        largest = weight.abs().amax(1) if per_channel else weight.abs().amax().reshape(1)
+        self.x_log_scale = torch.nn.Parameter(torch.tensor(math.log(step), device=weight.device))
+        self.w_log_scale = torch.nn.Parameter((largest / self._top).clamp(min=_TINY).log())
+        zero = 0.0 if signed else float(round(-low / step))
+        self.register_buffer("x_zero", torch.tensor([zero], device=weight.device))
+        self.register_buffer("w_zero", torch.zeros_like(self.w_log_scale), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., inner)` to `(..., outer)`."""
+        low, high = self._limits
+        x = torch._fake_quantize_learnable_per_tensor_affine(
+            x, self.x_log_scale.exp().reshape(1), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
+        )
+        scale = self.w_log_scale.exp().expand(self.out_features)
+        zero = self.w_zero.expand(self.out_features)
+        factor = 1 / math.sqrt(self.in_features * self._top)
+        weight = torch._fake_quantize_learnable_per_channel_affine(
+            self.weight, scale, zero, 0, -self._top, self._top, factor
+        )
+        return functional.linear(x, weight, self.bias)
+
+    @torch.no_grad()
+    def to_integers(self) -> IntegerLinear:
+        """The layer with integers, which computes the same."""
+        made = IntegerLinear(self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None)
+        made.scale = self.w_log_scale.exp().expand(self.out_features).float().cpu().clone()
+        # The operator multiplies by the inverse.
+        rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
+        made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
+        made.x_scale = self.x_log_scale.exp().float().cpu().clone()
+        made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
+        if self.bias is not None:
+            made.bias = self.bias.detach().float().cpu().clone()
+        return made
+
+
+class TrainedBlocks(torch.nn.Linear):
+    """A linear layer whose weights are rounded to 4 bits in blocks in every call; inputs stay as they are.
+
+    Args:
+        layer: What is replaced; its parameters are shared.
+        block_size: Weights that share a step; divides the layer's inputs.
+    """
+
+    w_zero: torch.Tensor
+
+    def __init__(self, layer: torch.nn.Linear, block_size: int) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.block_size = block_size
+        scale, zero = _block_steps(layer.weight.detach().reshape(-1, block_size))
+        self.w_log_scale = torch.nn.Parameter(scale.log())
+        self.register_buffer("w_zero", zero)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., inner)` to `(..., outer)`."""
+        blocks = self.weight.reshape(-1, self.block_size)
+        factor = 1 / math.sqrt(self.block_size * 15)
+        weight = torch._fake_quantize_learnable_per_channel_affine(
+            blocks, self.w_log_scale.exp(), self.w_zero, 0, 0, 15, factor
+        )
+        return functional.linear(x, weight.reshape(self.weight.shape), self.bias)
+
+    @torch.no_grad()
+    def to_integers(self) -> BlockLinear:
+        """The layer with packed weights, which computes the same."""
+        count = self.in_features // self.block_size
+        made = BlockLinear(
+            self.in_features, self.out_features, bits=4, block_size=self.block_size, bias=self.bias is not None
+        )
+        scale, zero = self.w_log_scale.exp().float().cpu(), self.w_zero.float().cpu()
+        blocks = self.weight.detach().float().cpu().reshape(-1, self.block_size)
+        values = (torch.round(blocks * (1 / scale)[:, None]) + zero[:, None]).clamp(0, 15).to(torch.uint8)
+        made.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)
+        made.scales = scale.reshape(self.out_features, count).clone()
+        made.zeros = pack(zero.to(torch.uint8).reshape(self.out_features, count), 4)
+        if self.bias is not None:
+            made.bias = self.bias.detach().float().cpu().clone()
+        return made
+
+
+def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps and zero points `(blocks,)` of blocks `(blocks, size)`: of the cuts that are tried, the best for each block."""
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for cut in _CUTS:
+        low, high = blocks.amin(1).clamp(max=0) * cut, blocks.amax(1).clamp(min=0) * cut
+        scale = ((high - low) / 15).clamp(min=_TINY)
+        zero = torch.round(-low / scale).clamp(0, 15)
+        rounded = torch.fake_quantize_per_channel_affine(blocks, scale, zero.to(torch.int32), 0, 0, 15)
+        error = (rounded - blocks).square().sum(1)
+        if best is None:
+            best = scale, zero, error
+            continue
+        better = error < best[2]
+        best = tuple(torch.where(better, new, old) for new, old in zip((scale, zero, error), best, strict=True))  # type: ignore[assignment]
+    assert best is not None
+    return best[0], best[1]
+
+
+class _Distillation:
+    """Adds to the loss that a model computes how far its answers are from those of the model before it was rounded (Hinton et al.,
+    2015, https://arxiv.org/abs/1503.02531).
+    """
+
+    def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
+        self._teacher, self._share, self._temperature = teacher, share, temperature
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Distillation:
+        return self
+
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        loss = getattr(output, "loss", None)
+        if not model.training or loss is None:
+            return output
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            want = self._teacher.to(device)(*args, **kwargs).logits
+        hot = self._temperature
+        soft, target = (functional.log_softmax(logits.flatten(0, -2) / hot, dim=-1) for logits in (output.logits, want))
+        apart = functional.kl_div(soft, target, reduction="batchmean", log_target=True) * hot * hot
+        output["loss"] = (1 - self._share) * loss + self._share * apart
+        return output
+
+
+class TrainingPreparer:
+    """Puts rounding layers in the place of a model's linear layers."""
+
+    def prepare(
+        self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
+    ) -> torch.nn.Module:
+        """The given model, changed; see `accel.backends.interfaces.Preparer`."""
+        if not isinstance(config, QatConfig) or config.scheme != SCHEME:
+            raise ConfigError(
+                f"PyTorch does not prepare models with {config.scheme!r} and a {type(config).__name__}.",
+                fix=f"use the scheme {SCHEME!r} with a QatConfig: accel.prepare_qat(model, ...).",
+            )
+        layers = _chosen(model, config)
+        ranges: Mapping[str, tuple[float, float]] = {}
+        if config.preset != "int4":
+            if calibration is None:
+                raise ConfigError(
+                    f"The preset {config.preset!r} needs calibration data, for the range in which activations are rounded.",
+                    fix="pass calibration=..., a hundred rows of real inputs or more; the preset int4 needs none.",
+                )
+            ranges = _ranges(model, layers, calibration, config.samples)
+        elif calibration is not None:
+            raise ConfigError("The preset 'int4' rounds no activations.", fix="leave calibration out.")
+        made = {name: _trained(name, layer, ranges, config) for name, layer in layers.items()}
+        teacher = _teacher(model, config)
+        for name, layer in made.items():
+            replace_layer(model, name, layer)
+        if teacher is not None:
+            hook = _Distillation(teacher, config.distillation, config.temperature)
+            model.register_forward_hook(hook, with_kwargs=True)
+        scheme = "weight-int4" if config.preset == "int4" else "static-int8"
+        return with_record(model, Quantization(scheme=scheme, preset=f"qat-{config.preset}", excluded=config.exclude))
+
+
+def _teacher(model: torch.nn.Module, config: QatConfig) -> torch.nn.Module | None:
+    if not config.distillation:
+        return None
+    import copy
+
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def _trained(
+    name: str, layer: torch.nn.Linear, ranges: Mapping[str, tuple[float, float]], config: QatConfig
+) -> torch.nn.Module:
+    if config.preset == "int4":
+        return TrainedBlocks(layer, config.block_size)
+    low, high = ranges[name]
+    return TrainedLinear(
+        layer,
+        low,
+        high,
+        signed=config.preset == "int8-symmetric",
+        per_channel=not config.preset.endswith("per-tensor"),
+        bits=4 if config.preset.startswith("int4") else 8,
+    )
+
+
+def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Linear]:
+    """The layers to train for integers, by name.
+
+    Raises:
+        ConfigError: `exclude` matches nothing, or block_size does not divide a layer.
+        PrepareError: There is none, or the model is prepared already.
+    """
+    if any(isinstance(one, TrainedLinear | TrainedBlocks) for one in model.modules()):
+        raise PrepareError("The model is prepared already.", fix="train it, or load the float model again.")
+    wrong = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    if wrong is not None:
+        raise PrepareError(f"The model is {wrong.dtype}; steps are learned in float32.", fix="pass model.float().")
+    tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    found = {
+        name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear and id(one.weight) not in tied
+    }
+    for pattern in config.exclude:
+        search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
+        out = [name for name in found if (search(name) if search else name == pattern)]
+        if not out:
+            raise ConfigError(
+                f"exclude holds {pattern!r}, which matches no linear layer.{did_you_mean(pattern, found)}",
+                fix="use a layer's name, or `re:` and a regular expression.",
+            )
+        found = {name: one for name, one in found.items() if name not in out}
+    if not found:
+        raise PrepareError(
+            "The model has no linear layer to round.", fix="exclude fewer layers, or prepare another model."
+        )
+    if config.preset == "int4":
+        odd = next((name for name, one in found.items() if one.in_features % config.block_size), None)
+        if odd is not None:
+            raise ConfigError(
+                f"block_size {config.block_size} does not divide the {found[odd].in_features} inputs of {odd}.",
+                fix="use a smaller block_size, or exclude the layer.",
+            )
+    return found
+
+
+def _ranges(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear], calibration: Batches, samples: int
+) -> dict[str, tuple[float, float]]:
+    """Smallest and largest input of each layer.
+
+    Raises:
+        PrepareError: There is no data, or it does not reach a layer.
+    """
+    found: dict[str, tuple[float, float]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            low, high = found.get(name, (math.inf, -math.inf))
+            found[name] = (min(low, float(args[0].min())), max(high, float(args[0].max())))
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    was_training, device, rows = model.training, next(model.parameters()).device, 0
+    try:
+        model.eval()
+        with torch.no_grad(), quiet():
+            for batch in calibration:
+                if rows >= samples:
+                    break
+                feeds = {name: value[: samples - rows].to(device) for name, value in batch.items() if name != "labels"}
+                rows += len(next(iter(feeds.values())))
+                model(**feeds)
+    # The model's own code with the caller's data, which may raise anything.
+    except Exception as error:
+        raise PrepareError(
+            f"The model does not run on the calibration data: {type(error).__name__}: {error}",
+            fix="pass batches as the model takes them: dictionaries of tensors by the names of its inputs.",
+        ) from error
+    finally:
+        model.train(was_training)
+        for one in hooks:
+            one.remove()
+    missing = sorted(set(layers) - set(found))
+    if not rows or missing:
+        what = "is empty" if not rows else f"does not reach {', '.join(missing[:3])}"
+        raise PrepareError(f"The calibration data {what}.", fix="pass real inputs, or exclude those layers.")
+    return found

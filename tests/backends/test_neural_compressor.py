@@ -1,0 +1,188 @@
+"""Intel Neural Compressor: what it finds is what the graphs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("neural_compressor", reason="the extra neural-compressor is not installed")
+pytest.importorskip("accelerate", reason="the extra neural-compressor is not installed")
+
+import accel
+from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.opening import open_artifact
+from accel.capture import quantized_layers
+from accel.errors import BudgetError, ConfigError, QuantizeError
+from accel.stages.export import load_source, weights_of
+from accel.stages.quantize_once import quantize
+from accel.stages.resolving import resolve
+from accel.testing.generators import save_generator
+from accel.tuning.candidates import Space
+
+BACKEND = "neural-compressor"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_torchao(recwarn: pytest.WarningsRecorder) -> None:
+    """What it warns of when it is imported is not ours."""
+
+
+def rows(count: int = 6, *, types: bool = True) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for index in range(count):
+        ids = torch.randint(6, 100, (2, 5 + index), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        if types:
+            made[-1]["token_type_ids"] = torch.zeros_like(ids)
+    return made
+
+
+@pytest.fixture(scope="session")
+def made(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+    folder, kept = tmp_path_factory.mktemp("compressed"), dict[str, Artifact]()
+
+    def get(scheme: str, algorithm: str = "rtn") -> Artifact:
+        name = f"{scheme}-{algorithm}"
+        if name not in kept:
+            settings: dict[str, Any] = {} if scheme == "static-int8" else {"block_size": 16, "algorithm": algorithm}
+            kept[name] = quantize(
+                tiny_folder(), folder / name, backend=BACKEND, scheme=scheme, calibration=rows(), **settings
+            )
+        return kept[name]
+
+    return get
+
+
+def layers_of(artifact: Artifact) -> dict[str, Any]:
+    resolved = resolve(artifact.path, weights=True)
+    return dict(quantized_layers(load_source(resolved, accel.ExportConfig()).model))
+
+
+def test_static_scales_and_integers_are_its_own(
+    made: Callable[..., Artifact], tiny_folder: Callable[..., Path]
+) -> None:
+    """Its converted graph computes the same, from scales that our layers keep."""
+    artifact = made("static-int8")
+    layers = layers_of(artifact)
+    assert set(artifact.manifest.steps[-1].report["layers"]) == set(layers)
+    assert {layer.x_zero.dtype for layer in layers.values()} == {torch.uint8}
+    float_model = transformers.AutoModelForSequenceClassification.from_pretrained(tiny_folder())
+    for name, layer in layers.items():
+        weight = float_model.get_submodule(name).weight.detach()
+        expected = torch.ops.quantized_decomposed.quantize_per_channel(
+            weight, layer.scale, layer.zero.long(), 0, -128, 127, torch.int8
+        )
+        assert torch.equal(layer.weight, expected)
+        # A symmetric step of 8 bits: half the range over 127.5.
+        assert torch.allclose(layer.scale, weight.abs().amax(1) / 127.5, rtol=1e-5)
+
+
+def test_packed_weights_are_its_own_to_the_last_bit(
+    tiny_folder: Callable[..., Path], made: Callable[..., Artifact]
+) -> None:
+    from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
+    from neural_compressor.torch.quantization import RTNConfig, convert, prepare
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tiny_folder()).eval()
+    theirs = convert(prepare(model, RTNConfig(bits=4, group_size=16, use_sym=False)), use_optimum_format=False)
+    packed = {name: one for name, one in theirs.named_modules() if isinstance(one, INCWeightOnlyLinear)}
+    ours = layers_of(made("weight-int4"))
+    assert packed.keys() == ours.keys()
+    for name, layer in packed.items():
+        assert torch.equal(layer.recover(), ours[name].dequantized())
+
+
+@pytest.mark.parametrize("scheme", ["static-int8", "weight-int4"])
+def test_its_models_run_on_onnx_runtime(made: Callable[..., Artifact], tmp_path: Path, scheme: str) -> None:
+    artifact = accel.export(made(scheme).path, tmp_path / "onnx")
+    assert artifact.manifest.quantization == made(scheme).manifest.quantization
+    case = rows(1)[0]
+    one, other = (open_artifact(a).sessions["model"].run(case)["logits"] for a in (artifact, made(scheme)))
+    # ONNX Runtime rounds the activations of 4-bit products to 8 bits.
+    assert (one - other).abs().max() < 0.05
+
+
+def test_a_folder_of_transformers_is_quantized_as_it_is(made: Callable[..., Artifact]) -> None:
+    manifest = made("static-int8").manifest
+    assert (manifest.format, manifest.steps[-1].backend) == ("torch", BACKEND)
+    assert manifest.quantization is not None
+    assert manifest.quantization.calibration == {"method": "minmax", "n": 12, "seed": 0}
+
+
+def test_its_search_stops_inside_the_budget(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    values = iter([1.0, 0.5, 0.995])
+    found = quantize(
+        tiny_folder(), tmp_path / "out", backend=BACKEND, scheme="weight-int4", block_size=32, max_drop=0.01,
+        evaluate=lambda artifact: next(values),
+    )  # fmt: skip
+    search = found.manifest.steps[-1].report["search"]
+    assert (search["float"], list(search["tried"].values())) == (1.0, [0.5, 0.995])
+    assert "blocks of 16" in search["chosen"]
+
+
+def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    measured = iter([1.0, 0.5, 0.6])
+    with pytest.raises(BudgetError, match="0.6000"):
+        quantize(
+            tiny_folder(), tmp_path / "out", backend=BACKEND, scheme="weight-int4", max_drop=0.01,
+            evaluate=lambda artifact: next(measured),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"scheme": "weight-int4", "algorithm": "hqq"}, ConfigError, "not offered"),
+        ({"scheme": "weight-int4", "algorithm": "gptq"}, QuantizeError, "calibration data"),
+        ({"scheme": "static-int8"}, QuantizeError, "calibration data"),
+        ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "no use for smooth_quant"),
+        ({"scheme": "weight-int4", "exclude": ("clasifier",)}, ConfigError, "Did you mean 'classifier'"),
+        ({"scheme": "weight-int4", "max_drop": 0.1}, ConfigError, "needs evaluate"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    tiny_folder: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        quantize(tiny_folder(), tmp_path / "out", backend=BACKEND, **settings)
+
+
+def test_doctor_says_which_algorithms_are_missing() -> None:
+    probe = registry.probe(registry.describe(BACKEND))
+    assert probe.available
+    assert {"hqq", "smooth_quant"} <= {reason.code for reason in probe.reasons}
+    assert all(reason.remedy for reason in probe.reasons)
+
+
+def test_tune_exports_what_it_quantized() -> None:
+    space = Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
+    torch_export = next(recipe for recipe in space.exports() if recipe.format == "torch")
+    offered = space.quantizations(torch_export, "float32")
+    ours = [str(recipe) for recipe in offered if BACKEND in str(recipe)]
+    assert "torch float32 > neural-compressor static-int8 > onnx" in ours
+    assert all(recipe.quantizes and recipe.format != "torch" for recipe in offered)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
+def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / family, family)
+    batches = rows(types=False)
+    artifact = quantize(
+        folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", algorithm=algorithm, block_size=16,
+        calibration=batches if algorithm != "rtn" else None,
+    )  # fmt: skip
+    graph = accel.export(artifact.path, tmp_path / "onnx")
+    model = accel.ORTModelForCausalLM.from_pretrained(graph.path)
+    ids = batches[0]["input_ids"][:1]
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
+    assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes

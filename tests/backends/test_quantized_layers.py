@@ -1,0 +1,287 @@
+"""Layers that hold integers in PyTorch models: saved, exported to ONNX and OpenVINO, and trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact, Quantization
+from accel.backends.opening import open_artifact
+from accel.capture import (
+    BlockLinear,
+    IntegerLinear,
+    QuantizedLinear,
+    pack,
+    quantized_layers,
+    replace_layer,
+    unpack,
+    with_record,
+)
+from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
+from accel.testing.models import tiny_model
+
+SCHEMES = ("static-int8", "weight-int4")
+PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
+
+
+def rows(count: int = 8, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(6, 100, (2, 4 + i % 9), generator=generator) for i in range(count)]
+    return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
+
+
+def integers(linear: torch.nn.Linear) -> IntegerLinear:
+    made = IntegerLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    weight = linear.weight.detach()
+    made.scale = weight.abs().amax(1) / 127
+    made.weight = torch.round(weight / made.scale[:, None]).to(torch.int8)
+    made.x_scale, made.x_zero = torch.tensor(0.04), torch.tensor(120, dtype=torch.uint8)
+    return made
+
+
+def blocks(linear: torch.nn.Linear) -> BlockLinear:
+    made = BlockLinear(linear.in_features, linear.out_features, bits=4, block_size=16, bias=linear.bias is not None)
+    parts = linear.weight.detach().reshape(linear.out_features, -1, 16)
+    low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+    made.scales = (high - low) / 15
+    zeros = torch.round(-low / made.scales)
+    values = (torch.round(parts / made.scales[..., None]) + zeros[..., None]).clamp(0, 15)
+    made.packed, made.zeros = pack(values.to(torch.uint8), 4), pack(zeros.to(torch.uint8), 4)
+    return made
+
+
+def quantized(scheme: str, family: str = "bert") -> Any:
+    model = tiny_model(family)
+    for name, linear in list(model.named_modules()):
+        if type(linear) is torch.nn.Linear:
+            made: QuantizedLinear = integers(linear) if scheme == "static-int8" else blocks(linear)
+            if linear.bias is not None:
+                made.bias = linear.bias.detach()
+            replace_layer(model, name, made)
+    return with_record(model, Quantization(scheme=scheme))
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]:
+    folder, made = tmp_path_factory.mktemp("quantized"), dict[str, Artifact]()
+
+    def get(scheme: str) -> Artifact:
+        if scheme not in made:
+            made[scheme] = accel.export(quantized(scheme), folder / scheme, format="torch")
+        return made[scheme]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def exported(
+    saved: Callable[[str], Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Artifact]:
+    folder, made = tmp_path_factory.mktemp("graphs"), dict[tuple[str, str], Artifact]()
+
+    def get(scheme: str, format: str) -> Artifact:
+        if (scheme, format) not in made:
+            made[scheme, format] = accel.export(saved(scheme).path, folder / f"{scheme}-{format}", format=format)
+        return made[scheme, format]
+
+    return get
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_is_undone(bits: int) -> None:
+    values = torch.randint(0, 2**bits, (3, 7), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(values, bits), bits, 7), values)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_saved_model_computes_the_same_and_holds_no_weights_in_float(
+    saved: Callable[[str], Artifact], scheme: str
+) -> None:
+    from safetensors import safe_open
+
+    artifact = saved(scheme)
+    session = open_artifact(artifact).sessions["model"]
+    for case in rows(3):
+        full = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
+        assert torch.equal(session.run(full)["logits"], quantized(scheme)(**full).logits)
+    with safe_open(artifact.file(), framework="pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    dense = [name for name, kind in kinds.items() if "dense.weight" in name and kind.startswith("F")]
+    assert not dense
+    assert artifact.manifest.quantization == Quantization(scheme=scheme)
+
+
+def test_transformers_refuses_the_folder_instead_of_making_random_weights(saved: Callable[[str], Artifact]) -> None:
+    with pytest.raises(OSError, match="no file named"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(saved("static-int8").path)
+
+
+def test_a_quantized_model_has_one_dtype(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="float32 around its integers"):
+        accel.export(saved("static-int8").path, tmp_path / "half", dtype="float16")
+
+
+def test_files_that_do_not_fit_are_refused(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
+    import shutil
+
+    broken = shutil.copytree(saved("weight-int4").path, tmp_path / "broken")
+    text = (broken / "accel_quantized.json").read_text(encoding="utf-8")
+    (broken / "accel_quantized.json").write_text(text.replace('"block_size": 16', '"block_size": 32'), encoding="utf-8")
+    (broken / "accel.json").unlink()
+    with pytest.raises(IntegrityError, match="does not fit"):
+        accel.export(broken, tmp_path / "out")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_onnx_holds_the_models_own_integers(
+    saved: Callable[[str], Artifact], exported: Callable[[str, str], Artifact], scheme: str
+) -> None:
+    artifact = exported(scheme, "onnx")
+    assert artifact.manifest.quantization is not None
+    assert artifact.manifest.quantization.scheme == scheme
+    found = weights_of_graph(onnx_ir.load(artifact.file()))
+    expected = [layer.dequantized().numpy() for layer in quantized_layers(quantized(scheme)).values()]
+    assert len(found) == len(expected)
+    for want in expected:
+        assert any(have.shape == want.shape and np.array_equal(have, want) for have in found)
+
+
+def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
+    """The matrices `(outer, inner)` that the weights of an ONNX graph stand for."""
+    found = []
+    for node in model.graph:
+        held = [value.const_value.numpy() if value and value.const_value else None for value in node.inputs]
+        if node.op_type == "MatMulNBits":
+            layer = BlockLinear(node.attributes.get_int("K"), node.attributes.get_int("N"), bits=4, block_size=16)
+            layer.packed, layer.scales, layer.zeros = (torch.from_numpy(np.array(one)) for one in held[1:4])
+            found.append(layer.dequantized().numpy())
+        elif node.op_type == "DequantizeLinear" and held[0] is not None and held[0].ndim == 2:
+            values = held[0].astype(np.float32) - held[2].astype(np.float32)
+            found.append((values * held[1]).T)
+    return found
+
+
+def test_static_graphs_have_integer_products_after_loading(exported: Callable[[str, str], Artifact]) -> None:
+    graph = onnx_ir.load(exported("static-int8", "onnx").file()).graph
+    kinds = [node.op_type for node in graph]
+    # One pair for each activation that is read, not for each layer: query, key and value share theirs.
+    assert kinds.count("QuantizeLinear") < kinds.count("DequantizeLinear") / 2
+    assert "accel_layers" not in {node.domain for node in graph}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_openvino_keeps_the_integers(exported: Callable[[str, str], Artifact], scheme: str) -> None:
+    ov = pytest.importorskip("openvino")
+    artifact = exported(scheme, "openvino_ir")
+    nodes = ov.Core().read_model(str(artifact.file())).get_ops()
+    kinds = [node.get_output_element_type(0).get_type_name() for node in nodes if node.get_type_name() == "Constant"]
+    layers = len(quantized_layers(quantized(scheme)))
+    # Weights; and with blocks their zero points, too.
+    assert kinds.count("i8" if scheme == "static-int8" else "u4") == layers * (1 if scheme == "static-int8" else 2)
+    assert not [n for n in nodes if n.get_type_name() == "Constant" and _is_dense(n)]
+
+
+def _is_dense(node: Any) -> bool:
+    """A matrix of a layer in floating point (embeddings have 96 rows or more)."""
+    shape = list(node.get_output_shape(0))
+    return (
+        node.get_output_element_type(0).get_type_name() == "f32"
+        and len(shape) == 2
+        and 16 < min(shape) <= max(shape) < 96
+    )
+
+
+# Quantization-aware training
+
+
+def prepared(preset: str, **settings: Any) -> Any:
+    calibration = None if preset == "int4" else rows()
+    return accel.prepare_qat(tiny_model("bert"), calibration=calibration, preset=preset, block_size=16, **settings)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) -> None:
+    from accel.capture.quantized import without_training
+
+    model = prepared(preset).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(8):
+        batch = rows(1)[0]
+        loss = model(**batch, labels=torch.tensor([0, 2])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    steps = {name: p.grad is None for name, p in model.named_parameters() if name.endswith("log_scale")}
+    assert steps
+    fixed = without_training(model.eval())
+    assert quantized_layers(fixed).keys() >= {"classifier"}
+    with torch.no_grad():
+        for case in rows(4, seed=7):
+            # A value between two steps may fall to either side: PyTorch's operator multiplies by the inverse of the step.
+            assert (fixed(**case).logits - model(**case).logits).abs().max() < 0.02
+    assert not quantized_layers(model), "the model that was given goes on training"
+
+
+def test_an_exported_model_answers_like_the_trained_one(tmp_path: Path) -> None:
+    model = prepared("int8").eval()
+    artifact = accel.export(model, tmp_path / "onnx")
+    session = open_artifact(artifact).sessions["model"]
+    assert artifact.manifest.quantization == Quantization(scheme="static-int8", preset="qat-int8")
+    case = rows(1, seed=3)[0]
+    case["token_type_ids"] = torch.zeros_like(case["input_ids"])
+    with torch.no_grad():
+        assert (session.run(case)["logits"] - model(**case).logits).abs().max() < 0.02
+
+
+def test_checkpoints_of_prepared_and_plain_models_load_into_each_other() -> None:
+    model, plain = prepared("int8"), tiny_model("bert")
+    assert not model.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    left = tiny_model("bert").load_state_dict(model.state_dict(), strict=False)
+    assert not left.missing_keys
+    other = prepared("int8")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(**rows(1)[0]).logits, model(**rows(1)[0]).logits)
+
+
+def test_the_teacher_counts_in_the_loss_and_is_not_saved() -> None:
+    model, alone = prepared("int4", distillation=0.5), prepared("int4")
+    batch = {**rows(1)[0], "labels": torch.tensor([0, 2])}
+    assert model.state_dict().keys() == alone.state_dict().keys()
+    model.eval()
+    assert torch.equal(model(**batch).loss, alone.eval()(**batch).loss)
+    for one in (model, alone):
+        one.train()
+        for module in one.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    assert model(**batch).loss != alone(**batch).loss
+
+
+def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
+    model = tiny_model("bert")
+    with pytest.raises(ConfigError, match="needs calibration data"):
+        accel.prepare_qat(model)
+    with pytest.raises(ConfigError, match="does not divide"):
+        accel.prepare_qat(model, preset="int4", block_size=256)
+    with pytest.raises(ConfigError, match="matches no linear layer"):
+        accel.prepare_qat(model, preset="int4", exclude=["clasifier"], block_size=16)
+    with pytest.raises(PrepareError, match="does not run on the calibration data"):
+        accel.prepare_qat(model, calibration=[{"no_such_input": torch.zeros(1, 2)}])
+    with pytest.raises(PrepareError, match="float16"):
+        accel.prepare_qat(tiny_model("bert").half(), preset="int4", block_size=16)
+    assert {type(one) for one in model.modules() if isinstance(one, torch.nn.Linear)} == {torch.nn.Linear}
+    twice = accel.prepare_qat(model, preset="int4", block_size=16, exclude=["re:classifier"])
+    assert type(twice.classifier) is torch.nn.Linear
+    with pytest.raises(PrepareError, match="prepared already"):
+        accel.prepare_qat(twice, preset="int4", block_size=16)
