@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from accel.artifact import (
     tool_versions,
 )
 from accel.backends.interfaces import Batches, Evaluate
-from accel.capture import Source, Wrapper, load_source, replace_layer, save_quantized, with_record
+from accel.capture import Source, Wrapper, load_source, quiet, replace_layer, save_quantized, with_record
 from accel.config import ExportConfig, QuantizeConfig
 from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
@@ -86,7 +86,9 @@ class _Work:
     def _static(self, settings: Any) -> torch.nn.Module:
         if self._trace is None:
             self._trace = traced(self._source)
-        converted = observed(copy_of(self._trace), settings, self._batches)
+        taken = self._source.example
+        batches = [{name: tensor for name, tensor in batch.items() if name in taken} for batch in self._batches]
+        converted = observed(copy_of(self._trace), settings, batches)
         model: torch.nn.Module = copy.deepcopy(_inner(self._source))
         prefix = "model." if self._source.model is not _inner(self._source) else ""
         layers = integer_layers(converted, model, prefix, lambda name: name not in self._excluded)
@@ -100,11 +102,15 @@ class _Work:
         before = {name: one for name, one in inner.named_modules() if hasattr(one, "weight")}
         model = copy.deepcopy(inner)
 
+        batches = self._batches
+        if config.algorithm == "awq":
+            batches = [row for batch in batches for row in _rows_alone(batch)]
+
         def run(prepared: torch.nn.Module) -> None:
-            for batch in self._batches:
+            for batch in batches:
                 prepared(**batch)
 
-        example = self._batches[0].get("input_ids") if self._batches else None
+        example = batches[0].get("input_ids") if batches else None
         made: torch.nn.Module = quantize_weights(model, config, settings, run, example)
         self._names = with_block_layers(made, before)
         return made
@@ -121,7 +127,8 @@ class _Work:
 
         def attempts() -> Iterator[tuple[QuantizeConfig, float]]:
             for recipe in recipes:
-                with tempfile.TemporaryDirectory(dir=self._out.parent, prefix=f"{self._out.name}-candidate-") as folder:
+                # Inside the output: what lies beside it is swept by other processes that write there.
+                with tempfile.TemporaryDirectory(dir=self._out, prefix=".candidate-") as folder:
                     yield recipe, evaluate(self.written(self.quantized(recipe), recipe, Path(folder)))
 
         baseline = evaluate(self._artifact)
@@ -185,7 +192,9 @@ class _Work:
 
 def copy_of(graph: Any) -> Any:
     """A copy of a traced model, which keeps the mark that Neural Compressor looks for."""
-    made = copy.deepcopy(graph)
+    # PyTorch's own classes warn when they are copied.
+    with quiet():
+        made = copy.deepcopy(graph)
     made._exported, made.dynamic_shapes = True, None
     return made
 
@@ -269,6 +278,17 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
         yield batch
     if not rows:
         raise QuantizeError("The calibration data is empty.", fix="pass at least a few dozen rows of real inputs.")
+
+
+def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Each row of a batch, without its padding: AWQ runs layers alone, with the mask of one call for the rows of all."""
+    mask = batch.get("attention_mask")
+    for i in range(len(next(iter(batch.values())))):
+        row = {name: tensor[i : i + 1] for name, tensor in batch.items()}
+        if mask is not None:
+            kept = mask[i].bool()
+            row = {n: t[:, kept] if batch[n].shape[:2] == mask.shape else t for n, t in row.items()}
+        yield row
 
 
 def _excluded(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:

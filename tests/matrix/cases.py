@@ -343,6 +343,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
+    Refusal(
+        lambda c: (
+            c.quantizer == "neural-compressor"
+            and c.runner in ("pytorch", COMPILES)
+            and _has(c, "compute_dtype")
+            and "float32" not in c.option
+        ),
+        "computes in float32 around its integers",
+    ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
     # Batches hold the inputs of a model, and no cache, which its graphs take as well.

@@ -184,7 +184,8 @@ class Chains:
             how = {"block_size": 16, **how}
         if "percentile" in how:
             how["calibration"] = "percentile"
-        needed = case.scheme.startswith("static") or how.get("algorithm") == "gptq" or "scale_estimation" in how
+        algorithms = ("gptq", "awq") if case.quantizer == "neural-compressor" else ("gptq",)
+        needed = case.scheme.startswith("static") or how.get("algorithm") in algorithms or "scale_estimation" in how
         data = calibration(start) if needed else None
         return self._made(
             f"matrix-{_digest(case.made)}",

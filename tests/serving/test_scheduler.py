@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -347,6 +348,8 @@ def test_closing_at_once_cancels(engine: Callable[..., GenerationEngine], turnst
     next(iter(answers[0]))
     closing = threading.Thread(target=served.close, kwargs={"drain": False})
     closing.start()
+    while not served.scheduler._closing:
+        time.sleep(0.001)
     turnstile.open()
     closing.join(20)
     assert not closing.is_alive()
