@@ -60,7 +60,7 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
     [
         pytest.param("qwen3", False, marks=pytest.mark.thorough),
         ("gemma3", True),
-        ("gpt2", False),
+        pytest.param("gpt2", False, marks=pytest.mark.thorough),
         pytest.param("mistral", True, marks=pytest.mark.thorough),
     ],
 )

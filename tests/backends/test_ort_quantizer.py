@@ -216,6 +216,7 @@ def test_invalid_settings(tiny_artifact: Get, tmp_path: Path, settings: dict[str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_exclude_may_name_a_layer_of_one_graph(generator: Get, tmp_path: Path) -> None:
     whole = generator("t5")
     names = {
@@ -227,6 +228,7 @@ def test_exclude_may_name_a_layer_of_one_graph(generator: Get, tmp_path: Path) -
     assert [layer.name for layer in find_layers(load_graph(made, made.component("decoder")))] == [name]
 
 
+@pytest.mark.thorough
 def test_a_table_of_embeddings_has_nothing_to_quantize(generator: Get, tmp_path: Path) -> None:
     made = quantize(generator("llava"), tmp_path / "out", scheme="dynamic-int8")
     kept = {one.name: load_graph(made, one) for one in made.components}

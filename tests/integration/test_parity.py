@@ -46,7 +46,10 @@ def worst_difference(model: Any, original: Any, batches: tuple[int, ...] = (1, 2
     return worst
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.thorough) if f in ("electra", "xlm-roberta") else f for f in TEXT_FAMILIES],
+)
 def test_text_families(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
     original = tiny_model(family)
     model = accel.ORTModelForSequenceClassification(tiny_artifact(family))

@@ -22,7 +22,7 @@ from accel.testing.pictures import PICTURES
 
 TOLERANCE = 1e-3
 """What issue 15 asks for: of scores, boxes as shares, depths as shares of the largest."""
-QUICK = ("clip", "detr")
+QUICK = ("clip",)
 """An export takes longest: these have texts, masks of pixels and any size between them."""
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)

@@ -182,7 +182,8 @@ class TestRemoteCode:
         timed = accel.benchmark(artifact, sequence=[5], **FEW, **trust)
         assert [variant.error for variant in timed.variants] == [None, None]
 
-    @pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
+    @pytest.mark.parametrize("backend", ["pytorch", "cpu"])
+    @pytest.mark.thorough
     def test_searches_let_it_run(self, strange: Path, backend: str, tmp_path: Path) -> None:
         made = accel.tune(
             strange,

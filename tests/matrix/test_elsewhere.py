@@ -55,6 +55,7 @@ for folder in map(Path, sys.argv[1:]):
 """
 
 
+@pytest.mark.thorough
 def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path) -> None:
     expected = {}
     for name, changes in SAVED.items():

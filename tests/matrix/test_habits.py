@@ -73,7 +73,8 @@ def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
 
 # Of models with an encoder one: without a cache each token takes a call of all of them.
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper") else f for f in FAMILIES]
+    "family",
+    [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper", "t5") else f for f in FAMILIES],
 )
 def test_without_the_cache(family: str, generator: Artifacts) -> None:
     model = classed(GENERATORS[family][0])(generator(family))
@@ -83,7 +84,9 @@ def test_without_the_cache(family: str, generator: Artifacts) -> None:
 
 
 @pytest.mark.parametrize("how", CHOICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper") else f for f in FAMILIES]
+)
 def test_saved_and_loaded_from_a_subfolder(family: str, how: str, generator: Artifacts, tmp_path: Path) -> None:
     cls = classed(GENERATORS[family][0])
     cls(generator(family)).save_pretrained(tmp_path / "hub" / "graphs")

@@ -65,7 +65,9 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return evaluate.load(str(metric))
 
 
-@pytest.mark.parametrize("given", ["model", "folder", "pipeline", "PyTorch"])
+@pytest.mark.parametrize(
+    "given", ["model", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("folder", "pipeline", "PyTorch"))]
+)
 def test_our_evaluator_of_texts(given: str, share: Any, tmp_path: Path) -> None:
     import datasets
     import transformers
