@@ -149,13 +149,8 @@ class ValueCheck:
         """
         for _, name, least, most in self._bounded:
             tensor = feeds.get(name)
-            if tensor is None or not tensor.is_cpu or tensor.is_floating_point():
-                continue
-            if 0 < tensor.numel() <= _FEW:
-                few = tensor.numpy().ravel().tolist()
-                if least <= min(few) and max(few) <= most:
-                    continue
-            self._check(tensor.numpy(), name, least, most)
+            if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
+                self._check(tensor.numpy(), name, least, most)
 
     def waiting(self, feeds: Feeds) -> None:
         """The same for tensors on a device, which it waits for.
@@ -194,7 +189,8 @@ class ValueCheck:
     def _check(values: np.ndarray[Any, Any], name: str, least: int, most: int) -> None:
         if not values.size:
             return
-        found = (int(values.min()), int(values.max()))
+        few = values.ravel().tolist() if values.size <= _FEW else None
+        found = (min(few), max(few)) if few is not None else (int(values.min()), int(values.max()))
         if found[0] < least or found[1] > most:
             raise InputError(
                 f"Input {name!r} holds {found[0] if found[0] < least else found[1]}; the model has {least} to {most}.",

@@ -62,7 +62,8 @@ class CudaState(StateDescription):
         component = self._component = session.component
         self._check_step = StepCheck(component)
         super().__init__(batch)
-        self._mask = next(spec.name for spec in component.inputs if spec.shape[-1] == "total")
+        assert self._check_step.mask is not None
+        self._mask = self._check_step.mask
         self._tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
         self._kept = next((spec.name for spec in component.inputs if spec.shape == ("kept",)), None)
         self._rows_held = Rows(batch)
