@@ -21,7 +21,7 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.inductor import backend, engine
-from accel_plugins.pytorch.inductor.sizes import LENGTHS, Sizes, batch_steps, padded, sizes_of, step_up
+from accel_plugins.pytorch.inductor.sizes import BATCHES, LENGTHS, Sizes, padded, sizes_of, step_up
 
 compiler = pytest.mark.skipif(backend.cpu_compiler() is None, reason="no C++ compiler is installed")
 
@@ -164,7 +164,7 @@ def test_a_second_process_compiles_from_what_the_first_kept(tmp_path: Path, monk
 
 def test_steps_pad_by_at_most_a_half() -> None:
     for size in range(1, 2049):
-        assert size <= step_up(size, batch_steps()) <= max(1.5 * size, size + 1)
+        assert size <= step_up(size, BATCHES) <= max(1.5 * size, size + 1)
     assert step_up(33, LENGTHS) == 48
     assert step_up(10**6, LENGTHS) == 10**6
 

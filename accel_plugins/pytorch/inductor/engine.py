@@ -23,7 +23,7 @@ from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
 from .precision import computing_copy
-from .sizes import LENGTHS, MASK, Sizes, axes_to_cut, batch_steps, cut, padded, sizes_of, step_up
+from .sizes import BATCHES, LENGTHS, MASK, Sizes, axes_to_cut, cut, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Engine:
             length = None if have.length is None else step_up(have.length, lengths)
             if length is not None and self._longest is not None and have.length is not None:
                 length = max(have.length, min(length, self._longest))
-            want = Sizes(None if have.batch is None else step_up(have.batch, batch_steps()), length)
+            want = Sizes(None if have.batch is None else step_up(have.batch, BATCHES), length)
         pads_mask = want.length is not None and MASK not in call
         parts: list[tuple[Any, ...]] = []
         for name in sorted(call):

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import pad
 
 # Steps of at most a half: padding costs at most that much, and eight of them go from 1 to 512.
-_STEPS = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11))}))
-LENGTHS = tuple(step for step in _STEPS if step >= 16)
+BATCHES = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11))}))
+LENGTHS = tuple(step for step in BATCHES if step >= 16)
 
 # Inputs with a value a token: `(batch, sequence, ...)`.
 _BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "bbox")
@@ -62,11 +62,6 @@ def step_up(size: int, steps: tuple[int, ...]) -> int:
     """The next step that is not below; the size itself beyond the last one."""
     place = bisect.bisect_left(steps, size)
     return steps[place] if place < len(steps) else size
-
-
-def batch_steps() -> tuple[int, ...]:
-    """Numbers of rows that are compiled for."""
-    return _STEPS
 
 
 def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> dict[str, Any]:
