@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,12 @@ def library() -> ModuleType:
         QuantizeError: It cannot be imported.
     """
     try:
-        with quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="accel-") as folder:
             warnings.simplefilter("ignore")
+            from neural_compressor.common import options
+
+            # Or its import leaves a folder where the caller stands; what would use it is its work layer by layer.
+            options.workspace = folder
             from neural_compressor.torch import quantization
     # It looks for accelerators when it is imported, and may fail in any way.
     except Exception as error:
