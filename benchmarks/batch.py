@@ -87,7 +87,7 @@ def main() -> None:
     for turn in range(args.rounds):
         for name, options in VARIANTS.items():
             out = folder / f"{name}-{turn}"
-            command = [sys.executable, "-m", "accel.cli", "batch", str(MODEL), "--data", str(folder / "rows.jsonl")]
+            command = [sys.executable, "-m", "accel", "batch", str(MODEL), "--data", str(folder / "rows.jsonl")]
             command += ["--out", str(out), "--rows-a-part", "128", "--json", *options]
             found[name].append(measured(command))
             labels[name] = parquet.read_table(out).to_pydict()["label"]

@@ -215,7 +215,7 @@ def main() -> None:
     if args.int8 is not None:
         folders, path, task = classifiers(args.int8, args.backend), CLASSIFY, "text-classification"
         texts = long_texts(folders[0], texts)
-    ours = ("-m", "accel.cli", "serve", f"model={folders[1]}", "--task", task, "--port", "8461",
+    ours = ("-m", "accel", "serve", f"model={folders[1]}", "--task", task, "--port", "8461",
             "--workers", args.workers)  # fmt: skip
     theirs = (__file__, "-", folders[0], "--path", path, "--fastapi-port", "8462")
     found: dict[str, Any] = {"accel": [], "fastapi": []}

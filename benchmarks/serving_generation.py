@@ -141,7 +141,7 @@ def main() -> None:
     sizes = ["--callers", str(args.callers), "--prompt", str(args.prompt), "--new", str(args.new)]
     subprocess.run([*again, *sizes], check=True)
     expected = json.loads(file.read_text(encoding="utf-8"))
-    command = [sys.executable, "-m", "accel.cli", "serve", str(model), "--port", "0", "--timeout", "3600"]
+    command = [sys.executable, "-m", "accel", "serve", str(model), "--port", "0", "--timeout", "3600"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -71,7 +71,7 @@ def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
     assert (found[0] - expected[0]).abs().max() <= 1e-4
 
 
-# Of models with an encoder one: without a cache each token takes a call of all of them.
+# Models with an encoder are thorough: without a cache each token takes a call of the whole.
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper", "t5") else f for f in FAMILIES],

@@ -334,7 +334,7 @@ def test_killed_at_every_kind_of_moment_each_row_is_there_once(
 def test_the_command_is_killed_at_any_time(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_folder("bert", "text-classification")
     rows = rows_file(tmp_path / "rows.jsonl", 4000)
-    command = [sys.executable, "-m", "accel.cli", "batch", str(model), "--data", str(rows), "--backend", "pytorch"]
+    command = [sys.executable, "-m", "accel", "batch", str(model), "--data", str(rows), "--backend", "pytorch"]
     command += ["--out", str(tmp_path / "out"), "--rows-a-part", "100"]
     kills = 0
     for seconds in (0.05, 0.3, 0.6, 1.1, 1.7, 2.4):

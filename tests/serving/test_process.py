@@ -27,7 +27,7 @@ def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str],
     """The command, and its port when it is ready."""
     environment = {**os.environ, "ACCEL_HOME": home}
     started = subprocess.Popen(
-        [sys.executable, "-m", "accel.cli", "serve", *arguments, "--port", "0"],
+        [sys.executable, "-m", "accel", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
     errors: list[str] = []
