@@ -18,7 +18,6 @@ from .job import Job
 from .lane import Lane, Observer
 from .limits import Limits
 from .opening import Opening, Source, close_all, named, open_all
-from .work import operations
 
 
 class Engine:
@@ -142,8 +141,8 @@ class Engine:
 
     def operations(self, model: str | None = None) -> tuple[str, ...]:
         """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
-        found = self._lane(model).model
-        return (*operations(found), *(("generate",) if continues_text(found) else ()))
+        lane = self._lane(model)
+        return (*lane.operations, *(("generate",) if continues_text(lane.model) else ()))
 
     def generator(self, model: str | None = None) -> GenerationEngine:
         """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
@@ -161,6 +160,11 @@ class Engine:
     def pending(self, model: str | None = None) -> int:
         """Inputs that wait or are computed."""
         return self._lane(model).pending
+
+    @property
+    def wait_s(self) -> float:
+        """How long a request that comes now waits at least, as it looks: in the shortest queue."""
+        return min((lane.wait_s for lane in self._lanes.values()), default=0.0)
 
     def _lane(self, model: str | None) -> Lane:
         if not self._lanes:
@@ -236,7 +240,7 @@ class Engine:
             TaskError: The model does not do the operation.
         """
         lane = self._lane(model)
-        operation = operation or operations(lane.model)[0]
+        operation = operation or lane.operations[0]
         return lane.submit(operation, inputs, options, _size(operation, inputs))
 
     async def answer(self, job: Job, timeout_s: float | None = None) -> Any:

@@ -62,11 +62,15 @@ class Lane:
         models: It, once for each worker.
         limits: How much is taken at once.
         observer: Told of every call and every request.
+
+    Attributes:
+        operations: What can be asked of the model, its own task first.
     """
 
     def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
         self.name = name
         self.model = models[0]
+        self.operations = operations(self.model)
         self._limits = limits
         self.observer = observer
         self._cost = CostModel()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import random
 import re
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 import accel
 from accel.errors import ConfigError
 from accel.serving.http.app import create_app
+from accel.serving.http.endpoints import Call, Endpoint
 from accel.serving.http.settings import ServerSettings
 from tests.serving.conftest import Gate
 
@@ -269,6 +275,29 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(gated: tuple[accel.ORTMode
         assert client.post("/classify", json={"inputs": "help"}).status_code == 200
         assert 'accel_refused_total{model="labels"} 1.0' in client.get("/metrics").text
     engine.close()
+
+
+def test_requests_that_waited_for_the_event_loop_are_refused_unless_they_are_alone(served: Served) -> None:
+    begun = threading.Event()
+
+    async def slow(call: Call, body: Any) -> Response:
+        begun.set()
+        time.sleep(0.3)  # noqa: ASYNC251  # what a loop does that has too much to do
+        await asyncio.sleep(0.2)
+        return Response(status_code=200)
+
+    engine = accel.Engine({"labels": served("text-classification")}, max_wait_s=0.2)
+    with TestClient(create_app(engine, more=[Endpoint(path="/slow", answer=slow, summary="", tag="")])) as client:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(client.post, "/slow", json={})
+            assert begun.wait(10)
+            answer = client.post("/classify", json={"inputs": "help"})
+            assert answer.status_code == 429
+            assert "retry-after" in answer.headers
+            assert client.get("/health").status_code == 200
+            assert other.result(10).status_code == 200
+        assert client.post("/slow", json={}).status_code == 200
+        assert client.post("/classify", json={"inputs": "help"}).status_code == 200
 
 
 def test_no_answer_in_time_is_504(gated: tuple[accel.ORTModel, Gate]) -> None:

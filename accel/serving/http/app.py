@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ..engine import Engine
 from ..metrics import Metrics
+from .admission import Admission, ended
 from .endpoints import Call, Endpoint, Server
 from .front import Front
 from .replies import HttpError, error_reply
@@ -64,23 +65,26 @@ def create_app(
     table = [*endpoints(), *more]
     keys = _Keys(settings.api_keys)
     tracer = _tracer(traces)
+    admission = Admission(engine)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         opened_here = not engine.models
         await asyncio.to_thread(engine.start)
         metrics.watch(engine)
+        watching = asyncio.create_task(admission.watch())
         server.ready = True
         try:
             yield
         finally:
             server.ready = False
+            await ended(watching)
             if opened_here:
                 await asyncio.to_thread(engine.close)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    routes = [Route(one.path, _serve(one, server, keys, tracer), methods=[one.method]) for one in table]
+    routes = [Route(one.path, _serve(one, server, keys, admission, tracer), methods=[one.method]) for one in table]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
     app.state.server, app.state.endpoints = server, table
     # The outermost part is what the caller gets; its server tells a process that is about to end what is still answered.
@@ -120,7 +124,7 @@ def _tracer(traces: Any) -> Tracer | None:
 
 
 def _serve(
-    endpoint: Endpoint, server: Server, keys: _Keys, tracer: Tracer | None
+    endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission, tracer: Tracer | None
 ) -> Callable[[Request], Awaitable[Response]]:
     async def serve(request: Request) -> Response:
         request.scope["endpoint_path"] = endpoint.path
@@ -128,6 +132,8 @@ def _serve(
         start = time.perf_counter()
         try:
             if not endpoint.open:
+                if endpoint.method == "POST":
+                    admission.check(server.in_flight - 1)
                 keys.check(request)
                 if not server.ready:
                     raise HttpError(503, "The models are not open yet.", kind="starting", headers={"retry-after": "1"})

@@ -108,7 +108,7 @@ def serve(
     """
     config = uvicorn.Config(
         front, host=host, port=port, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=True,
-        timeout_keep_alive=75, **options,  # type: ignore[arg-type]
+        timeout_keep_alive=75, proxy_headers=False, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     door = _bound(host, port)
     secure = "https" if config.is_ssl or options.get("ssl_certfile") else "http"
