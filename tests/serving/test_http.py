@@ -282,7 +282,7 @@ def test_requests_that_waited_for_the_event_loop_are_refused_unless_they_are_alo
 
     async def slow(call: Call, body: Any) -> Response:
         begun.set()
-        time.sleep(0.3)  # noqa: ASYNC251  # what a loop does that has too much to do
+        time.sleep(0.3)  # what a loop does that has too much to do
         await asyncio.sleep(0.2)
         return Response(status_code=200)
 
