@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+_AT_IMPORT = ("torchao", "torch.utils._pytree")
 _CHATTY = ("transformers", "torch", "onnxscript", "onnx_ir", "onnx")
 
 
@@ -62,3 +63,9 @@ def quiet() -> Iterator[None]:
             one.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def hush_imports() -> None:
+    """Hold back what loggers warn of when transformers imports torchao: nobody who runs a command can change it."""
+    for name in _AT_IMPORT:
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .._version import __version__
+from ..chatter import hush_imports
 from ..errors import AccelError, ConfigError
 from .exit_codes import FAILED, INTERRUPTED, exit_code
 
@@ -54,18 +55,13 @@ def emit(result: Any, as_json: bool, text: str) -> None:
     print_line(json.dumps(_plain(result), indent=2) if as_json else text)
 
 
-_CHATTY = ("torchao", "torch.utils._pytree")
-"""Loggers that warn when transformers imports torchao, of what nobody who runs a command can change."""
-
-
 @contextlib.contextmanager
 def command(as_json: bool, verbose: bool) -> Iterator[None]:
     """Progress on stderr, log level, and errors as exit codes."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("accel").setLevel(logging.DEBUG if verbose else logging.WARNING)
     if not verbose:
-        for name in _CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        hush_imports()
     try:
         with _progress_bar():
             yield

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -114,8 +115,6 @@ _not_mapped = 0  # bytes of imported libraries that a process of its own would h
 _starting = threading.Lock()
 _SOCKET_FOLDER = 70  # characters: the path of a socket has at most 107, and 33 are multiprocessing's
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-# What every process needs before it does anything of its own, and no runtime.
-_IMPORTED = ("torch", "transformers.modeling_utils", "transformers.generation", "accel.capture", "accel.models.base")
 
 
 def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
@@ -128,11 +127,11 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     forked = sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_DRIVERS)
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
-        context.set_forkserver_preload(list(_IMPORTED))
+        context.set_forkserver_preload([f"{__package__}.preloaded"])
         _own_socket_folder()
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
-    with _without_main():
+    with _without_main(), _interrupts_held():
         process.start()
     theirs.close()
     return process, ours
@@ -180,6 +179,21 @@ def _without_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back in this thread, and in what it starts for good: else each process that is importing tells where it was."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    # Where it has to be started first, it lets signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def exit_reason(code: int | None) -> str:
