@@ -36,5 +36,7 @@ def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent()
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(30) == 130
+        # Time to tell, and not all that its imports take.
+        time.sleep(1)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""
