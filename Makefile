@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-neighbours test-triton test-ray gpu-test check docs bench sweep endurance clean
+.PHONY: demo test test-all test-neighbours test-triton test-ray test-versions gpu-test check docs bench sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -30,6 +30,10 @@ $(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirement
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino,serve]"
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps -e distributions/sentence-transformers -e distributions/optimum-cli
 	touch $@
+
+# With the oldest and the newest versions that pyproject.toml declares, in environments of their own.
+test-versions: $(VENV)/.dev
+	$(BIN)/python -m tests.versions oldest newest $(if $(PIP_FLAGS),--pip-flag="$(PIP_FLAGS)")
 
 # A real Triton, the one inside the package nvidia-pytriton, in an environment of its own: it wants NumPy below 2.
 TRITON := .venv-triton
