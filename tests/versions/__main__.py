@@ -13,20 +13,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-_SELF = "accel-transformers"
-_EXTRAS = "dev"
+_EXTRA = "dev"
 
 
-def declared(extra: str = _EXTRAS) -> Iterator[Requirement]:
-    """What the package needs, and what an extra adds, with the extras that it names."""
+def declared() -> Iterator[Requirement]:
+    """What the package needs, and what the extras add with which it is tested; not the tools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    words = [*project["dependencies"], *project["optional-dependencies"][extra]]
-    for one in map(Requirement, words):
-        if one.name == _SELF:
-            for inner in one.extras:
-                yield from map(Requirement, project["optional-dependencies"][inner])
-        elif one.marker is None or one.marker.evaluate():
-            yield one
+    extras = project["optional-dependencies"]
+    yield from map(Requirement, project["dependencies"])
+    for one in map(Requirement, extras[_EXTRA]):
+        for inner in sorted(one.extras - {"docs"}) if one.name == project["name"] else ():
+            yield from map(Requirement, extras[inner])
 
 
 def oldest(one: Requirement) -> str | None:
@@ -63,7 +60,7 @@ def environment(which: str, lines: list[str], flags: list[str], fresh: bool) -> 
     file = folder / "constraints.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     upgrade = ["--upgrade", "--upgrade-strategy", "eager"]
-    wanted = [*flags, *upgrade, "-c", str(file), "-e", f"{ROOT}[{_EXTRAS}]"]
+    wanted = [*flags, *upgrade, "-c", str(file), "-e", f"{ROOT}[{_EXTRA}]"]
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted], check=True)
     return python
 
