@@ -33,7 +33,7 @@ $(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirement
 
 # With the oldest and the newest versions that pyproject.toml declares, in environments of their own.
 test-versions: $(VENV)/.dev
-	$(BIN)/python -m tests.versions oldest newest $(if $(PIP_FLAGS),--pip-flag="$(PIP_FLAGS)")
+	$(BIN)/python -m tests.versions oldest newest
 
 # A real Triton, the one inside the package nvidia-pytriton, in an environment of its own: it wants NumPy below 2.
 TRITON := .venv-triton

@@ -1,4 +1,4 @@
-"""Make environments with the oldest and the newest declared versions, and run the tests in them."""
+"""Make environments with the oldest and the newest versions that `pyproject.toml` declares, and run the tests in them."""
 
 from __future__ import annotations
 
@@ -6,63 +6,41 @@ import argparse
 import os
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 ROOT = Path(__file__).parents[2]
-_EXTRA = "dev"
+_RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
+_SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 
-def declared() -> Iterator[Requirement]:
-    """What the package needs, and what the extras add with which it is tested; not the tools."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    yield from map(Requirement, project["dependencies"])
-    for one in map(Requirement, extras[_EXTRA]):
-        for inner in sorted(one.extras - {"docs"}) if one.name == project["name"] else ():
-            yield from map(Requirement, extras[inner])
-
-
-def oldest(one: Requirement) -> str | None:
-    """The requirement at its lower bound, any patch of it; `None` where it has none."""
-    bounds = [spec.version for spec in one.specifier if spec.operator in (">=", "==")]
-    return f"{one.name}=={bounds[0]}.*" if bounds else None
-
-
-def kept(names: list[str]) -> dict[str, str]:
+def kept(names: list[str]) -> list[str]:
     """The lines of `constraints.txt` about some packages."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.partition("==")[0]: line for line in lines if "==" in line}
     unknown = sorted(set(names) - set(pins))
     if unknown:
         raise SystemExit(f"constraints.txt has no {', '.join(unknown)}; it has {', '.join(pins)}.")
-    return {name: pins[name] for name in names}
+    return [pins[name] for name in names]
 
 
-def constraints(which: str, keep: list[str]) -> list[str]:
-    """Lines for `pip install -c`."""
-    pinned = kept(keep)
-    if which == "oldest":
-        wanted = {one.name: line for one in declared() if (line := oldest(one)) is not None}
-        return sorted({**wanted, **pinned}.values())
-    return sorted(pinned.values())
-
-
-def environment(which: str, lines: list[str], flags: list[str], fresh: bool) -> Path:
-    """An environment in which the package is installed; its Python."""
+def environment(which: str, interpreter: str, keep: list[str], flags: list[str]) -> Path:
+    """An environment in which the package is installed, by uv, because pip knows no oldest versions; its Python."""
     folder = ROOT / f".venv-{which}"
     python = folder / "bin" / "python"
-    if fresh or not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    if not python.exists():
+        subprocess.run([interpreter, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"], check=True)
     file = folder / "constraints.txt"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    upgrade = ["--upgrade", "--upgrade-strategy", "eager"]
-    wanted = [*flags, *upgrade, "-c", str(file), "-e", f"{ROOT}[{_EXTRA}]"]
-    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted], check=True)
+    file.write_text("\n".join(kept(keep)) + "\n", encoding="utf-8")
+    install = [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--resolution", _RESOLUTION[which]]
+    subprocess.run([*install, *flags, "-c", file, "-e", f"{ROOT}[dev]"], check=True)
     return python
+
+
+def installed(python: Path) -> str:
+    """The versions that matter most."""
+    lines = subprocess.check_output([python, "-m", "uv", "pip", "freeze", "--python", python], text=True).splitlines()
+    return " ".join(line for line in lines if line.partition("==")[0] in _SHOWN)
 
 
 def main() -> int:
@@ -72,21 +50,18 @@ def main() -> int:
         description=__doc__,
         epilog="Example: python -m tests.versions oldest --keep torch --tests tests/unit tests/integration/test_export.py",
     )
-    parser.add_argument("which", nargs="+", choices=("oldest", "newest"))
+    parser.add_argument("which", nargs="+", choices=tuple(_RESOLUTION))
+    parser.add_argument("--python", default=sys.executable, help="whose environments are made (%(default)s)")
     parser.add_argument(
         "--keep", action="append", default=[], help="a package whose version is that of constraints.txt"
     )
     parser.add_argument("--tests", nargs="*", default=["tests"], help="folders and files; all of them")
-    parser.add_argument(
-        "--pip-flag", action="append", default=[], help="for pip install, such as --extra-index-url=URL"
-    )
-    parser.add_argument("--fresh", action="store_true", help="make the environments anew")
+    parser.add_argument("--uv-flag", action="append", default=[], help="for uv pip install, such as --index=URL")
     args = parser.parse_args()
     failed = []
     for which in args.which:
-        lines = constraints(which, args.keep)
-        python = environment(which, lines, args.pip_flag, args.fresh)
-        print(f"{which}: {', '.join(lines) or 'whatever pip takes'}", flush=True)
+        python = environment(which, args.python, args.keep, args.uv_flag)
+        print(f"{which}: {installed(python)}", flush=True)
         command = [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not thorough", *args.tests]
         if subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False).returncode:
             failed.append(which)
