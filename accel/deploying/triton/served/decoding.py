@@ -69,6 +69,9 @@ class Decoder:
         self._end = frozenset(settings["end"])
         self._limit: int | None = settings["limit"]
         self._defaults: Mapping[str, Any] = settings["defaults"]
+        # Tokens that stand for one byte each: what a run of them says is known when it is over.
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        self._bytes = frozenset(found for name in names if (found := tokenizer.token_to_id(name)) is not None)
         self.rows: list[Row] = []
         self._past: dict[str, Array] = {}
         self._mask: Array = np.zeros((0, 0), dtype="int64")
@@ -182,8 +185,8 @@ class Decoder:
             return text[: text.index(stop)], True
         if ended:
             return text, False
-        if text.endswith("�"):
-            # The bytes of a character that is not complete.
+        if text.endswith("�") or (row.made and row.made[-1] in self._bytes):
+            # The bytes of a character that is not complete, or may be none.
             return row.sent, False
         # What may be the beginning of the stop text waits.
         return (text[: max(len(row.sent), len(text) - len(stop) + 1)] if stop else text), False
