@@ -48,7 +48,9 @@ def check_runs(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]:
                 f"set decoupled: {'true' if kind == 'generator' else 'false'}.",
             )
         if not (version / SETTINGS).is_file():
-            yield model.found("file-missing", f"version {version.name} has no {SETTINGS}, which its code reads.", _AGAIN)
+            yield model.found(
+                "file-missing", f"version {version.name} has no {SETTINGS}, which its code reads.", _AGAIN
+            )
             continue
         try:
             settings = read_json(version / SETTINGS)
@@ -132,7 +134,9 @@ def _text(
     given = {one.name: one for one in model.config.input}
     missing = sorted({*sample, *settings["outputs"]} - set(given))
     if missing:
-        yield model.found("input-missing", f"its code reads {', '.join(missing)}, which the configuration lacks.", _AGAIN)
+        yield model.found(
+            "input-missing", f"its code reads {', '.join(missing)}, which the configuration lacks.", _AGAIN
+        )
         return
     yield from _check_answer(model, batches.finish(_request(sample), _filled(settings, given, batch)))
     yield from _check_labels(model, settings)
@@ -158,7 +162,9 @@ def _generator(model: Model, version: Path, settings: Mapping[str, Any]) -> Iter
         # Named as a missing file.
         return
     inputs, outputs, _ = read_graph(graph)
-    wrong = {f"takes names {name!r}, which the graph does not take": None for name in settings["takes"] if name not in inputs}
+    wrong = {
+        f"takes names {name!r}, which the graph does not take": None for name in settings["takes"] if name not in inputs
+    }
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
         wrong.update(dict.fromkeys(_misfits(feeds, inputs)))
@@ -209,7 +215,9 @@ def _check_inputs(model: Model, service: TextService) -> Iterator[Finding]:
         if name not in given:
             if not one.optional:
                 yield model.found(
-                    "input-missing", f"its code reads {name!r}, which the configuration does not name.", "add the input."
+                    "input-missing",
+                    f"its code reads {name!r}, which the configuration does not name.",
+                    "add the input.",
                 )
             continue
         found = given[name]
@@ -238,7 +246,9 @@ def _check_answer(model: Model, answer: Mapping[str, Array]) -> Iterator[Finding
     for name, values in answer.items():
         if name not in given:
             yield model.found(
-                "output-missing", f"its code returns {name!r}, which the configuration does not name.", "add the output."
+                "output-missing",
+                f"its code returns {name!r}, which the configuration does not name.",
+                "add the output.",
             )
             continue
         one = given[name]
@@ -275,7 +285,9 @@ def _services() -> dict[str, TextService]:
 
 
 def _request(texts: Mapping[str, Sequence[str]]) -> Request:
-    return Request({name: np.array([[text.encode() for text in each]], dtype=object) for name, each in texts.items()}, {})
+    return Request(
+        {name: np.array([[text.encode() for text in each]], dtype=object) for name, each in texts.items()}, {}
+    )
 
 
 def _zeros(graph: Model, settings: Mapping[str, Any], feeds: Mapping[str, Array]) -> dict[str, Array]:

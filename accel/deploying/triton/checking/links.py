@@ -31,7 +31,9 @@ def _check_ensemble(model: Model, models: Mapping[str, Model]) -> Iterator[Findi
     every = [name for step in waiting for name in step.output_map.values()]
     produced = set(every)
     for name in sorted({name for name in every if every.count(name) > 1 or name in made}):
-        yield model.found("ensemble", f"{name!r} is made more than once.", "give each step's outputs names of their own.")
+        yield model.found(
+            "ensemble", f"{name!r} is made more than once.", "give each step's outputs names of their own."
+        )
     read = {name for step in waiting for name in step.input_map.values()}
     for name in sorted(set(made) - read):
         yield model.found("ensemble", f"no step reads the input {name!r}.", "drop it, or map it to a step's input.")

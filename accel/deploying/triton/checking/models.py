@@ -152,7 +152,9 @@ def _check_names(model: Model) -> Iterator[Finding]:
                 )
     if model.config.max_batch_size < 0:
         yield model.found(
-            "batch", f"max_batch_size is {model.config.max_batch_size}.", "set it to 0 where the graph has no free batch."
+            "batch",
+            f"max_batch_size is {model.config.max_batch_size}.",
+            "set it to 0 where the graph has no free batch.",
         )
 
 
@@ -234,9 +236,7 @@ def _check_accelerators(model: Model) -> Iterator[Finding]:
                 )
             precision = one.parameters.get("precision_mode", "FP32")
             if one.name == "tensorrt" and precision not in _PRECISIONS:
-                yield model.found(
-                    "accelerator", f"precision_mode is {precision!r}.", f"use {', '.join(_PRECISIONS)}."
-                )
+                yield model.found("accelerator", f"precision_mode is {precision!r}.", f"use {', '.join(_PRECISIONS)}.")
             groups = {kind_name(group.kind) for group in model.config.instance_group}
             if side == "gpu" and groups == {"KIND_CPU"}:
                 yield model.found(
