@@ -1,5 +1,6 @@
 """Runs of the Python models that `deploy` wrote, without a server and without their graphs: a request goes in, the graph is zeros, and
-what comes out is held against the configuration. Code of the repository is never run: it is compared with ours, and ours is."""
+what comes out is held against the configuration. Code of the repository is never run: it is compared with ours, and ours is.
+"""
 
 from __future__ import annotations
 
