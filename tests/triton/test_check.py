@@ -303,7 +303,7 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
         "generator", cache(lambda one: one["shape"].__setitem__(0, 7)), DECODER, "settings", "7",
     ),
     "a decoder that gives what the graph does not take": (
-        "generator", told(DECODER, takes=["input_ids", "attention_mask", "position_ids", "logits_to_keep", "imput_ids"]), DECODER, "settings", "imput_ids",
+        "generator", told(DECODER, takes=["input_ids", "attention_mask", "position_ids", "imput_ids"]), DECODER, "settings", "imput_ids",
     ),
     "an engine for fewer rows": ("engines", text(GRAPH, "max_batch_size: 32", "max_batch_size: 64"), GRAPH, "profile", "32"),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from ....artifact.checksums import sha256
 from ....artifact.reading import read_json
@@ -22,9 +23,8 @@ from ..served.decoding import Decoder
 from ..served.tokens import Array, Refused
 from ..services import TextService
 from .contents import Declared, Tensors, read_graph
-from .findings import Finding, Model
+from .findings import AGAIN, Finding, Model
 
-_AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
 _MAINS = ("front", "tokenizer_step", "answer_step", "generator", "graph")
 _SIDES = ("left", "right")
 _PAIR = "a text"
@@ -49,14 +49,12 @@ def check_runs(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]:
                 f"set decoupled: {'true' if kind == 'generator' else 'false'}.",
             )
         if not (version / SETTINGS).is_file():
-            yield model.found(
-                "file-missing", f"version {version.name} has no {SETTINGS}, which its code reads.", _AGAIN
-            )
+            yield model.found("file-missing", f"version {version.name} has no {SETTINGS}, which its code reads.", AGAIN)
             continue
         try:
             settings = read_json(version / SETTINGS)
         except IntegrityError as error:
-            yield model.found("settings-unreadable", error.message, _AGAIN)
+            yield model.found("settings-unreadable", error.message, AGAIN)
             continue
         try:
             if kind == "generator":
@@ -68,15 +66,17 @@ def check_runs(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]:
         except IntegrityError:
             # A graph that cannot be read is named where graphs are.
             continue
-        # What is wrong with a file may surface as anything, a panic of tokenizers' among it.
-        except BaseException as error:
-            yield model.found("settings", f"its code does not run with its {SETTINGS}: {_said(error)}.", _AGAIN)
+        except BaseException as error:  # noqa: BLE001  # a wrong file surfaces as anything, a panic of tokenizers' too
+            yield model.found("settings", f"its code does not run with its {SETTINGS}: {_said(error)}.", AGAIN)
 
 
 def written_as(version: Path) -> str | None:
-    """Which module of `served` a version's `model.py` is; `None` where it is another's, or of another version of ours."""
+    """Which module of `served` a version's `model.py` is; `None` where it, or one beside it, is not what this version of ours writes."""
     main = version / "model.py"
     content = main.read_bytes() if main.is_file() else b""
+    others = [path for path in version.glob("*.py") if path != main and (SERVED / path.name).is_file()]
+    if any((SERVED / path.name).read_bytes() != path.read_bytes() for path in others):
+        return None
     return next((name for name in _MAINS if (SERVED / f"{name}.py").read_bytes() == content), None)
 
 
@@ -92,7 +92,7 @@ def _check_written(model: Model, version: Path) -> Iterator[Finding]:
             yield model.found(
                 "changed",
                 f"{name} of version {version.name} is not as it was written.",
-                f"{_AGAIN[:-1]}; or, where the change is meant, take {name} out of files in {SETTINGS}.",
+                f"{AGAIN[:-1]}; or, where the change is meant, take {name} out of files in {SETTINGS}.",
             )
 
 
@@ -122,7 +122,7 @@ def _text(
         answers = batches.answer([_request(sample), _request(whole)], lambda feeds: _zeros(graph, settings, feeds))
         for answer in answers:
             if isinstance(answer, Refused):
-                yield model.found("settings", f"its code answers a request with: {answer}.", _AGAIN)
+                yield model.found("settings", f"its code answers a request with: {answer}.", AGAIN)
             else:
                 yield from _check_answer(model, answer)
         yield from _check_labels(model, settings)
@@ -136,7 +136,7 @@ def _text(
     missing = sorted({*sample, *settings["outputs"]} - set(given))
     if missing:
         yield model.found(
-            "input-missing", f"its code reads {', '.join(missing)}, which the configuration lacks.", _AGAIN
+            "input-missing", f"its code reads {', '.join(missing)}, which the configuration lacks.", AGAIN
         )
         return
     yield from _check_answer(model, batches.finish(_request(sample), _filled(settings, given, batch)))
@@ -157,7 +157,7 @@ def _generator(model: Model, version: Path, settings: Mapping[str, Any]) -> Iter
         )
     unset = [key for key in ("threads", "max_rows") if not isinstance(settings.get(key), int)]
     if unset:
-        yield model.found("settings", f"its {SETTINGS} has no number for {', '.join(unset)}.", _AGAIN)
+        yield model.found("settings", f"its {SETTINGS} has no number for {', '.join(unset)}.", AGAIN)
     graph = version / settings["graph"]
     if not graph.is_file():
         # Named as a missing file.
@@ -172,8 +172,6 @@ def _generator(model: Model, version: Path, settings: Mapping[str, Any]) -> Iter
         sizes = feeds["input_ids"].shape[0], feeds["attention_mask"].shape[1]
         return {name: np.zeros(_sized(one, sizes), _kind(one)) for name, one in outputs.items()}
 
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(version / TOKENIZER))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -184,7 +182,7 @@ def _generator(model: Model, version: Path, settings: Mapping[str, Any]) -> Iter
     while decoder.rows:
         decoder.step()
     for words in wrong:
-        yield model.found("settings", f"{words}: {graph.name} does not fit its {SETTINGS}.", _AGAIN)
+        yield model.found("settings", f"{words}: {graph.name} does not fit its {SETTINGS}.", AGAIN)
 
 
 def _misfits(feeds: Mapping[str, Array], graph: Tensors) -> Iterator[str]:
@@ -259,7 +257,7 @@ def _check_answer(model: Model, answer: Mapping[str, Array]) -> Iterator[Finding
         own = values.shape[1:] if model.config.max_batch_size else values.shape
         if not _fits(own, tuple(one.dims)):
             yield model.found(
-                "dims", f"the output {name!r} has dims {list(one.dims)}, and its code returns {list(own)}.", _AGAIN
+                "dims", f"the output {name!r} has dims {list(one.dims)}, and its code returns {list(own)}.", AGAIN
             )
 
 
@@ -275,7 +273,7 @@ def _check_labels(model: Model, settings: Mapping[str, Any]) -> Iterator[Finding
         differ = [(a, b) for a, b in zip(lines, labels, strict=False) if a != b]
         if differ and len(lines) == len(labels):
             yield model.found(
-                "labels", f"{path.name} has {differ[0][0]!r} where its code answers {differ[0][1]!r}.", _AGAIN
+                "labels", f"{path.name} has {differ[0][0]!r} where its code answers {differ[0][1]!r}.", AGAIN
             )
 
 
@@ -324,20 +322,17 @@ def _fits(shape: Iterable[int], dims: Iterable[int]) -> bool:
 
 def _is_tokenizer(version: Path) -> bool:
     """Whether there is a tokenizer that can be read."""
-    from tokenizers import Tokenizer
-
     try:
         Tokenizer.from_file(str(version / TOKENIZER))
-    # Of whatever kind: tokenizers raises no class of its own.
-    except Exception:
+    except Exception:  # noqa: BLE001  # tokenizers raises no class of its own
         return False
     return True
 
 
 def _no_tokenizer(model: Model, version: Path) -> Finding:
     if not (version / TOKENIZER).is_file():
-        return model.found("file-missing", f"version {version.name} has no {TOKENIZER}.", _AGAIN)
-    return model.found("file-unreadable", f"{TOKENIZER} of version {version.name} is no tokenizer.", _AGAIN)
+        return model.found("file-missing", f"version {version.name} has no {TOKENIZER}.", AGAIN)
+    return model.found("file-unreadable", f"{TOKENIZER} of version {version.name} is no tokenizer.", AGAIN)
 
 
 def _said(error: BaseException) -> str:

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..messages import TYPES, type_name
 from ..repository import SETTINGS, TOKENIZER
-from .findings import Finding, Model
+from .findings import AGAIN, Finding, Model
 
-_AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
 _NEEDED: Mapping[str, type] = {"service": str, "graph": str, "inputs": dict, "outputs": list, "max_rows": int}
 
 
@@ -27,7 +26,7 @@ def _check_ensemble(model: Model, models: Mapping[str, Model]) -> Iterator[Findi
     made: dict[str, Any] = {one.name: one for one in config.input}
     waiting = list(config.ensemble_scheduling.step)
     if not waiting:
-        yield model.found("ensemble", "it has no steps.", _AGAIN)
+        yield model.found("ensemble", "it has no steps.", AGAIN)
     every = [name for step in waiting for name in step.output_map.values()]
     produced = set(every)
     for name in sorted({name for name in every if every.count(name) > 1 or name in made}):
@@ -138,15 +137,15 @@ def _check_front(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]
     settings = model.settings
     wrong = [f"{key} as {kind.__name__}" for key, kind in _NEEDED.items() if not isinstance(settings.get(key), kind)]
     if wrong:
-        yield model.found("settings", f"its {SETTINGS} has no {', '.join(wrong)}.", _AGAIN)
+        yield model.found("settings", f"its {SETTINGS} has no {', '.join(wrong)}.", AGAIN)
         return
     for version in model.versions:
         for name in (TOKENIZER, f"{settings['service']}.py"):
             if not (version / name).is_file():
-                yield model.found("file-missing", f"version {version.name} has no {name}.", _AGAIN)
+                yield model.found("file-missing", f"version {version.name} has no {name}.", AGAIN)
     if settings.get("buckets") and settings.get("max_length") and settings["buckets"][-1] > settings["max_length"]:
         yield model.found(
-            "buckets", f"the bucket {settings['buckets'][-1]} is above max_length {settings['max_length']}.", _AGAIN
+            "buckets", f"the bucket {settings['buckets'][-1]} is above max_length {settings['max_length']}.", AGAIN
         )
     labels = settings.get("options", {}).get("labels")
     graph = models.get(settings["graph"])
@@ -161,21 +160,21 @@ def _check_front(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]
     outputs = {one.name: one for one in graph.config.output}
     if set(settings["inputs"]) != set(inputs):
         yield model.found(
-            "settings", f"it gives {sorted(settings['inputs'])}, and {graph.name!r} takes {sorted(inputs)}.", _AGAIN
+            "settings", f"it gives {sorted(settings['inputs'])}, and {graph.name!r} takes {sorted(inputs)}.", AGAIN
         )
     for name, word in settings["inputs"].items():
         if name in inputs and TYPES.get(word) != type_name(inputs[name].data_type):
             yield model.found(
                 "dtype",
                 f"it gives {name!r} as {TYPES.get(word, word)}; {graph.name!r} reads {type_name(inputs[name].data_type)}.",
-                _AGAIN,
+                AGAIN,
             )
     for name in settings["outputs"]:
         if name not in outputs:
-            yield model.found("settings", f"it reads {name!r}, which {graph.name!r} does not return.", _AGAIN)
+            yield model.found("settings", f"it reads {name!r}, which {graph.name!r} does not return.", AGAIN)
         elif labels and outputs[name].dims and outputs[name].dims[-1] not in (-1, len(labels)):
             yield model.found(
-                "labels", f"it knows {len(labels)} labels, and {name!r} has {outputs[name].dims[-1]} values.", _AGAIN
+                "labels", f"it knows {len(labels)} labels, and {name!r} has {outputs[name].dims[-1]} values.", AGAIN
             )
     if graph.config.HasField("sequence_batching"):
         yield model.found(
@@ -184,5 +183,5 @@ def _check_front(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]
     most = graph.config.max_batch_size
     if most and settings["max_rows"] > most:
         yield model.found(
-            "batch", f"it calls {graph.name!r} with up to {settings['max_rows']} rows, which takes {most}.", _AGAIN
+            "batch", f"it calls {graph.name!r} with up to {settings['max_rows']} rows, which takes {most}.", AGAIN
         )

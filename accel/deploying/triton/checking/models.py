@@ -18,14 +18,13 @@ from ..profiles import read_shapes
 from ..repository import SETTINGS
 from .contents import Declared, Tensors, read_graph
 from .dry_runs import check_runs, written_as
-from .findings import Finding, Model
+from .findings import AGAIN, Finding, Model
 from .links import check_links
 
 _NUMBER = re.compile(r"[1-9][0-9]*\Z", re.ASCII)
 # What ONNX Runtime's backend can be told to run on top, and in which precisions TensorRT does.
 _ACCELERATORS = {"gpu": ("tensorrt", "cuda"), "cpu": ("openvino",)}
 _PRECISIONS = ("FP32", "FP16", "INT8")
-_AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
 
 
 def check(repository: str | os.PathLike[str]) -> tuple[Finding, ...]:
@@ -43,7 +42,7 @@ def check(repository: str | os.PathLike[str]) -> tuple[Finding, ...]:
         raise ArtifactNotFoundError(f"There is no folder {root}.", fix="check the path.")
     models, found = read_models(root)
     if not models and not found:
-        fix = f"name the folder that holds the models' folders, each with a {CONFIG}; or {_AGAIN}"
+        fix = f"name the folder that holds the models' folders, each with a {CONFIG}; or {AGAIN}"
         return (Finding(root.name, "empty", "it holds no model.", fix),)
     for model in models.values():
         found += _check_model(model)
@@ -59,7 +58,7 @@ def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         path = folder / CONFIG
         if not path.is_file():
-            found.append(Finding(folder.name, "config-missing", f"it has no {CONFIG}.", f"write one, or {_AGAIN}"))
+            found.append(Finding(folder.name, "config-missing", f"it has no {CONFIG}.", f"write one, or {AGAIN}"))
             continue
         try:
             config = read(path)
@@ -71,7 +70,7 @@ def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
         try:
             settings: dict[str, Any] = read_json(told) if told.is_file() else {}
         except AccelError as error:
-            found.append(Finding(folder.name, "settings-unreadable", error.message, _AGAIN))
+            found.append(Finding(folder.name, "settings-unreadable", error.message, AGAIN))
             settings = {}
         models[folder.name] = Model(folder, config, tuple(versions), settings)
     return models, found
@@ -167,7 +166,7 @@ def _check_labels(model: Model) -> Iterator[Finding]:
             yield model.found(
                 "labels-missing",
                 f"{output.name} has its labels in {path.name}, which is missing.",
-                f"add it, or {_AGAIN}",
+                f"add it, or {AGAIN}",
             )
             continue
         count = len(path.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -247,7 +246,7 @@ def _check_accelerators(model: Model) -> Iterator[Finding]:
 def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     file = version / (model.config.default_model_filename or BACKENDS[model.backend].file)
     if not file.is_file():
-        yield model.found("file-missing", f"version {version.name} has no {file.name}.", f"copy it there, or {_AGAIN}")
+        yield model.found("file-missing", f"version {version.name} has no {file.name}.", f"copy it there, or {AGAIN}")
         return
     if model.backend == "tensorrt":
         yield from _check_engine(model)
@@ -255,16 +254,16 @@ def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     if model.backend == "python":
         yield from _check_code(model, file)
         graph = model.settings.get("graph", "")
-        beside = written_as(version) in ("graph", "generator")
+        ours = written_as(version) in ("graph", "generator")
         # The graph of a front is another model; one of a file's name is beside the code.
-        if not beside and (not isinstance(graph, str) or not graph.endswith(".onnx") or "service" in model.settings):
+        if not ours and (not isinstance(graph, str) or not graph.endswith(".onnx") or "service" in model.settings):
             return
         if not isinstance(graph, str) or not graph:
-            yield model.found("settings", f"its {SETTINGS} names no graph.", _AGAIN)
+            yield model.found("settings", f"its {SETTINGS} names no graph.", AGAIN)
             return
         file = version / graph
         if not file.is_file():
-            yield model.found("file-missing", f"version {version.name} has no {graph}.", f"copy it there, or {_AGAIN}")
+            yield model.found("file-missing", f"version {version.name} has no {graph}.", f"copy it there, or {AGAIN}")
             return
     try:
         inputs, outputs, beside = read_graph(file)
@@ -274,7 +273,7 @@ def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     for name in beside:
         if not (version / name).is_file():
             yield model.found(
-                "file-missing", f"{file.name} needs {name}, which is not beside it.", f"copy it there, or {_AGAIN}"
+                "file-missing", f"{file.name} needs {name}, which is not beside it.", f"copy it there, or {AGAIN}"
             )
     if model.config.model_transaction_policy.decoupled:
         return
@@ -293,12 +292,12 @@ def _check_code(model: Model, file: Path) -> Iterator[Finding]:
             continue
         seen.add(path)
         if not path.is_file():
-            yield model.found("file-missing", f"its code needs {path.name}, which is missing.", _AGAIN)
+            yield model.found("file-missing", f"its code needs {path.name}, which is missing.", AGAIN)
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError) as error:
-            yield model.found("file-unreadable", f"{path.name} is not Python: {error}.", _AGAIN)
+            yield model.found("file-unreadable", f"{path.name} is not Python: {error}.", AGAIN)
             continue
         named = (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1)
         open_ += [path.with_name(f"{module}.py") for module in named if module]
