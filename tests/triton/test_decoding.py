@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+import transformers
 
 import accel
 from accel.artifact import Artifact
@@ -192,6 +193,12 @@ def test_the_only_likely_token_is_drawn(decoder: Decoder) -> None:
     ]
     finish(decoder)
     assert {one.text for one in drawn} == {greedy.text}
+
+
+def test_what_is_drawn_without_a_word_is_one_of_the_likeliest_fifty(decoder: Decoder) -> None:
+    """As in transformers' `generate`."""
+    row = decoder.read(PROMPTS[0], {"do_sample": True}, send=lambda _: None, done=lambda _: None)
+    assert row.options["top_k"] == transformers.GenerationConfig._get_default_generation_params()["top_k"]
 
 
 def test_repeated_words_become_unlikely(decoder: Decoder) -> None:

@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 _TAKES = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
 _FOLLOWED = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+# Where neither the model nor the request says it; the second is transformers' own.
 _MAX_NEW_TOKENS = 128
+_TOP_K = 50
 # Fields of a generation config that change no text that the loop makes.
 _HARMLESS = frozenset(
     ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
@@ -121,5 +123,5 @@ def _generation(facts: Facts) -> dict[str, Any]:
     defaults = {name: said[name] for name in _FOLLOWED if said.get(name) is not None}
     return {
         "end": [] if end is None else [end] if isinstance(end, int) else list(end),
-        "defaults": {"max_new_tokens": _MAX_NEW_TOKENS, **defaults},
+        "defaults": {"max_new_tokens": _MAX_NEW_TOKENS, "top_k": _TOP_K, **defaults},
     }
