@@ -32,7 +32,6 @@ SETTINGS = "settings.json"
 TOKENIZER = "tokenizer.json"
 LABELS = "labels.txt"
 _SHARED = ("batches.py", "calls.py", "tokens.py")
-_LAYOUTS = ("text", "ensemble", "graph")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +369,12 @@ class _TextWriter(_Writer):
 
     def _labels(self, folder: Path) -> None:
         if self.service.labels:
+            broken = [label for label in self.facts.labels if label.splitlines() != [label]]
+            if broken:
+                raise ConfigError(
+                    f"The label {broken[0]!r} is not one line, and Triton reads labels line by line.",
+                    fix="rename it in id2label of config.json, or deploy with --layout graph.",
+                )
             (folder / LABELS).write_text("".join(f"{label}\n" for label in self.facts.labels), encoding="utf-8")
 
 
@@ -391,6 +396,12 @@ def _facts(artifact: Artifact) -> Facts:
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(
             "The model's tokenizer has no fast form, which is what runs inside Triton.",
+            fix="deploy it with --layout graph, and tokenize where the client is.",
+        )
+    if tokenizer.split_special_tokens:
+        raise TaskError(
+            "The tokenizer reads special tokens in texts as letters (split_special_tokens), which its tokenizer.json, all that runs "
+            "inside Triton, does not say.",
             fix="deploy it with --layout graph, and tokenize where the client is.",
         )
     return Facts(artifact, config, tokenizer)

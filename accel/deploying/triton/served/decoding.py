@@ -16,13 +16,13 @@ from .tokens import Array, Refused
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_new_tokens": (int, lambda n: n >= 1, "at least 1"),
+    "max_new_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
     "do_sample": (bool, lambda _: True, "true or false"),
-    "temperature": (float, lambda t: t > 0, "above 0"),
-    "top_k": (int, lambda k: k >= 0, "at least 0"),
-    "top_p": (float, lambda p: 0 < p <= 1, "above 0 and at most 1"),
-    "repetition_penalty": (float, lambda r: r > 0, "above 0"),
-    "seed": (int, lambda s: s >= 0, "at least 0"),
+    "temperature": (float, lambda t: t > 0, "a number above 0"),
+    "top_k": (int, lambda k: k >= 0, "a whole number of at least 0"),
+    "top_p": (float, lambda p: 0 < p <= 1, "a number above 0 and at most 1"),
+    "repetition_penalty": (float, lambda r: r > 0, "a number above 0"),
+    "seed": (int, lambda s: s >= 0, "a whole number of at least 0"),
     "stop": (str, bool, "a text"),
 }
 
