@@ -257,7 +257,9 @@ class Lane:
             start = time.perf_counter()
             try:
                 job.take(bench.work(job.operation).prepare(job.inputs, job.options))
-            except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to this request
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001  # it belongs to this request, and tokenizers' panics are no `Exception`
                 _fail(job, _unfit(job, error))
                 continue
             job.timing.queue_s += start - job.arrived
@@ -339,7 +341,7 @@ class Lane:
         _settle(job, lambda: job.future.set_result(answer))
 
 
-def _unfit(job: Job, error: Exception) -> AccelError:
+def _unfit(job: Job, error: BaseException) -> AccelError:
     """What a pipeline's own steps raise is about what they were given."""
     if isinstance(error, AccelError):
         return error

@@ -208,6 +208,12 @@ def test_bad_questions(answer: Any) -> None:
         answer(question="what", context=CONTEXT, topk=2)
 
 
+@pytest.mark.parametrize("words", [13, 30], ids=["no more than the stride", "nothing"])
+def test_a_question_that_leaves_a_window_no_room_is_an_error_of_ours(answer: Any, words: int) -> None:
+    with pytest.raises(InputError, match="no room"):
+        answer(question="card " * words, context=CONTEXT * 4, max_seq_len=24, doc_stride=8)
+
+
 # `accel.pipeline` itself
 
 

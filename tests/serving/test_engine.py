@@ -22,6 +22,7 @@ from accel.errors import (
     SessionError,
     TaskError,
 )
+from accel.testing.models import POSITIONS
 from tests.serving.conftest import Gate
 
 Served = Callable[[str], accel.ORTModel]
@@ -237,6 +238,15 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with accel.Engine(served("text-classification")) as engine, pytest.raises(error, match=match):
         engine.run(inputs, **options)
+
+
+def test_a_panic_of_the_tokenizer_is_one_requests_error(served: Served) -> None:
+    """A stride as long as a window without its two special tokens; the thread that hit it answers the next one."""
+    with accel.Engine(served("token-classification"), workers=1) as engine:
+        stride = POSITIONS - 2 - 2
+        with pytest.raises(InputError, match="stride"):
+            engine.submit("pay " * 100, aggregation_strategy="first", stride=stride).future.result(30)
+        assert engine.submit("pay").future.result(30)
 
 
 def test_a_model_without_labels_for_it_offers_no_zero_shot(served: Served) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 
+from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError
 
 from .made import make_artifact
@@ -24,12 +25,12 @@ from accel.deploying.triton import check, deploy
 from accel.deploying.triton.checking.contents import read_graph
 from accel.deploying.triton.messages import CONFIG, read, write
 
-FRONT, GRAPH = "text_classification", "text_classification_graph"
+FRONT, GRAPH, DECODER = "text_classification", "text_classification_graph", "decoder"
 Change = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="session")
-def repositories(shared: Callable[..., Path]) -> Callable[..., Path]:
+def repositories(shared: Callable[..., Path], generator: Callable[..., Artifact]) -> Callable[..., Path]:
     """Good repositories by layout."""
 
     def make(folder: Path) -> None:
@@ -39,6 +40,8 @@ def repositories(shared: Callable[..., Path]) -> Callable[..., Path]:
         deploy(artifact, folder / "trt", layout="graph", name=GRAPH, device="cuda", accelerator="tensorrt")
         engine = make_artifact(folder / "engine", format="tensorrt", profile={"batch": "1:8:32", "sequence": "1:8:48"})
         deploy(engine, folder / "engines", layout="graph", name=GRAPH, device="cuda")
+        deploy(artifact, folder / "python", backend="python")
+        deploy(generator("llama"), folder / "generator", name=DECODER)
 
     root = shared("triton-repositories", make)
     return lambda name, target: Path(shutil.copytree(root / name, target))
@@ -56,10 +59,10 @@ def config(name: str, change: Callable[[Any], Any]) -> Change:
 
 
 def text(name: str, before: str, after: str) -> Change:
-    """A change of the text of one model's configuration."""
+    """A change of the text of one model's configuration, or of another file."""
 
     def edit(root: Path) -> None:
-        path = root / name / CONFIG
+        path = root / name / CONFIG if (root / name).is_dir() else root / name
         content = path.read_text(encoding="utf-8")
         assert before in content
         path.write_text(content.replace(before, after, 1), encoding="utf-8")
@@ -77,6 +80,33 @@ def told(name: str, **changes: Any) -> Change:
     return edit
 
 
+def without(name: str, *keys: str) -> Change:
+    """What one model's code is told, but for one thing."""
+
+    def edit(root: Path) -> None:
+        path = root / name / "1" / "settings.json"
+        told = json.loads(path.read_text())
+        inner = told
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+        path.write_text(json.dumps(told))
+
+    return edit
+
+
+def cache(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """A change of what a decoder's code is told of its first cache."""
+
+    def edit(root: Path) -> None:
+        path = root / DECODER / "1" / "settings.json"
+        told = json.loads(path.read_text())
+        change(next(iter(told["caches"].values())))
+        path.write_text(json.dumps(told))
+
+    return edit
+
+
 def fixed_batch(root: Path) -> None:
     path = root / GRAPH / "1" / "model.onnx"
     model = onnx.load(str(path))
@@ -90,6 +120,17 @@ def external_weights(root: Path) -> None:
     model = onnx.load(str(path))
     onnx.save(model, str(path), save_as_external_data=True, location="weights.bin", size_threshold=0)
     (path.parent / "weights.bin").unlink()
+
+
+def short_weights(root: Path) -> None:
+    path = root / GRAPH / "1" / "model.onnx"
+    onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="weights.bin", size_threshold=0)
+    weights = path.parent / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def warmup(change: Callable[[Any], Any]) -> Change:
+    return config(GRAPH, lambda found: change(found.model_warmup[0].inputs))
 
 
 def shape(word: str, value: str) -> Change:
@@ -169,6 +210,101 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
     "a profile of too few rows": ("trt", shape("max", LONG.format("8x48", "8x48", "8x48")), GRAPH, "profile", "8 rows"),
     "a profile without an input": ("trt", shape("max", "input_ids:32x48"), GRAPH, "profile", "attention_mask"),
     "a profile that falls": ("trt", shape("opt", LONG.format(*["64x48"] * 3)), GRAPH, "profile", "do not rise"),
+    "a letter too few in a key": ("text", text(f"{FRONT}/1/settings.json", '"service"', '"servce"'), FRONT, "settings", "'service'"),
+    "a key that is missing": ("text", without(FRONT, "graph"), FRONT, "settings", "graph as str"),
+    "no settings": ("text", lambda r: (r / FRONT / "1" / "settings.json").unlink(), FRONT, "file-missing", "settings.json"),
+    "settings that are a list": (
+        "text", lambda r: (r / FRONT / "1" / "settings.json").write_text("[]"), FRONT, "settings-unreadable", "list",
+    ),
+    "rows as a text": ("text", told(FRONT, max_rows="32"), FRONT, "settings", "max_rows as int"),
+    "a type with swapped digits": ("text", text(f"{FRONT}/1/settings.json", "int64", "int46"), FRONT, "dtype", "int46"),
+    "a function with a letter too few": (
+        "text", text(f"{FRONT}/1/settings.json", '"softmax"', '"softmx"'), FRONT, "settings", "softmx",
+    ),
+    "a side with swapped letters": (
+        "text", text(f"{FRONT}/1/settings.json", '"side": "right"', '"side": "rigth"'), FRONT, "settings", "rigth",
+    ),
+    "no padding for an input": (
+        "text", without(FRONT, "padding", "values", "token_type_ids"), FRONT, "settings", "token_type_ids",
+    ),
+    "half a tokenizer": (
+        "text", text(f"{FRONT}/1/tokenizer.json", '"model"', '"model'), FRONT, "file-unreadable", "tokenizer.json",
+    ),
+    "another tokenizer": (
+        "text", text(f"{FRONT}/1/tokenizer.json", '"[CLS]"', '"[SEP]"'), FRONT, "changed", "tokenizer.json",
+    ),
+    "a changed letter of code": (
+        "text", text(f"{FRONT}/1/batches.py", "max_rows", "max_row"), FRONT, "changed", "batches.py",
+    ),
+    "an output with swapped letters": ("text", text(FRONT, '"LABEL"', '"LABLE"'), FRONT, "output-unknown", "'LABLE'"),
+    "an input with swapped letters": ("text", text(FRONT, '"TEXT"', '"TXET"'), FRONT, "input-unknown", "'TXET'"),
+    "texts as numbers": ("text", text(FRONT, "TYPE_STRING", "TYPE_INT64"), FRONT, "dtype", "TYPE_INT64"),
+    "half the precision of scores": ("text", text(FRONT, "TYPE_FP32", "TYPE_FP16"), FRONT, "dtype", "TYPE_FP16"),
+    "a pair in every request": ("text", text(FRONT, "optional: true", "optional: false"), FRONT, "optional", "TEXT_PAIR"),
+    "a label with a letter too few": ("text", text(f"{FRONT}/labels.txt", "neutral", "neutrl"), FRONT, "labels", "neutrl"),
+    "a front in pieces": (
+        "text", config(FRONT, lambda c: setattr(c.model_transaction_policy, "decoupled", True)), FRONT, "decoupled", "once",
+    ),
+    "an input that is named twice": (
+        "text", config(GRAPH, lambda c: c.input.add().CopyFrom(c.input[0])), GRAPH, "twice", "input_ids",
+    ),
+    "a size of zero": ("text", config(GRAPH, lambda c: c.input[0].dims.__setitem__(0, 0)), GRAPH, "dims", "[0]"),
+    "half the weights": ("text", short_weights, GRAPH, "file-unreadable", "100 bytes"),
+    "a warm-up of another type": ("text", warmup(lambda i: setattr(i["input_ids"], "data_type", 11)), GRAPH, "warmup", "TYPE_FP32"),
+    "a warm-up of another rank": ("text", warmup(lambda i: i["input_ids"].dims.append(3)), GRAPH, "warmup", "[48, 3]"),
+    "a warm-up of nothing": ("text", warmup(lambda i: i["input_ids"].ClearField("zero_data")), GRAPH, "warmup", "no data"),
+    "a warm-up without its file": (
+        "text", warmup(lambda i: setattr(i["input_ids"], "input_data_file", "ids.bin")), GRAPH, "warmup", "warmup/ids.bin",
+    ),
+    "a warm-up of an unknown input": (
+        "text", warmup(lambda i: i["ids"].CopyFrom(i["input_ids"])), GRAPH, "warmup", "'ids'",
+    ),
+    "fewer instances than none": (
+        "text", config(GRAPH, lambda c: setattr(c.instance_group[0], "count", -1)), GRAPH, "instances", "-1",
+    ),
+    "a version that only looks like a number": (
+        "text", lambda r: (r / GRAPH / "1").rename(r / GRAPH / "²"), GRAPH, "version-name", "'²'",
+    ),
+    "a graph that waits for sequences": (
+        "text", config(GRAPH, lambda c: c.sequence_batching.SetInParent()), FRONT, "batching", "sequence_batching",
+    ),
+    "steps in a circle": (
+        "ensemble", steps(lambda s: s[0].input_map.__setitem__("TEXT", "LABEL")), FRONT, "ensemble", "wait for what they make",
+    ),
+    "a step of a version that is not there": (
+        "ensemble", steps(lambda s: setattr(s[1], "model_version", 7)), FRONT, "member-missing", "version 7",
+    ),
+    "a step twice": ("ensemble", steps(lambda s: s.add().CopyFrom(s[0])), FRONT, "ensemble", "more than once"),
+    "an input that nothing reads": (
+        "ensemble", config(FRONT, lambda c: c.input.add(name="MOOD", data_type=13, dims=[1])), FRONT, "ensemble", "'MOOD'",
+    ),
+    "instances of an ensemble": (
+        "ensemble", config(FRONT, lambda c: c.instance_group.add(count=1)), FRONT, "instances", "ensemble",
+    ),
+    "a letter too few in an accelerator": ("trt", text(GRAPH, '"tensorrt"', '"tensort"'), GRAPH, "accelerator", "'tensort'"),
+    "a precision with swapped digits": ("trt", text(GRAPH, '"FP32"', '"FP23"'), GRAPH, "accelerator", "FP23"),
+    "TensorRT where there is no GPU": ("trt", text(GRAPH, "KIND_GPU", "KIND_CPU"), GRAPH, "accelerator", "GPUs"),
+    "a letter for a digit in a profile": ("trt", text(GRAPH, "input_ids:1x1", "input_ids:1xl"), GRAPH, "profile", "input_ids"),
+    "a graph beside code by another name": (
+        "python", text(f"{GRAPH}/1/settings.json", '"model.onnx"', '"model.onx"'), GRAPH, "file-missing", "model.onx",
+    ),
+    "a decoder without a tokenizer": (
+        "generator", lambda r: (r / DECODER / "1" / "tokenizer.json").unlink(), DECODER, "file-missing", "tokenizer.json",
+    ),
+    "a decoder that answers at once": (
+        "generator", config(DECODER, lambda c: c.ClearField("model_transaction_policy")), DECODER, "decoupled", "pieces",
+    ),
+    "a decoder in batches": ("generator", config(DECODER, lambda c: setattr(c, "max_batch_size", 8)), DECODER, "batch", "8"),
+    "a prompt with another letter": ("generator", text(DECODER, '"PROMPT"', '"PRONPT"'), DECODER, "input-unknown", "PRONPT"),
+    "a cache that nothing returns": (
+        "generator", cache(lambda one: one.__setitem__("present", "nope")), DECODER, "settings", "nope",
+    ),
+    "a cache of another size": (
+        "generator", cache(lambda one: one["shape"].__setitem__(0, 7)), DECODER, "settings", "7",
+    ),
+    "a decoder that gives what the graph does not take": (
+        "generator", told(DECODER, takes=["input_ids", "attention_mask", "position_ids", "imput_ids"]), DECODER, "settings", "imput_ids",
+    ),
     "an engine for fewer rows": ("engines", text(GRAPH, "max_batch_size: 32", "max_batch_size: 64"), GRAPH, "profile", "32"),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from accel.artifact import Artifact
 from accel.errors import AccelError, ConfigError, OutputFolderError, TaskError
 
 from .made import LABELS, make_artifact
@@ -104,6 +105,26 @@ def test_what_cannot_work_is_refused_with_a_remedy(tmp_path: Path, case: str) ->
         deploy(make_artifact(tmp_path / "artifact", task, **changes).path, tmp_path / "out", **settings)
     assert caught.value.fix
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", {"id2label": {"0": "a", "1": "b\nc", "2": "d"}, "label2id": {}}, "one line"),
+        ("config.json", {"id2label": {"0": "a", "1": "", "2": "d"}, "label2id": {}}, "one line"),
+        ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
+    ],
+)
+def test_what_triton_would_read_differently_is_refused(
+    tmp_path: Path, file: str, change: dict[str, Any], words: str
+) -> None:
+    folder = make_artifact(tmp_path / "artifact").path
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    Artifact.accept_files(folder)
+    with pytest.raises(AccelError, match=words) as caught:
+        deploy(folder, tmp_path / "out")
+    assert caught.value.fix
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
+import transformers
 
 import accel
 from accel.artifact import Artifact
@@ -24,6 +26,10 @@ from accel.deploying.triton import deploy
 from accel.deploying.triton.served.decoding import Decoder, Row
 from accel.deploying.triton.served.tokens import Refused
 
+from .families import FAMILIES, LONG, SHORT, byte_tokenizer, save_family
+from .families import PROMPTS as BYTE_PROMPTS
+
+QUICK = ("bloom", "gemma 2")
 PROMPTS = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "a"]
 
 
@@ -39,21 +45,34 @@ class Text:
         return "".join(self.pieces)
 
 
+def decoder_of(artifact: Artifact, folder: Path) -> Decoder:
+    """A decoder as a repository has it."""
+    made = deploy(artifact.path, folder / "out", name="decoder")
+    version = made.path / "decoder" / "1"
+    settings = read_json(version / "settings.json")
+    session = onnxruntime.InferenceSession(str(version / settings["graph"]), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_outputs()]
+
+    def run(feeds: Any) -> dict[str, Any]:
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+    return Decoder(run, Tokenizer.from_file(str(version / "tokenizer.json")), settings)
+
+
 @pytest.fixture(scope="session")
 def decoders(generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
-    """Decoders of families as a repository has them."""
+    """Decoders of families by name."""
+    return lambda family="llama": decoder_of(generator(family), tmp_path_factory.mktemp("decoder"))
 
-    def get(family: str = "llama") -> Decoder:
-        made = deploy(generator(family).path, tmp_path_factory.mktemp("decoder") / "out", name=family)
-        folder = made.path / family / "1"
-        settings = read_json(folder / "settings.json")
-        session = onnxruntime.InferenceSession(str(folder / settings["graph"]), providers=["CPUExecutionProvider"])
-        names = [one.name for one in session.get_outputs()]
 
-        def run(feeds: Any) -> dict[str, Any]:
-            return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+@pytest.fixture(scope="session")
+def exported(shared: Callable[..., Path]) -> Callable[[str], Artifact]:
+    """Exported decoders of `FAMILIES`, made when first asked for."""
 
-        return Decoder(run, Tokenizer.from_file(str(folder / "tokenizer.json")), settings)
+    def get(family: str) -> Artifact:
+        name = f"decoder-{family}"
+        source = shared(f"{name}-source", lambda folder: save_family(folder, family))
+        return Artifact.load(shared(name, lambda folder: accel.export(source, folder, task="text-generation")))
 
     return get
 
@@ -82,13 +101,13 @@ def wanted(artifact: Artifact, prompt: str, new: int) -> str:
     return str(made[0]["generated_text"])
 
 
-def check_family(decoder: Decoder, artifact: Artifact) -> None:
-    texts = [start(decoder, prompt, max_new_tokens=6 + i) for i, prompt in enumerate(PROMPTS[:3])]
+def check_family(decoder: Decoder, artifact: Artifact, prompts: Sequence[str] = PROMPTS) -> None:
+    texts = [start(decoder, prompt, max_new_tokens=6 + i) for i, prompt in enumerate(prompts[:3])]
     decoder.step()
     decoder.step()
-    texts += [start(decoder, prompt, max_new_tokens=9 + i) for i, prompt in enumerate(PROMPTS[3:])]
+    texts += [start(decoder, prompt, max_new_tokens=9 + i) for i, prompt in enumerate(prompts[3:])]
     finish(decoder)
-    for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         assert text.ended == [None]
         assert text.text == wanted(artifact, prompt, 6 + i)
 
@@ -103,6 +122,45 @@ def test_rows_that_join_and_leave_get_what_they_get_alone(decoder: Decoder, gene
 )
 def test_other_decoders(decoders: Callable[..., Decoder], generator: Callable[..., Artifact], family: str) -> None:
     check_family(decoders(family), generator(family))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.thorough)
+        for family in FAMILIES
+        if family != LONG
+    ],
+)
+def test_decoders_with_tokenizers_of_bytes(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
+    check_family(decoder_of(exported(family), tmp_path), exported(family), BYTE_PROMPTS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["weight-int4", "weight-int8", "dynamic-int8"])
+@pytest.mark.parametrize("family", ["bloom", "gpt-neo", "qwen 2"])
+def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path, family: str, scheme: str) -> None:
+    """With dynamic-int8 a row is scaled with those beside it: it is compared alone."""
+    quantized = accel.quantize(exported(family), tmp_path / "quantized", scheme=scheme)
+    decoder = decoder_of(quantized, tmp_path)
+    for prompts in [[one] for one in BYTE_PROMPTS] if scheme == "dynamic-int8" else [BYTE_PROMPTS]:
+        check_family(decoder, quantized, prompts)
+
+
+@pytest.mark.thorough
+def test_texts_end_where_long_rope_would_change_their_neighbours(
+    exported: Callable[[str], Artifact], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = exported(LONG)
+    decoder = decoder_of(artifact, tmp_path)
+    assert "LongRoPE" in caplog.text
+    texts = [start(decoder, prompt, max_new_tokens=100) for prompt in BYTE_PROMPTS]
+    with pytest.raises(Refused, match=f"model {SHORT} positions"):
+        start(decoder, "dog " * SHORT)
+    finish(decoder)
+    for prompt, text in zip(BYTE_PROMPTS, texts, strict=True):
+        room = SHORT - len(decoder._tokenizer.encode(prompt).ids)
+        assert text.text == wanted(artifact, prompt, room)
 
 
 @pytest.mark.thorough
@@ -135,6 +193,12 @@ def test_the_only_likely_token_is_drawn(decoder: Decoder) -> None:
     ]
     finish(decoder)
     assert {one.text for one in drawn} == {greedy.text}
+
+
+def test_what_is_drawn_without_a_word_is_one_of_the_likeliest_fifty(decoder: Decoder) -> None:
+    """As in transformers' `generate`."""
+    row = decoder.read(PROMPTS[0], {"do_sample": True}, send=lambda _: None, done=lambda _: None)
+    assert row.options["top_k"] == transformers.GenerationConfig._get_default_generation_params()["top_k"]
 
 
 def test_repeated_words_become_unlikely(decoder: Decoder) -> None:
@@ -206,6 +270,41 @@ def test_settings_of_the_model_that_the_loop_lacks_are_refused(
     Artifact.accept_files(folder)
     with pytest.raises(ConfigError, match="num_beams"):
         deploy(folder, tmp_path / "out")
+
+
+def test_a_tokenizer_that_changes_what_was_sent_is_refused(generator: Callable[..., Artifact], tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(generator("llama").path, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_up_tokenization_spaces": True}))
+    Artifact.accept_files(folder)
+    with pytest.raises(ConfigError, match="clean_up_tokenization_spaces"):
+        deploy(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["<0xC3>", "<0xA9>", "a", "b"],
+        ["<0xC3>", "<0xA9>", "<0xC3>", "a"],
+        ["a", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>"],
+    ],
+    ids=["a character", "bytes that are none", "at the end"],
+)
+def test_bytes_are_sent_when_it_is_known_what_they_say(tokens: list[str]) -> None:
+    """All bytes of a run that is not UTF-8 become marks, also those that were a character before the last one came."""
+    tokenizer = Tokenizer.from_str(byte_tokenizer(True))
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    coming = iter(ids)
+
+    def run(feeds: Any) -> dict[str, Any]:
+        return {"logits": np.eye(tokenizer.get_vocab_size(), dtype="float32")[[next(coming)]][None]}
+
+    settings = {"caches": {}, "takes": [], "end": [], "limit": None, "defaults": {"max_new_tokens": len(ids)}}
+    decoder = Decoder(run, tokenizer, settings)
+    made = start(decoder, "dog")
+    finish(decoder)
+    assert made.text == tokenizer.decode(ids)
 
 
 def test_tokens_are_chosen_by_their_likelihood() -> None:

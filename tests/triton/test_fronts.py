@@ -317,6 +317,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a stride beyond the window": (
         "question-answering", {"QUESTION": ["a"], "CONTEXT": ["b " * 60]}, {"max_seq_len": 12, "doc_stride": 12}, "stride",
     ),
+    "a question that leaves no more room than the stride": (
+        "question-answering", {"QUESTION": ["a " * 13], "CONTEXT": ["b " * 60]}, {"max_seq_len": 24, "doc_stride": 8}, "stride",
+    ),
+    "a text that is empty": ("zero-shot-classification", {"TEXT": [""], "CANDIDATE_LABELS": ["a"]}, {}, "empty"),
     "a stride without a strategy": ("token-classification", {"TEXT": ["a"]}, {"stride": 2}, "aggregation_strategy"),
     "no documents": ("text-ranking", {"QUERY": ["a"], "DOCUMENTS": []}, {}, "documents"),
 }  # fmt: skip
@@ -325,8 +329,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_answered_says_why(front: Callable[..., Front], case: str) -> None:
     task, inputs, options, words = REFUSED[case]
+    of = {"zero-shot-classification": "text-classification"}.get(task)
     with pytest.raises(Refused, match=words):
-        front(task).ask(inputs, **options)
+        front(task, of).ask(inputs, **options)
 
 
 def test_bytes_that_are_no_text_are_refused(front: Callable[..., Front]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ...errors import ConfigError, TaskError
 from .services import Facts
 from .settings import TritonConfig
 
+logger = logging.getLogger(__name__)
+
 _TAKES = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
 _FOLLOWED = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+# Where neither the model nor the request says it; the second is transformers' own.
 _MAX_NEW_TOKENS = 128
+_TOP_K = 50
 # Fields of a generation config that change no text that the loop makes.
 _HARMLESS = frozenset(
     ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
@@ -48,6 +53,11 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
             f"The decoder of {artifact.path} {what}, which the loop inside Triton does not follow.",
             fix="use a decoder with plain attention, or run it with accel.pipeline.",
         )
+    if facts.tokenizer.clean_up_tokenization_spaces and type(facts.tokenizer.backend_tokenizer.model).__name__ != "BPE":
+        raise ConfigError(
+            "The tokenizer takes spaces out of what it has decoded (clean_up_tokenization_spaces), and the loop has then sent them.",
+            fix="set it to false in tokenizer_config.json, and record that with: accel validate ARTIFACT --accept-files.",
+        )
     if any(spec.dtype == "bfloat16" for spec in pasts):
         raise TaskError("NumPy has no bfloat16, which the caches are.", fix="deploy a float32 or float16 artifact.")
     return {
@@ -60,10 +70,38 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
             for spec in pasts
         },
         "takes": [spec.name for spec in component.inputs if spec.pair is None],
-        "limit": component.max_sizes.get("total", component.max_sizes.get("sequence")),
+        "limit": _limit(facts),
         "max_rows": config.max_batch_size,
         **_generation(facts),
     }
+
+
+def _limit(facts: Facts) -> int | None:
+    """Tokens of a prompt and its answer at most.
+
+    With LongRoPE a batch changes its angles when one of its rows gets longer than the first training's texts; below that length no
+    row's answer depends on its neighbours.
+    """
+    sizes = facts.artifact.components[0].max_sizes
+    found = sizes.get("total", sizes.get("sequence"))
+    short = _short_texts(facts.config.get_text_config(decoder=True))
+    if short is None or (found is not None and found <= short):
+        return found
+    logger.warning(
+        "Texts end at %d tokens, not at %s: beyond them the angles of LongRoPE change for every row of a batch. For longer texts "
+        "use accel.pipeline.",
+        short,
+        found,
+    )
+    return short
+
+
+def _short_texts(config: Any) -> int | None:
+    """The length up to which a config with LongRoPE has its first angles; `None` for others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
+    own = getattr(config, "original_max_position_embeddings", None)
+    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", own))), default=None)
 
 
 def _generation(facts: Facts) -> dict[str, Any]:
@@ -85,5 +123,5 @@ def _generation(facts: Facts) -> dict[str, Any]:
     defaults = {name: said[name] for name in _FOLLOWED if said.get(name) is not None}
     return {
         "end": [] if end is None else [end] if isinstance(end, int) else list(end),
-        "defaults": {"max_new_tokens": _MAX_NEW_TOKENS, **defaults},
+        "defaults": {"max_new_tokens": _MAX_NEW_TOKENS, "top_k": _TOP_K, **defaults},
     }

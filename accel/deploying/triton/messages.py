@@ -123,5 +123,5 @@ def check_name(name: str) -> None:
     if not _NAME.match(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a model.",
-            fix="use letters, digits, '_', '-' and '.', beginning with a letter.",
+            fix="use letters, digits, '_', '-' and '.', beginning with a letter or a digit.",
         )

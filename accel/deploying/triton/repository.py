@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import progress
+from ...artifact.checksums import sha256
 from ...artifact.manifest import Artifact
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 SERVED = Path(__file__).parent / "served"
 SETTINGS = "settings.json"
+TOKENIZER = "tokenizer.json"
 LABELS = "labels.txt"
 _SHARED = ("batches.py", "calls.py", "tokens.py")
-_LAYOUTS = ("text", "ensemble", "graph")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,9 @@ class _Writer:
             shutil.copyfile(SERVED / name, version / name)
 
     def settings(self, version: Path, values: Mapping[str, Any]) -> None:
-        """What the code is told."""
+        """What the code is told, and what the files beside it were when they were written."""
+        written = sorted(path for path in version.iterdir() if path.suffix == ".py" or path.name == TOKENIZER)
+        values = {**values, "files": {path.name: sha256(path) for path in written}}
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         (version / SETTINGS).write_text(text, encoding="utf-8")
 
@@ -355,17 +358,23 @@ class _TextWriter(_Writer):
         version = self.version(config.name)
         write(config, version.parent)
         self.code(version, main, *_SHARED, f"{self.service.module}.py", *others)
-        self.settings(version, settings)
         self._tokenizer(version)
+        self.settings(version, settings)
         if any(one.label_filename for one in config.output):
             self._labels(version.parent)
         return version
 
     def _tokenizer(self, version: Path) -> None:
-        self.facts.tokenizer.backend_tokenizer.save(str(version / "tokenizer.json"))
+        self.facts.tokenizer.backend_tokenizer.save(str(version / TOKENIZER))
 
     def _labels(self, folder: Path) -> None:
         if self.service.labels:
+            broken = [label for label in self.facts.labels if label.splitlines() != [label]]
+            if broken:
+                raise ConfigError(
+                    f"The label {broken[0]!r} is not one line, and Triton reads labels line by line.",
+                    fix="rename it in id2label of config.json, or deploy with --layout graph.",
+                )
             (folder / LABELS).write_text("".join(f"{label}\n" for label in self.facts.labels), encoding="utf-8")
 
 
@@ -387,6 +396,12 @@ def _facts(artifact: Artifact) -> Facts:
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(
             "The model's tokenizer has no fast form, which is what runs inside Triton.",
+            fix="deploy it with --layout graph, and tokenize where the client is.",
+        )
+    if tokenizer.split_special_tokens:
+        raise TaskError(
+            "The tokenizer reads special tokens in texts as letters (split_special_tokens), which its tokenizer.json, all that runs "
+            "inside Triton, does not say.",
             fix="deploy it with --layout graph, and tokenize where the client is.",
         )
     return Facts(artifact, config, tokenizer)

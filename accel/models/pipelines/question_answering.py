@@ -74,15 +74,26 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         """Tokenize one example into overlapping windows."""
         tokenizer = self.tokenizer
         longest = min(max_seq_len or 384, tokenizer.model_max_length)
-        encoded = tokenizer(
-            example["question"],
-            example["context"],
-            truncation="only_second",
-            max_length=longest,
-            stride=doc_stride if doc_stride is not None else min(longest // 4, 128),
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
+        stride = doc_stride if doc_stride is not None else min(longest // 4, 128)
+        try:
+            encoded = tokenizer(
+                example["question"],
+                example["context"],
+                truncation="only_second",
+                max_length=longest,
+                stride=stride,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+            )
+        except BaseException as error:
+            # Where a window has no room for the stride, tokenizers' panic is not even an `Exception`; its errors have no class.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise InputError(
+                f"A window of {longest} tokens that overlap by {stride} has no room behind a question of "
+                f"{len(tokenizer(example['question'])['input_ids'])} tokens.",
+                fix="shorten the question, lower doc_stride, or raise max_seq_len.",
+            ) from error
         count = len(encoded["input_ids"])
         names = [name for name in tokenizer.model_input_names if name in encoded]
         for i in range(count):

@@ -51,11 +51,22 @@ def _read_onnx(path: Path) -> tuple[Tensors, Tensors, tuple[str, ...]]:
         dims = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in value.type.tensor_type.shape.dim)
         return Declared(str(kind), dims)
 
-    beside = {entry.value for one in model.graph.initializer for entry in one.external_data if entry.key == "location"}
+    beside = set()
+    for one in model.graph.initializer:
+        entry = {item.key: item.value for item in one.external_data}
+        if "location" in entry:
+            beside.add(entry["location"])
+            _check_bytes(path.parent / entry["location"], int(entry.get("offset", 0)) + int(entry.get("length", 0)))
     if not model.graph.output:
         raise ValueError("it returns nothing")
     inputs = {value.name: declared(value) for value in model.graph.input if value.name not in constants}
     return inputs, {value.name: declared(value) for value in model.graph.output}, tuple(sorted(beside))
+
+
+def _check_bytes(path: Path, needed: int) -> None:
+    """Whether a file, where it is there, is as long as what stands in it."""
+    if path.is_file() and path.stat().st_size < needed:
+        raise ValueError(f"{path.name} beside it has {path.stat().st_size} bytes, and the graph's weights {needed}")
 
 
 def _read_ir(path: Path) -> tuple[Tensors, Tensors, tuple[str, ...]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

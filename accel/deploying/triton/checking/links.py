@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..messages import TYPES, type_name
-from .findings import Finding, Model
+from ..repository import SETTINGS, TOKENIZER
+from .findings import AGAIN, Finding, Model
 
-_AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
+_NEEDED: Mapping[str, type] = {"service": str, "graph": str, "inputs": dict, "outputs": list, "max_rows": int}
 
 
 def check_links(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]:
@@ -25,8 +26,19 @@ def _check_ensemble(model: Model, models: Mapping[str, Model]) -> Iterator[Findi
     made: dict[str, Any] = {one.name: one for one in config.input}
     waiting = list(config.ensemble_scheduling.step)
     if not waiting:
-        yield model.found("ensemble", "it has no steps.", _AGAIN)
-    produced = {name for step in waiting for name in step.output_map.values()}
+        yield model.found("ensemble", "it has no steps.", AGAIN)
+    every = [name for step in waiting for name in step.output_map.values()]
+    produced = set(every)
+    for name in sorted({name for name in every if every.count(name) > 1 or name in made}):
+        yield model.found(
+            "ensemble", f"{name!r} is made more than once.", "give each step's outputs names of their own."
+        )
+    read = {name for step in waiting for name in step.input_map.values()}
+    for name in sorted(set(made) - read):
+        yield model.found("ensemble", f"no step reads the input {name!r}.", "drop it, or map it to a step's input.")
+    yield from _check_order(model)
+    if config.instance_group:
+        yield model.found("instances", "an ensemble has no instances of its own.", "drop instance_group.")
     for step in waiting:
         for name in step.input_map.values():
             if name not in made and name not in produced:
@@ -42,6 +54,13 @@ def _check_ensemble(model: Model, models: Mapping[str, Model]) -> Iterator[Findi
                 "member-missing", f"the step {step.model_name!r} is no model of this repository.", "add its folder."
             )
             continue
+        numbers = [int(version.name) for version in member.versions]
+        if step.model_version not in (-1, *numbers):
+            yield model.found(
+                "member-missing",
+                f"the step {step.model_name!r} is of version {step.model_version}, and {numbers} are served.",
+                "use model_version: -1, the latest.",
+            )
         yield from _check_member(model, member)
         inputs = {one.name: one for one in member.config.input}
         outputs = {one.name: one for one in member.config.output}
@@ -69,6 +88,19 @@ def _check_ensemble(model: Model, models: Mapping[str, Model]) -> Iterator[Findi
             yield model.found("ensemble", f"no step makes the output {one.name!r}.", "mend the output_map of its step.")
         else:
             yield from _check_same(model, one.name, made[one.name], one, "the ensemble")
+
+
+def _check_order(model: Model) -> Iterator[Finding]:
+    """Whether there is an order of the steps in which each finds what it reads."""
+    made = {one.name for one in model.config.input}
+    waiting = list(model.config.ensemble_scheduling.step)
+    named = made | {name for step in waiting for name in step.output_map.values()}
+    while ready := [step for step in waiting if set(step.input_map.values()) & named <= made]:
+        made |= {name for step in ready for name in step.output_map.values()}
+        waiting = [step for step in waiting if step not in ready]
+    if waiting:
+        names = ", ".join(repr(step.model_name) for step in waiting)
+        yield model.found("ensemble", f"{names} wait for what they make themselves.", "mend their input_map.")
 
 
 def _check_member(model: Model, member: Model) -> Iterator[Finding]:
@@ -103,13 +135,17 @@ def _fits(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 def _check_front(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]:
     """What a front or a step was told, beside its tokenizer and the graph that it calls."""
     settings = model.settings
+    wrong = [f"{key} as {kind.__name__}" for key, kind in _NEEDED.items() if not isinstance(settings.get(key), kind)]
+    if wrong:
+        yield model.found("settings", f"its {SETTINGS} has no {', '.join(wrong)}.", AGAIN)
+        return
     for version in model.versions:
-        for name in ("tokenizer.json", f"{settings['service']}.py"):
+        for name in (TOKENIZER, f"{settings['service']}.py"):
             if not (version / name).is_file():
-                yield model.found("file-missing", f"version {version.name} has no {name}.", _AGAIN)
+                yield model.found("file-missing", f"version {version.name} has no {name}.", AGAIN)
     if settings.get("buckets") and settings.get("max_length") and settings["buckets"][-1] > settings["max_length"]:
         yield model.found(
-            "buckets", f"the bucket {settings['buckets'][-1]} is above max_length {settings['max_length']}.", _AGAIN
+            "buckets", f"the bucket {settings['buckets'][-1]} is above max_length {settings['max_length']}.", AGAIN
         )
     labels = settings.get("options", {}).get("labels")
     graph = models.get(settings["graph"])
@@ -124,24 +160,28 @@ def _check_front(model: Model, models: Mapping[str, Model]) -> Iterator[Finding]
     outputs = {one.name: one for one in graph.config.output}
     if set(settings["inputs"]) != set(inputs):
         yield model.found(
-            "settings", f"it gives {sorted(settings['inputs'])}, and {graph.name!r} takes {sorted(inputs)}.", _AGAIN
+            "settings", f"it gives {sorted(settings['inputs'])}, and {graph.name!r} takes {sorted(inputs)}.", AGAIN
         )
     for name, word in settings["inputs"].items():
-        if name in inputs and TYPES[word] != type_name(inputs[name].data_type):
+        if name in inputs and TYPES.get(word) != type_name(inputs[name].data_type):
             yield model.found(
                 "dtype",
-                f"it gives {name!r} as {TYPES[word]}; {graph.name!r} reads {type_name(inputs[name].data_type)}.",
-                _AGAIN,
+                f"it gives {name!r} as {TYPES.get(word, word)}; {graph.name!r} reads {type_name(inputs[name].data_type)}.",
+                AGAIN,
             )
     for name in settings["outputs"]:
         if name not in outputs:
-            yield model.found("settings", f"it reads {name!r}, which {graph.name!r} does not return.", _AGAIN)
+            yield model.found("settings", f"it reads {name!r}, which {graph.name!r} does not return.", AGAIN)
         elif labels and outputs[name].dims and outputs[name].dims[-1] not in (-1, len(labels)):
             yield model.found(
-                "labels", f"it knows {len(labels)} labels, and {name!r} has {outputs[name].dims[-1]} values.", _AGAIN
+                "labels", f"it knows {len(labels)} labels, and {name!r} has {outputs[name].dims[-1]} values.", AGAIN
             )
+    if graph.config.HasField("sequence_batching"):
+        yield model.found(
+            "batching", f"it calls {graph.name!r}, whose sequence_batching waits for correlation ids.", "drop that."
+        )
     most = graph.config.max_batch_size
     if most and settings["max_rows"] > most:
         yield model.found(
-            "batch", f"it calls {graph.name!r} with up to {settings['max_rows']} rows, which takes {most}.", _AGAIN
+            "batch", f"it calls {graph.name!r} with up to {settings['max_rows']} rows, which takes {most}.", AGAIN
         )

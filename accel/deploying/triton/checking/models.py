@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from ..messages import CONFIG, TYPES, kind_name, read, type_name
 from ..profiles import read_shapes
 from ..repository import SETTINGS
 from .contents import Declared, Tensors, read_graph
-from .findings import Finding, Model
+from .dry_runs import check_runs, written_as
+from .findings import AGAIN, Finding, Model
 from .links import check_links
 
-_AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."
+_NUMBER = re.compile(r"[1-9][0-9]*\Z", re.ASCII)
+# What ONNX Runtime's backend can be told to run on top, and in which precisions TensorRT does.
+_ACCELERATORS = {"gpu": ("tensorrt", "cuda"), "cpu": ("openvino",)}
+_PRECISIONS = ("FP32", "FP16", "INT8")
 
 
 def check(repository: str | os.PathLike[str]) -> tuple[Finding, ...]:
@@ -37,12 +42,13 @@ def check(repository: str | os.PathLike[str]) -> tuple[Finding, ...]:
         raise ArtifactNotFoundError(f"There is no folder {root}.", fix="check the path.")
     models, found = read_models(root)
     if not models and not found:
-        fix = f"name the folder that holds the models' folders, each with a {CONFIG}; or {_AGAIN}"
+        fix = f"name the folder that holds the models' folders, each with a {CONFIG}; or {AGAIN}"
         return (Finding(root.name, "empty", "it holds no model.", fix),)
     for model in models.values():
         found += _check_model(model)
         found += check_links(model, models)
-    return tuple(sorted(found, key=lambda one: (one.model, one.code, one.message)))
+        found += check_runs(model, models)
+    return tuple(sorted(set(found), key=lambda one: (one.model, one.code, one.message)))
 
 
 def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
@@ -52,7 +58,7 @@ def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
         path = folder / CONFIG
         if not path.is_file():
-            found.append(Finding(folder.name, "config-missing", f"it has no {CONFIG}.", f"write one, or {_AGAIN}"))
+            found.append(Finding(folder.name, "config-missing", f"it has no {CONFIG}.", f"write one, or {AGAIN}"))
             continue
         try:
             config = read(path)
@@ -64,7 +70,7 @@ def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
         try:
             settings: dict[str, Any] = read_json(told) if told.is_file() else {}
         except AccelError as error:
-            found.append(Finding(folder.name, "settings-unreadable", error.message, _AGAIN))
+            found.append(Finding(folder.name, "settings-unreadable", error.message, AGAIN))
             settings = {}
         models[folder.name] = Model(folder, config, tuple(versions), settings)
     return models, found
@@ -72,7 +78,7 @@ def read_models(root: Path) -> tuple[dict[str, Model], list[Finding]]:
 
 def _numbered(folder: Path) -> list[int]:
     names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdigit() and str(int(name)) == name and int(name) > 0)
+    return sorted(int(name) for name in names if _NUMBER.match(name))
 
 
 def _served(folder: Path, config: Any) -> list[Path]:
@@ -99,9 +105,11 @@ def _check_model(model: Model) -> Iterator[Finding]:
         yield model.found(
             "backend", f"the backend {model.backend!r} is not one that is known here.", f"use {known}, or ensemble."
         )
+    yield from _check_names(model)
     yield from _check_labels(model)
     yield from _check_batching(model)
     yield from _check_instances(model)
+    yield from _check_accelerators(model)
     if model.backend in BACKENDS:
         for version in model.versions:
             yield from _check_version(model, version)
@@ -127,6 +135,28 @@ def _check_versions(model: Model) -> Iterator[Finding]:
             )
 
 
+def _check_names(model: Model) -> Iterator[Finding]:
+    """Tensors that are named twice, and sizes that none can have."""
+    for side in ("input", "output"):
+        tensors = list(getattr(model.config, side))
+        names = [one.name for one in tensors]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield model.found("twice", f"the {side} {name!r} stands there more than once.", "keep one.")
+        for one in tensors:
+            if any(size < 1 and size != -1 for size in one.dims):
+                yield model.found(
+                    "dims",
+                    f"the {side} {one.name!r} has dims {list(one.dims)}.",
+                    "write positive sizes, and -1 for one that varies.",
+                )
+    if model.config.max_batch_size < 0:
+        yield model.found(
+            "batch",
+            f"max_batch_size is {model.config.max_batch_size}.",
+            "set it to 0 where the graph has no free batch.",
+        )
+
+
 def _check_labels(model: Model) -> Iterator[Finding]:
     for output in model.config.output:
         if not output.label_filename:
@@ -136,7 +166,7 @@ def _check_labels(model: Model) -> Iterator[Finding]:
             yield model.found(
                 "labels-missing",
                 f"{output.name} has its labels in {path.name}, which is missing.",
-                f"add it, or {_AGAIN}",
+                f"add it, or {AGAIN}",
             )
             continue
         count = len(path.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -176,6 +206,8 @@ def _check_batching(model: Model) -> Iterator[Finding]:
 def _check_instances(model: Model) -> Iterator[Finding]:
     backend = BACKENDS.get(model.backend)
     for group in model.config.instance_group:
+        if group.count < 0:
+            yield model.found("instances", f"count is {group.count}.", "use at least 1.")
         if kind_name(group.kind) == "KIND_GPU" and backend is not None and "cuda" not in backend.devices:
             yield model.found(
                 "instances", f"its instances are on GPUs, where {model.backend} does not run.", "use kind: KIND_CPU."
@@ -188,10 +220,33 @@ def _check_instances(model: Model) -> Iterator[Finding]:
             yield model.found("instances", "instances of KIND_CPU name GPUs.", "drop gpus, or use kind: KIND_GPU.")
 
 
+def _check_accelerators(model: Model) -> Iterator[Finding]:
+    """What runs on top of ONNX Runtime, and whether it is there where the instances are."""
+    if model.backend != "onnxruntime":
+        return
+    every = model.config.optimization.execution_accelerators
+    for side, known in _ACCELERATORS.items():
+        for one in getattr(every, f"{side}_execution_accelerator"):
+            if one.name not in known:
+                yield model.found(
+                    "accelerator",
+                    f"{side}_execution_accelerator is {one.name!r}, which is none of ONNX Runtime's.",
+                    f"use {' or '.join(known)}.",
+                )
+            precision = one.parameters.get("precision_mode", "FP32")
+            if one.name == "tensorrt" and precision not in _PRECISIONS:
+                yield model.found("accelerator", f"precision_mode is {precision!r}.", f"use {', '.join(_PRECISIONS)}.")
+            groups = {kind_name(group.kind) for group in model.config.instance_group}
+            if side == "gpu" and groups == {"KIND_CPU"}:
+                yield model.found(
+                    "accelerator", f"{one.name} is for GPUs, and all instances are on CPUs.", "use kind: KIND_GPU."
+                )
+
+
 def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     file = version / (model.config.default_model_filename or BACKENDS[model.backend].file)
     if not file.is_file():
-        yield model.found("file-missing", f"version {version.name} has no {file.name}.", f"copy it there, or {_AGAIN}")
+        yield model.found("file-missing", f"version {version.name} has no {file.name}.", f"copy it there, or {AGAIN}")
         return
     if model.backend == "tensorrt":
         yield from _check_engine(model)
@@ -199,12 +254,16 @@ def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     if model.backend == "python":
         yield from _check_code(model, file)
         graph = model.settings.get("graph", "")
+        ours = written_as(version) in ("graph", "generator")
         # The graph of a front is another model; one of a file's name is beside the code.
-        if not isinstance(graph, str) or not graph.endswith(".onnx") or "service" in model.settings:
+        if not ours and (not isinstance(graph, str) or not graph.endswith(".onnx") or "service" in model.settings):
+            return
+        if not isinstance(graph, str) or not graph:
+            yield model.found("settings", f"its {SETTINGS} names no graph.", AGAIN)
             return
         file = version / graph
         if not file.is_file():
-            yield model.found("file-missing", f"version {version.name} has no {graph}.", f"copy it there, or {_AGAIN}")
+            yield model.found("file-missing", f"version {version.name} has no {graph}.", f"copy it there, or {AGAIN}")
             return
     try:
         inputs, outputs, beside = read_graph(file)
@@ -214,7 +273,7 @@ def _check_version(model: Model, version: Path) -> Iterator[Finding]:
     for name in beside:
         if not (version / name).is_file():
             yield model.found(
-                "file-missing", f"{file.name} needs {name}, which is not beside it.", f"copy it there, or {_AGAIN}"
+                "file-missing", f"{file.name} needs {name}, which is not beside it.", f"copy it there, or {AGAIN}"
             )
     if model.config.model_transaction_policy.decoupled:
         return
@@ -233,12 +292,12 @@ def _check_code(model: Model, file: Path) -> Iterator[Finding]:
             continue
         seen.add(path)
         if not path.is_file():
-            yield model.found("file-missing", f"its code needs {path.name}, which is missing.", _AGAIN)
+            yield model.found("file-missing", f"its code needs {path.name}, which is missing.", AGAIN)
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError) as error:
-            yield model.found("file-unreadable", f"{path.name} is not Python: {error}.", _AGAIN)
+            yield model.found("file-unreadable", f"{path.name} is not Python: {error}.", AGAIN)
             continue
         named = (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1)
         open_ += [path.with_name(f"{module}.py") for module in named if module]
@@ -339,15 +398,50 @@ def _check_engine(model: Model) -> Iterator[Finding]:
 
 
 def _check_warmup(model: Model, inputs: Tensors) -> Iterator[Finding]:
+    most = model.config.max_batch_size
     for sample in model.config.model_warmup:
         missing = sorted(set(inputs) - set(sample.inputs))
         if missing:
             yield model.found(
                 "warmup", f"the warm-up {sample.name!r} has no {', '.join(missing)}.", "give it every input."
             )
-        if sample.batch_size > max(model.config.max_batch_size, 1):
+        if sample.batch_size > max(most, 1):
             yield model.found(
                 "warmup",
                 f"the warm-up {sample.name!r} has {sample.batch_size} rows, above max_batch_size.",
                 "use fewer rows.",
             )
+        for name, one in sorted(sample.inputs.items()):
+            if name not in inputs:
+                yield model.found(
+                    "warmup", f"the warm-up {sample.name!r} has {name!r}, which the graph does not take.", "drop it."
+                )
+                continue
+            yield from _check_sample(model, sample.name, name, one, inputs[name])
+
+
+def _check_sample(model: Model, sample: str, name: str, one: Any, declared: Declared) -> Iterator[Finding]:
+    """One input of a warm-up beside the graph's."""
+    wanted, dims = TYPES.get(declared.dtype, declared.dtype), tuple(one.dims)
+    own = declared.dims[1:] if model.config.max_batch_size else declared.dims
+    if type_name(one.data_type) != wanted:
+        yield model.found(
+            "warmup",
+            f"{name!r} of the warm-up {sample!r} is {type_name(one.data_type)}, and in the graph {wanted}.",
+            f"write {wanted}.",
+        )
+    if len(dims) != len(own) or any(b not in (-1, a) or a < 1 for a, b in zip(dims, own, strict=True)):
+        yield model.found(
+            "warmup",
+            f"{name!r} of the warm-up {sample!r} has dims {list(dims)}, and the graph {list(own)}.",
+            "give it sizes that the graph takes.",
+        )
+    chosen = one.WhichOneof("input_data_type")
+    if chosen is None:
+        yield model.found("warmup", f"{name!r} of the warm-up {sample!r} has no data.", "write zero_data: true.")
+    elif chosen == "input_data_file" and not (model.folder / "warmup" / one.input_data_file).is_file():
+        yield model.found(
+            "warmup",
+            f"the warm-up {sample!r} reads warmup/{one.input_data_file}, which is missing.",
+            "add it, or write zero_data: true.",
+        )

@@ -16,13 +16,13 @@ from .tokens import Array, Refused
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_new_tokens": (int, lambda n: n >= 1, "at least 1"),
+    "max_new_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
     "do_sample": (bool, lambda _: True, "true or false"),
-    "temperature": (float, lambda t: t > 0, "above 0"),
-    "top_k": (int, lambda k: k >= 0, "at least 0"),
-    "top_p": (float, lambda p: 0 < p <= 1, "above 0 and at most 1"),
-    "repetition_penalty": (float, lambda r: r > 0, "above 0"),
-    "seed": (int, lambda s: s >= 0, "at least 0"),
+    "temperature": (float, lambda t: t > 0, "a number above 0"),
+    "top_k": (int, lambda k: k >= 0, "a whole number of at least 0"),
+    "top_p": (float, lambda p: 0 < p <= 1, "a number above 0 and at most 1"),
+    "repetition_penalty": (float, lambda r: r > 0, "a number above 0"),
+    "seed": (int, lambda s: s >= 0, "a whole number of at least 0"),
     "stop": (str, bool, "a text"),
 }
 
@@ -69,6 +69,9 @@ class Decoder:
         self._end = frozenset(settings["end"])
         self._limit: int | None = settings["limit"]
         self._defaults: Mapping[str, Any] = settings["defaults"]
+        # Tokens that stand for one byte each: what a run of them says is known when it is over.
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        self._bytes = frozenset(found for name in names if (found := tokenizer.token_to_id(name)) is not None)
         self.rows: list[Row] = []
         self._past: dict[str, Array] = {}
         self._mask: Array = np.zeros((0, 0), dtype="int64")
@@ -182,8 +185,8 @@ class Decoder:
             return text[: text.index(stop)], True
         if ended:
             return text, False
-        if text.endswith("�"):
-            # The bytes of a character that is not complete.
+        if text.endswith("�") or (row.made and row.made[-1] in self._bytes):
+            # The bytes of a character that is not complete, or may be none.
             return row.sent, False
         # What may be the beginning of the stop text waits.
         return (text[: max(len(row.sent), len(text) - len(stop) + 1)] if stop else text), False

@@ -85,7 +85,7 @@ class Tokens:
                     )
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException as error:  # where the stride is too long, tokenizers' panic is no `Exception`
+                except BaseException as error:  # where a stride is too long, tokenizers' panic is no `Exception`
                     self.tokenizer.no_truncation()
                     raise Refused(
                         f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
@@ -93,7 +93,9 @@ class Tokens:
             self._cut = wanted
         try:
             found = self.tokenizer.encode(text, pair)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic where the first text leaves the second less room than the stride
             raise Refused(f"the text cannot be cut to {limit} tokens: {error}") from error
         if limit is not None and len(found.ids) > limit:
             raise Refused(f"the text has {len(found.ids)} tokens and the model reads {limit}")

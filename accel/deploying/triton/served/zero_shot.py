@@ -28,6 +28,8 @@ class Service:
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
         """A row for each label: the text, and the hypothesis that it is about that."""
         labels = list(texts["CANDIDATE_LABELS"])
+        if not texts["TEXT"][0]:
+            raise Refused("the text is empty")
         template = option(options, "hypothesis_template", "This example is {}.", str)
         option(options, "multi_label", False, bool)
         try:

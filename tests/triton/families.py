@@ -1,0 +1,205 @@
+"""Tiny decoders of many families, with tokenizers as such models have them, for the loop that generates text inside Triton.
+
+`accel.testing.generators` has the families that every room is tested with; these add positions, caches and masks of other kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+_VOCABULARY = 400
+_SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
+_TEXTS = [
+    "The quick brown fox jumps over the lazy dog, doesn't it? The fee was 3.14 pounds.",
+    "Où est ma carte bancaire ? Je l'ai perdue à Paris, cet été.",
+    "私のカードはどこですか。東京に住んでいます。",
+    "def card(x):\n    return x + 1\n",
+] * 4
+PROMPTS = [
+    "Where is my new card? I paid",
+    " a space before",
+    "Où est 私の🙂",
+    "a\nb  c",
+    "def f(x):\n    return",
+    "dog",
+]
+_HUGGING: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "vocab_size": _VOCABULARY}
+_PLAIN: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 192,
+    "initializer_range": 0.3,
+    **_HUGGING,
+}
+_GROUPED: dict[str, Any] = {**_PLAIN, "num_key_value_heads": 2}
+_EMBEDDED: dict[str, Any] = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 192,
+    "initializer_range": 0.3,
+    **_HUGGING,
+}
+_FALCON: dict[str, Any] = {
+    **{key: value for key, value in _PLAIN.items() if key != "intermediate_size"},
+    "multi_query": True,
+    "new_decoder_architecture": False,
+}
+_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
+SHORT = 24
+"""Tokens up to which the decoder with LongRoPE has its first angles."""
+_LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# Family: class, config, whether its tokenizer has a token for each byte, as sentencepiece's do.
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "bert": ("BertLMHeadModel", {**_PLAIN, "is_decoder": True}, False),
+    "bloom": (
+        "BloomForCausalLM",
+        {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **_HUGGING},
+        False,
+    ),
+    "codegen": ("CodeGenForCausalLM", {**_EMBEDDED, "rotary_dim": 8}, False),
+    "cohere": ("CohereForCausalLM", _GROUPED, False),
+    "falcon": ("FalconForCausalLM", {**_FALCON, "alibi": False}, False),
+    "falcon, alibi": ("FalconForCausalLM", {**_FALCON, "alibi": True}, False),
+    "gemma": ("GemmaForCausalLM", {**_GROUPED, "head_dim": 16}, True),
+    "gemma 2": (
+        "Gemma2ForCausalLM",
+        {**_GROUPED, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+        True,
+    ),
+    "glm 4": ("Glm4ForCausalLM", {**_GROUPED, "head_dim": 16}, False),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", _EMBEDDED, False),
+    "gpt-j": ("GPTJForCausalLM", {**_EMBEDDED, "rotary_dim": 8}, False),
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        {
+            **{key: value for key, value in _PLAIN.items() if "num" not in key and key != "intermediate_size"},
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+        },
+        False,
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        False,
+    ),
+    "granite": ("GraniteForCausalLM", _GROUPED, False),
+    "llama 2": ("LlamaForCausalLM", _GROUPED, True),
+    "llama 3": ("LlamaForCausalLM", {**_GROUPED, "rope_parameters": _LLAMA_3}, False),
+    "mpt": (
+        "MptForCausalLM",
+        {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 192, "initializer_range": 0.3, **_HUGGING},
+        False,
+    ),
+    "nemotron": ("NemotronForCausalLM", _GROUPED, False),
+    "olmo 2": ("Olmo2ForCausalLM", _GROUPED, False),
+    "olmoe": ("OlmoeForCausalLM", _EXPERTS, False),
+    "phi": ("PhiForCausalLM", _PLAIN, False),
+    "qwen 2": ("Qwen2ForCausalLM", _GROUPED, False),
+    "qwen 2, windows": (
+        "Qwen2ForCausalLM",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        False,
+    ),
+    "qwen 2, experts": (
+        "Qwen2MoeForCausalLM",
+        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        False,
+    ),
+    "smollm 3": ("SmolLM3ForCausalLM", {**_GROUPED, "no_rope_layers": [1, 0]}, False),
+    "stablelm": ("StableLmForCausalLM", _GROUPED, False),
+    "starcoder 2": ("Starcoder2ForCausalLM", {**_GROUPED, "sliding_window": 12}, False),
+    "xglm": (
+        "XGLMForCausalLM",
+        {
+            "d_model": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 96,
+            "max_position_embeddings": 192,
+            "init_std": 0.3,
+            **_HUGGING,
+        },
+        True,
+    ),
+    "phi 3, long": (
+        "Phi3ForCausalLM",
+        {
+            **_GROUPED,
+            "original_max_position_embeddings": SHORT,
+            "rope_parameters": {**_LONG_ROPE, "original_max_position_embeddings": SHORT},
+        },
+        False,
+    ),
+}
+LONG = "phi 3, long"
+
+
+def save_family(folder: Path, family: str) -> Path:
+    """Write a tiny decoder that generates until told to stop, with its tokenizer, as a transformers folder."""
+    architecture, settings, has_bytes = FAMILIES[family]
+    cls = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**settings)).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_tokenizer(has_bytes)),
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=192,
+    ).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def byte_tokenizer(has_bytes: bool) -> str:
+    """Byte-level BPE, or BPE that falls back to a token for each byte, as JSON."""
+    if not has_bytes:
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=_VOCABULARY, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+        )
+        made.train_from_iterator(_TEXTS, trainer)
+        return str(made.to_str())
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, special_tokens=[*_SPECIAL, *single_bytes], show_progress=False
+    )
+    made.train_from_iterator(_TEXTS, trainer)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    # The trainer knows bytes as special tokens, which are left out of texts.
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] in _SPECIAL]
+    return json.dumps(content)
