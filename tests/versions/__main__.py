@@ -32,7 +32,19 @@ def environment(which: str, interpreter: str, keep: list[str], flags: list[str])
         subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"], check=True)
     file = folder / "constraints.txt"
     file.write_text("\n".join(kept(keep)) + "\n", encoding="utf-8")
-    install = [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--resolution", _RESOLUTION[which]]
+    install = [
+        python,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "-q",
+        "--compile-bytecode",
+        "--python",
+        python,
+        "--resolution",
+        _RESOLUTION[which],
+    ]
     subprocess.run([*install, *flags, "-c", file, "-e", f"{ROOT}[dev]"], check=True)
     return python
 
