@@ -48,7 +48,7 @@ class Work(Protocol):
 
 def operations(model: ORTModel) -> tuple[str, ...]:
     """What can be asked of a model, its own task first."""
-    found = [*pipeline_tasks(model)]
+    found = [*dict.fromkeys(pipeline_tasks(model))]
     if hasattr(model, "encode") and "input_ids" in model.input_names:
         found.append("embed")
     if hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1:

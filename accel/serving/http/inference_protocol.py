@@ -116,6 +116,9 @@ async def _infer(call: Call, _: Any) -> Response:
     if used != len(binary):
         raise HttpError(422, f"{len(binary) - used} bytes behind the JSON belong to no input.", fix="leave them out.")
     session = call.engine.models[name].sessions[call.engine.models[name].artifact.components[0].name]
+    rows = [feeds[spec.name].shape[0] for spec in session.inputs if spec.shape[:1] == ("batch",) and spec.name in feeds
+            and feeds[spec.name].ndim]  # fmt: skip
+    call.check_batch(max(rows, default=1))
     specs = {spec.name: spec for spec in session.outputs}
     wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in specs}
     unknown = sorted(set(wanted) - set(specs))
