@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,132 @@ def test_more_rows_of_tensors_than_a_client_may_send_are_refused(client: TestCli
     ]
     answer = client.post("/v2/models/judge/infer", json={"inputs": inputs})
     assert (answer.status_code, "at most 8" in answer.text) == (422, True)
+
+
+# Texts over the Open Inference Protocol
+
+
+def infer(client: TestClient, model: str, binary: bool = False, **inputs: list[list[str]]) -> dict[str, Any]:
+    """The outputs by name, as arrays; both directions as JSON, or as bytes."""
+    given, parts = [], []
+    for name, rows in inputs.items():
+        one: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
+        if binary:
+            encoded = [text.encode() for row in rows for text in row]
+            parts.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+            one["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            one["data"] = rows
+        given.append(one)
+    head = json.dumps({"inputs": given, "parameters": {"binary_data_output": binary}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))} if binary else {}
+    answer = client.post(f"/v2/models/{model}/infer", content=head + b"".join(parts), headers=headers)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
+    found: dict[str, Any] = {}
+    rest = answer.content[length:]
+    for one in json.loads(answer.content[:length])["outputs"]:
+        if not binary:
+            values = one["data"]
+        else:
+            size = one["parameters"]["binary_data_size"]
+            part, rest = rest[:size], rest[size:]
+            values = unpacked(part) if one["datatype"] == "BYTES" else np.frombuffer(part, _TYPES[one["datatype"]])
+        found[one["name"]] = np.array(values, dtype=object if one["datatype"] == "BYTES" else None).reshape(
+            one["shape"]
+        )
+    assert not rest or binary
+    return found
+
+
+_TYPES = {"FP32": "<f4", "INT64": "<i8"}
+
+
+def unpacked(part: bytes) -> list[str]:
+    found = []
+    while part:
+        (size,) = struct.unpack("<I", part[:4])
+        found.append(part[4 : 4 + size].decode())
+        part = part[4 + size :]
+    return found
+
+
+@pytest.fixture(scope="module")
+def text_client(served: Served) -> Iterator[TestClient]:
+    tasks = {"labels": "text-classification", "tags": "token-classification", "answers": "question-answering",
+             "vectors": "sentence-similarity", "scores": "rank", "masks": "fill-mask"}  # fmt: skip
+    with TestClient(create_app(accel.Engine({name: served(task) for name, task in tasks.items()}))) as made:
+        yield made
+
+
+WORDS = ["where is my card", "the bäñk 👩 is closed"]
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_texts_are_classified_as_tensors(binary: bool, count: int, text_client: TestClient) -> None:
+    found = infer(text_client, "labels.text", binary, TEXT=[[text] for text in WORDS[:count]])
+    expected = post(text_client, "/classify", model="labels", inputs=WORDS[:count], top_k=3)
+    for i, one in enumerate(expected):
+        assert found["LABEL"][i, 0] == one[0]["label"]
+        assert found["SCORE"][i, 0] == pytest.approx(one[0]["score"], abs=1e-5)
+        by_label = {label["label"]: label["score"] for label in one}
+        assert np.allclose(found["SCORES"][i], [by_label[f"LABEL_{j}"] for j in range(3)], atol=1e-5)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_other_tasks_of_texts_as_tensors(binary: bool, text_client: TestClient) -> None:
+    vectors = infer(text_client, "vectors.text", binary, TEXT=[[text] for text in WORDS])["EMBEDDING"]
+    assert np.allclose(vectors, post(text_client, "/embed", inputs=WORDS, normalize=False), atol=1e-5)
+    (tags,) = infer(text_client, "tags.text", binary, TEXT=[[WORDS[0]]])["ENTITIES"][0]
+    assert json.loads(tags) == post(text_client, "/ner", inputs=WORDS[0], aggregation_strategy="none")
+    asked = {"question": "where is my card", "context": "the card is in london and not in paris"}
+    answer = infer(text_client, "answers.text", binary, QUESTION=[[asked["question"]]], CONTEXT=[[asked["context"]]])
+    expected = post(text_client, "/qa", **asked)
+    assert [answer[name][0, 0] for name in ("ANSWER", "START", "END")] == [
+        expected[name] for name in ("answer", "start", "end")
+    ]
+    documents = [["the bank", "i lost my card", "help"], ["help", "card", "the phone"]]
+    ranked = infer(text_client, "scores.text", binary, QUERY=[["my card"], ["help"]], DOCUMENTS=documents)
+    for i, query in enumerate(("my card", "help")):
+        usual = post(text_client, "/rerank", query=query, documents=documents[i])["results"]
+        assert list(ranked["RANKING"][i]) == [one["index"] for one in usual]
+        assert np.allclose(
+            ranked["SCORES"][i][ranked["RANKING"][i]], [one["relevance_score"] for one in usual], atol=1e-5
+        )
+
+
+def test_metadata_say_what_texts_go_in_and_what_comes_out(text_client: TestClient) -> None:
+    found = text_client.get("/v2/models/labels.text").json()
+    assert found["inputs"] == [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}]
+    assert {"name": "SCORES", "datatype": "FP32", "shape": [-1, 3]} in found["outputs"]
+    assert text_client.get("/v2/models/labels.text/versions/1/ready").status_code == 200
+    for name in ("masks.text", "nobody.text", ".text", "labels.text.text"):
+        assert text_client.get(f"/v2/models/{name}").status_code == 404
+
+
+WRONG = [
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [2, 1], "data": ["a"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": [3]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [0, 1], "data": []}]},
+    {"inputs": [{"name": "TEXT", "datatype": "INT64", "shape": [1, 1], "data": [3]}]},
+    {"inputs": [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}], "outputs": [{"name": "logits"}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": 9}}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [300, 1], "data": ["a"] * 300}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_texts_that_are_none_are_refused(body: dict[str, Any], text_client: TestClient) -> None:
+    answer = text_client.post("/v2/models/labels.text/infer", json=body)
+    assert (answer.status_code, type(answer.json()["error"])) == (422, str), answer.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", b"\x05\0\0\0ab", b"\x02\0\0\0\xff\xff", b"\xff\xff\xff\xffab"])
+def test_bytes_that_are_no_texts_are_refused(content: bytes, text_client: TestClient) -> None:
+    one = {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(content)}}
+    head = json.dumps({"inputs": [one]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert text_client.post("/v2/models/labels.text/infer", content=head + content, headers=headers).status_code == 422
