@@ -273,7 +273,7 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
         draw: Whether tokens are drawn where neither the request nor the model says otherwise, as OpenAI does.
     """
     call.check_batch(len(prompts))
-    call.check_texts([one for one in prompts if isinstance(one, str) or not isinstance(one[0], int)])
+    call.check_texts([one for one in prompts if isinstance(one, str) or not (one and isinstance(one[0], int))])
     name = call.server.model_for(body.model, _OPERATION)
     engine = await asyncio.to_thread(call.engine.generator, name)
     options = body.options(new, 1.0 if draw and not engine.model.generation_config.do_sample else None)
