@@ -233,6 +233,7 @@ def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
         ("help", {"operation": "embde"}, TaskError, "does not do"),
         ("help", {"model": "other"}, ConfigError, "no model 'other'"),
         ("card " * 200, {}, InputError, "202 tokens; the model has 96 positions"),
+        ("help", {"tpo_k": 2}, InputError, "no option 'tpo_k'. Did you mean 'top_k'"),
         (3, {"operation": "rank"}, InputError, "no query and documents"),
         (("help", "me"), {"operation": "rank"}, InputError, "no query and documents"),
     ],
