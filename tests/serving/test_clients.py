@@ -151,6 +151,9 @@ LONG = [
     ("/classify", {"model": "judge", "inputs": ["help", "a " * 1000]}),
     ("/tokenize", {"model": "judge", "inputs": "a " * 1001}),
     ("/rerank", {"query": "help", "documents": ["a " * 1000]}),
+    ("/rerank", {"query": "a " * 200, "documents": ["a"] * 6}),
+    ("/zero-shot", {"inputs": "a " * 200, "candidate_labels": ["a"] * 6}),
+    ("/zero-shot", {"inputs": "help", "candidate_labels": ["a " * 1001]}),
     ("/generate", {"inputs": "a " * 1001}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 1001}]}),
 ]
@@ -297,6 +300,12 @@ WRONG = [
 def test_texts_that_are_none_are_refused(body: dict[str, Any], text_client: TestClient) -> None:
     answer = text_client.post("/v2/models/labels.text/infer", json=body)
     assert (answer.status_code, type(answer.json()["error"])) == (422, str), answer.text
+
+
+def test_a_query_counts_with_each_of_its_documents(client: TestClient) -> None:
+    inputs = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a " * 200]},
+              {"name": "DOCUMENTS", "datatype": "BYTES", "shape": [1, 6], "data": ["a"] * 6}]  # fmt: skip
+    assert client.post("/v2/models/scores.text/infer", json={"inputs": inputs}).status_code == 413
 
 
 @pytest.mark.parametrize("content", [b"", b"\x01", b"\x05\0\0\0ab", b"\x02\0\0\0\xff\xff", b"\xff\xff\xff\xffab"])

@@ -191,17 +191,18 @@ class Call:
             server.reading.discard(limit)
         return b"".join(parts)
 
-    def check_texts(self, inputs: Any) -> None:
+    def check_texts(self, inputs: Any, times: int = 1) -> None:
         """Refuse texts that are too long to be read.
 
         Args:
             inputs: A text, or lists and mappings of them; what is none does not count.
+            times: How often each is read.
 
         Raises:
             HttpError: They are: 413.
         """
         most = self.server.settings.max_text_chars
-        if _letters(inputs) > most:
+        if _letters(inputs) * times > most:
             raise HttpError(
                 413, f"The texts have more than {most} letters.", kind="too_large", fix="send less at once."
             )
@@ -215,7 +216,7 @@ class Call:
             RequestTimeoutError: Not in time.
         """
         name = self.server.model_for(model, operation)
-        self.check_texts(inputs)
+        self.check_texts((inputs, options))
         job = self.engine.submit(inputs, model=name, operation=operation, **options)
         timeout = self.engine.limits.timeout_s
         future = asyncio.wrap_future(job.future)

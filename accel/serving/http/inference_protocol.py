@@ -192,6 +192,9 @@ async def _answered(call: Call, name: str, service: Service, feeds: Mapping[str,
     rows = service.rows(feeds)
     call.check_batch(sum(array.size for array in feeds.values()) // len(service.inputs))
     call.check_texts(rows)
+    # A query is read with each of its documents.
+    many = max(array.shape[-1] if array.ndim > 1 else 1 for array in feeds.values())
+    call.check_texts([list(feeds[name].reshape(-1)) for name, size in service.inputs.items() if size == 1], times=many)
     how: dict[str, Any] = {"operation": service.operation, "model": name, **service.options}
     if len(rows) == 1:
         found = [await call.ask(rows[0], **how)]

@@ -152,6 +152,8 @@ async def _classify(call: Call, body: ClassifyBody) -> Response:
 
 async def _zero_shot(call: Call, body: ZeroShotBody) -> Response:
     call.check_batch(len(body.candidate_labels) * (len(body.inputs) if isinstance(body.inputs, list) else 1))
+    # Each text is read with each label, and each query with each document.
+    call.check_texts(body.inputs, times=len(body.candidate_labels))
     return await _ZERO_SHOT(call, body)
 
 
@@ -172,6 +174,7 @@ async def _embed(call: Call, body: EmbedBody) -> Response:
 async def _rerank(call: Call, body: RerankBody) -> Response:
     documents = body.texts or body.documents or []
     call.check_batch(len(documents))
+    call.check_texts(body.query, times=len(documents))
     model = call.server.model_for(body.model, "rank")
     ranked = await call.ask(
         (body.query, documents), operation="rank", model=model, top_k=body.top_n,
