@@ -171,8 +171,14 @@ class ValidationError(StageError):
     """The result differs from what it was made from by more than the tolerance."""
 
 
+_LONGEST_NAME = 200
+"""Looking for the like of a longer one takes seconds, and nobody mistypes it."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'cpu'?"` for a mistyped name, or an empty string."""
+    if len(name) > _LONGEST_NAME:
+        return ""
     close = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.55)
     original = {k.lower(): k for k in known}
     return f" Did you mean {original[close[0]]!r}?" if close else ""

@@ -36,9 +36,14 @@ def serve(
     timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds until a request is dropped.")] = 60.0,
     max_client_batch: Annotated[int, typer.Option(min=1, help="Inputs in one request.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Size of a request.")] = 8.0,
+    max_text_chars: Annotated[int, typer.Option(min=1, help="Letters of all texts in one request.")] = 1 << 20,
     api_keys: Annotated[
         Path | None,
         typer.Option(help=f"File with a key a line; or {_KEYS}, with commas between. Without: none is asked for."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may call from a browser, such as https://app.example.org, or *; repeat."),
     ] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that accepted requests get after SIGTERM.")] = 60.0,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None,
@@ -87,7 +92,8 @@ def serve(
         }  # fmt: skip
         limits: dict[str, Any] = {
             "max_body_bytes": int(max_body_mb * (1 << 20)), "max_client_batch": max_client_batch,
-            "api_keys": _keys(api_keys), "drain_s": drain,
+            "max_text_chars": max_text_chars, "api_keys": _keys(api_keys), "drain_s": drain,
+            "cors_origins": tuple(cors_origin or ()),
         }  # fmt: skip
         if ray or address is not None:
             if ssl_certfile is not None or ssl_keyfile is not None:

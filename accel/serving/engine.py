@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from ..config import SessionOptions
-from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
+from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
 from .generation.engine import GenerationEngine
 from .generation.options import GenerationLimits
@@ -85,23 +85,36 @@ class Engine:
         self._lanes: dict[str, Lane] = {}
         self._generators: dict[str, GenerationEngine] = {}
         self._making = threading.Lock()
+        self._closed = False
 
     # Lifetime
 
     def start(self) -> Self:
         """Open the models and start the threads: what `with` does."""
+        if self._closed:
+            raise EngineClosedError("The engine was closed.", fix="make another one.")
         if not self._lanes:
-            for name, source in self._sources.items():
-                self._opened[name] = open_all(source, self._how)
-                self._lanes[name] = Lane(name, self._opened[name], self.limits, self._observer)
+            try:
+                for name, source in self._sources.items():
+                    self._opened[name] = open_all(source, self._how)
+                    self._lanes[name] = Lane(name, self._opened[name], self.limits, self._observer)
+            except BaseException:
+                # Those before the one that fails are open, and nobody else closes them.
+                self._release(drain=False)
+                self._lanes.clear()
+                raise
         return self
 
     def close(self, *, drain: bool = True) -> None:
         """Answer what was accepted (or refuse it, without `drain`), and give the runtimes' memory back."""
         with self._making:
+            self._closed = True
             generators, self._generators = self._generators, {}
         for generator in generators.values():
             generator.close(drain=drain)
+        self._release(drain=drain)
+
+    def _release(self, *, drain: bool) -> None:
         for lane in self._lanes.values():
             lane.close(drain=drain)
         for name, models in self._opened.items():
@@ -152,6 +165,8 @@ class Engine:
         """
         lane = self._lane(model)
         with self._making:
+            if self._closed:
+                raise EngineClosedError("The engine was closed.", fix="make another one.")
             if lane.name not in self._generators:
                 limits = GenerationLimits(rows=min(self.limits.max_batch, 16), queue=self.limits.max_queue)
                 self._generators[lane.name] = GenerationEngine(lane.model, limits=limits)
@@ -229,8 +244,10 @@ class Engine:
         except concurrent.futures.TimeoutError as error:
             if job.future.done():
                 raise
-            job.future.cancel()
             raise _too_late(seconds) from error
+        finally:
+            # Not in time, or interrupted: nobody waits for it.
+            job.future.cancel()
 
     def submit(self, inputs: Any, *, model: str | None = None, operation: str | None = None, **options: Any) -> Job:
         """Put a request into the queue: its `future` gets the answer, its `timing` tells how long what took.
@@ -265,5 +282,7 @@ def _too_late(seconds: float | None) -> RequestTimeoutError:
 def _size(operation: str, inputs: Any) -> int:
     """How many inputs a request holds."""
     if operation == "rank":
+        if not isinstance(inputs, list | tuple) or len(inputs) != 2 or not isinstance(inputs[1], list | tuple):
+            raise InputError("These are no query and documents.", fix="pass (query, documents).")
         return len(inputs[1]) or 1
     return max(len(inputs), 1) if isinstance(inputs, list | tuple) and operation != "tensors" else 1

@@ -9,6 +9,7 @@ the workers run the model.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -88,6 +89,7 @@ class Lane:
         self._open = True
         self._stopping = False
         self._workers = len(models)
+        self._process = os.getpid()
         benches = [_Bench(model) for model in models]
         self._threads = [
             threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
@@ -125,6 +127,8 @@ class Lane:
             QueueFullError: Too much is waiting.
             EngineClosedError: Nothing is taken any more.
         """
+        if os.getpid() != self._process:
+            raise EngineClosedError("The engine's threads are in another process.", fix="start an engine in this one.")
         job = Job(operation, inputs, options, time.perf_counter(), size)
         with self._lock:
             if not self._open:
@@ -202,7 +206,11 @@ class Lane:
                 else:
                     jobs = self._take_jobs()
             if rows:
-                self._run(bench, rows)
+                try:
+                    self._run(bench, rows)
+                except Exception as error:  # noqa: BLE001  # of an observer, say: the thread has to go on
+                    for job in dict.fromkeys(row.job for row in rows):
+                        _fail(job, error)
             else:
                 self._prepare(bench, jobs)
 
@@ -345,7 +353,8 @@ def _unfit(job: Job, error: BaseException) -> AccelError:
     """What a pipeline's own steps raise is about what they were given."""
     if isinstance(error, AccelError):
         return error
-    logger.info("An input for %s was refused.", job.operation, exc_info=error)
+    # What a caller sent wrongly is no news for the log, and a traceback for each would fill it.
+    logger.debug("An input for %s was refused.", job.operation, exc_info=error)
     made = InputError(f"{job.operation} cannot take this: {error}", fix="see what transformers' pipeline takes.")
     made.__cause__ = error
     return made

@@ -70,6 +70,10 @@ class Sizing:
     spread: float = 0.0
     max_batch: int = 64
 
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"max_batch is {self.max_batch}.", fix="use at least 1.")
+
     @property
     def capacity(self) -> float:
         """Requests a second that a replica answers at most."""
@@ -83,8 +87,10 @@ class Sizing:
             share: For `good`.
             seed: Of the simulation.
         """
-        if rate <= 0:
+        if not 0 < rate < math.inf:
             raise ConfigError(f"{rate:g} requests a second is no rate.", fix="use more than 0.")
+        if not 0 < share < 1:
+            raise ConfigError(f"share is {share:g}.", fix="use a number between 0 and 1, such as 0.99.")
         if rate >= self.capacity:
             worst = math.inf
             return Prediction(rate=rate, median=worst, p95=worst, p99=worst, good=worst, busy=1.0, batch=self.max_batch)
@@ -122,8 +128,12 @@ class Sizing:
             share: See there.
 
         Raises:
-            ConfigError: No number of replicas meets it.
+            ConfigError: No number of replicas meets it, or these are no numbers for it.
         """
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"{rate:g} requests a second is no rate.", fix="use more than 0.")
+        if not 0 < objective_ms < math.inf:
+            raise ConfigError(f"{objective_ms:g} ms is no objective.", fix="use more than 0.")
         alone = self.predict(self.capacity * 1e-3, share=share)
         if alone.good > objective_ms:
             raise ConfigError(
@@ -226,10 +236,14 @@ def _measured(test: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     Raises:
         InputError: There is none.
     """
+    told = test.get("runs") if isinstance(test, Mapping) else None
     runs = [
         run
-        for run in test.get("runs", ())
-        if (run.get("server") or {}).get("calls") and run.get("latency") and run.get("inference_ms")
+        for run in (told if isinstance(told, list | tuple) else ())
+        if isinstance(run, Mapping)
+        and (run.get("server") or {}).get("calls")
+        and run.get("latency")
+        and run.get("inference_ms")
     ]
     if not runs:
         raise InputError(

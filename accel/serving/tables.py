@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from ..errors import ConfigError, InputError
 
 _LONGEST_CELL = 1 << 28
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _LOOKED_AT = 100
 """Rows of a file of JSON lines whose keys are taken for its columns."""
 
@@ -200,6 +201,10 @@ class _OfLines:
     def scan(self, path: Path, rows_a_part: int) -> tuple[str, int, list[int]]:
         """See `_Kind`."""
         with path.open("rb") as file:
+            if file.read(2) in _UTF_16:
+                raise InputError(
+                    f"{path.name} is UTF-16.", fix=f"convert it: iconv -f utf-16 -t utf-8 {path.name} > OTHER"
+                )
             lines = _Lines(file)
             self._start(path, lines)
             rows, offsets, before = 0, [], lines.offset
@@ -231,16 +236,23 @@ class _Csv(_OfLines):
     def _records(self, lines: _Lines) -> Iterator[list[str] | None]:
         csv.field_size_limit(_LONGEST_CELL)
         try:
-            for cells in csv.reader(iter(lines), delimiter=self._delimiter):
+            # Strict: a quote that is not closed would take all rows behind it into one cell.
+            for cells in csv.reader(iter(lines), delimiter=self._delimiter, strict=True):
                 yield cells or None
         except csv.Error as error:
-            raise InputError(f"The file is no CSV around byte {lines.offset}: {error}.", fix="correct it.") from error
+            raise InputError(
+                f"The file is no CSV around byte {lines.offset}: {error}.",
+                fix='correct it: a quote inside a quoted cell is written twice (""), and one that opens a cell is closed.',
+            ) from error
 
     def _start(self, path: Path, lines: _Lines) -> list[str]:
         head = next((cells for cells in self._records(lines) if cells), None)
         if head is None:
             raise InputError(f"{path.name} is empty.", fix="pass a file with a head and at least one row.")
         head[0] = head[0].removeprefix("\ufeff")
+        twice = sorted({name for name in head if head.count(name) > 1})
+        if twice:
+            raise InputError(f"{path.name} has the column {twice[0]!r} twice.", fix="rename one of them.")
         return head
 
     def columns(self, path: Path) -> tuple[str, ...]:

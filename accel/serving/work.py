@@ -6,6 +6,7 @@ A pipeline task's work is the stock pipeline's own steps, so that answers look e
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class Work(Protocol):
 
 def operations(model: ORTModel) -> tuple[str, ...]:
     """What can be asked of a model, its own task first."""
-    found = [*pipeline_tasks(model)]
+    found = [*dict.fromkeys(pipeline_tasks(model))]
     if hasattr(model, "encode") and "input_ids" in model.input_names:
         found.append("embed")
     if hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1:
@@ -136,6 +137,7 @@ class PipelineWork:
         self._pipe = pipe
         self._script = _Script()
         pipe.run_single, pipe.get_iterator = self._script.run_single, self._script.get_iterator
+        self._known = _known_options(pipe)
         self._chunks = isinstance(pipe, ChunkPipeline)
         tokenizer = pipe.tokenizer
         self._collate = None
@@ -153,6 +155,7 @@ class PipelineWork:
         """See `Work`."""
         if isinstance(inputs, types.GeneratorType):
             raise InputError("A request cannot be a generator.", fix="pass a list.")
+        self._check(options)
         try:
             # Nothing to compute: an empty list.
             return Prepared([], self._script.play(self._pipe, None, inputs, options))
@@ -167,6 +170,19 @@ class PipelineWork:
             made = self._pipe.preprocess(item, **before)
             rows.append([self._row(chunk, forward) for chunk in (made if self._chunks else (made,))])
         return Prepared(rows, after)
+
+    def _check(self, options: Options) -> None:
+        """Refuse options that the pipeline would pass over.
+
+        Raises:
+            InputError: There are some.
+        """
+        unknown = sorted(set(options) - self._known) if self._known is not None else []
+        if unknown:
+            raise InputError(
+                f"{self._pipe.task} has no option {unknown[0]!r}.{did_you_mean(unknown[0], self._known or ())}",
+                fix="see transformers' pipeline.",
+            )
 
     def _row(self, inputs: Mapping[str, Any], forward: Mapping[str, Any]) -> Row:
         ids = inputs.get("input_ids")
@@ -217,6 +233,15 @@ class PipelineWork:
             return memo
         answers = [self._pipe.postprocess(found if self._chunks else found[0], **memo) for found in outputs]
         return self._script.play(self._pipe, answers, inputs, options)
+
+
+def _known_options(pipe: Pipeline) -> frozenset[str] | None:
+    """The options of a pipeline that hands any to its tokenizer, which passes over what it does not know; `None` for other pipelines."""
+    parameters = inspect.signature(pipe._sanitize_parameters).parameters  # noqa: SLF001  # what it takes is said nowhere else
+    if "tokenizer_kwargs" not in parameters or parameters["tokenizer_kwargs"].kind is not inspect.Parameter.VAR_KEYWORD:
+        return None
+    reads = inspect.signature(pipe.tokenizer.__call__).parameters
+    return frozenset((*parameters, *reads, "batch_size", "num_workers")) - {"tokenizer_kwargs", "text"}
 
 
 def _stacked(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -88,6 +88,26 @@ def test_triton(binary: bool, address: str, models: dict[str, accel.ORTModel]) -
         assert answer.get_response()["id"] == "7"
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_triton_with_texts(binary: bool, address: str, models: dict[str, accel.ORTModel]) -> None:
+    http = pytest.importorskip("tritonclient.http")
+    headers = {"Authorization": "Bearer secret"}
+    texts = ["where is my card", "die Bänk 👩"]
+    with http.InferenceServerClient(address) as client:
+        (described,) = client.get_model_metadata("labels.text", headers=headers)["inputs"]
+        given = http.InferInput(described["name"], [2, 1], described["datatype"])
+        given.set_data_from_numpy(np.array([[text] for text in texts], dtype=object), binary_data=binary)
+        wanted = [http.InferRequestedOutput(name, binary_data=binary) for name in ("LABEL", "SCORE")]
+        answer = client.infer("labels.text", [given], outputs=wanted, headers=headers)
+        found = answer.as_numpy("LABEL")[:, 0]
+        labels = [one.decode() if isinstance(one, bytes) else one for one in found]
+        expected = accel.pipeline("text-classification", model=models["labels"])(texts)
+        assert labels == [one["label"] for one in expected]
+        assert np.allclose(answer.as_numpy("SCORE")[:, 0], [one["score"] for one in expected], atol=1e-4)
+        with pytest.raises(http.InferenceServerException, match="Not Found"):
+            client.get_model_repository_index(headers=headers)
+
+
 def test_no_body_that_the_description_allows_or_forbids_breaks_it(address: str) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     hypothesis = pytest.importorskip("hypothesis")

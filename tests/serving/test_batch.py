@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
@@ -210,6 +212,56 @@ def test_a_part_that_was_changed_is_not_taken_for_done(
 
 
 BAD = '{"text": "help"}\n{"text": null}\n{"text": 3}\n{"text": "%s"}\n{"text": "pay"}\n' % ("help " * 3000)
+
+
+@pytest.mark.parametrize("name", ["_batch.json", "_done.jsonl"])
+@pytest.mark.parametrize("content", ["{", '{"number": 1}\n'])
+def test_a_record_that_no_run_wrote_is_an_error(
+    name: str, content: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    batch(served("text-classification"), rows, tmp_path / "out")
+    (tmp_path / "out" / name).write_text(content + "\n")
+    with pytest.raises((IntegrityError, ConfigError), match="is not what a run wrote|holds another run"):
+        batch(served("text-classification"), rows, tmp_path / "out")
+
+
+def test_a_disk_that_is_full_is_said_and_a_later_run_goes_on(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = os.fsync
+    left = [7]
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced(descriptor)
+
+    model, out = served("text-classification"), tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputFolderError, match="No space left on device"):
+        batch(model, rows, out, rows_a_part=4)
+    monkeypatch.undo()
+    assert not [*out.glob(".part-*")]
+    done = batch(model, rows, out, rows_a_part=4)
+    assert 0 < done.computed < done.rows == 20
+    assert read(out)["row"] == list(range(20))
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    for out in (rows, rows / "below"):
+        with pytest.raises(OutputFolderError):
+            batch(served("text-classification"), rows, out)
+
+
+def test_bytes_are_not_kept_as_json(served: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["help"], "image": [b"1"]}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="holds bytes"):
+        batch(
+            served("text-classification"), tmp_path / "rows.parquet", tmp_path / "out", keep=["image"], format="jsonl"
+        )
 
 
 def test_a_row_without_an_answer_ends_it_and_is_named(served: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:

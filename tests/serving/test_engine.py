@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 import accel
 from accel.errors import (
+    AccelError,
     ConfigError,
     EngineClosedError,
     InputError,
@@ -231,6 +234,9 @@ def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
         ("help", {"operation": "embde"}, TaskError, "does not do"),
         ("help", {"model": "other"}, ConfigError, "no model 'other'"),
         ("card " * 200, {}, InputError, "202 tokens; the model has 96 positions"),
+        ("help", {"tpo_k": 2}, InputError, "no option 'tpo_k'. Did you mean 'top_k'"),
+        (3, {"operation": "rank"}, InputError, "no query and documents"),
+        (("help", "me"), {"operation": "rank"}, InputError, "no query and documents"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -324,3 +330,69 @@ def test_processors_that_are_given_are_shared(tiny_folder: Callable[..., Path]) 
         assert next(iter(engine.models.values())).session_options.threads == 1
     with pytest.raises(ConfigError, match="processors is 0"):
         accel.Engine(folder, processors=0)
+
+
+def test_an_engine_that_was_closed_says_so_and_makes_nothing_new(served: Served) -> None:
+    engine = accel.Engine(served("text-classification"))
+    with engine:
+        engine.run("help")
+    for use in (engine.start, lambda: engine.run("help"), engine.generator):
+        with pytest.raises(EngineClosedError):
+            use()
+    engine.close()
+
+
+def test_a_model_that_does_not_open_leaves_none_open(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    engine = accel.Engine(
+        {"labels": tiny_folder("bert", "text-classification"), "none": tmp_path / "none"}, backend="pytorch"
+    )
+    for _ in range(2):
+        with pytest.raises(AccelError, match="none"):
+            engine.start()
+        assert not engine.models
+
+
+def test_a_task_is_offered_once(served: Served) -> None:
+    with accel.Engine(served("question-answering")) as engine:
+        assert engine.operations() == ("question-answering", "tokenize", "tensors")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_is_told_that_the_threads_are_elsewhere(served: Served) -> None:
+    with accel.Engine(served("text-classification")) as engine:
+        child = os.fork()
+        if not child:
+            try:
+                engine.run("help", timeout_s=20)
+            except EngineClosedError as error:
+                os._exit("another process" not in str(error))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        engine.run("help")
+
+
+def test_an_observer_that_fails_does_not_end_the_threads(served: Served) -> None:
+    class Broken:
+        def batch(self, *_: Any) -> None:
+            raise ValueError("mine")
+
+        def done(self, *_: Any) -> None:
+            return
+
+        refused = done
+
+    with accel.Engine(served("text-classification"), observer=Broken()) as engine:
+        for _ in range(2):
+            with pytest.raises(SessionError, match="mine"):
+                engine.run("help", timeout_s=20)
+
+
+def test_event_loops_of_several_threads_use_one_engine(served: Served) -> None:
+    async def ask(engine: accel.Engine) -> list[Any]:
+        return await asyncio.gather(*(engine(text) for text in TEXTS))
+
+    with accel.Engine(served("text-classification")) as engine, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: asyncio.run(ask(engine)), range(3)))
+        expected = [engine.run(text) for text in TEXTS]
+    assert all(close(one, expected) for one in found)

@@ -165,7 +165,7 @@ def test_answers_tell_how_long_it_took(client: TestClient) -> None:
     [
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, "n: "),
-        ("/v1/chat/completions", {"messages": MESSAGES, "tools": []}, "tools"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 100_000}, "new ones are asked for"),
         ("/v1/chat/completions", {"messages": MESSAGES, "logit_bias": {"121": 1}}, "token 121"),

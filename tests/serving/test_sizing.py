@@ -83,6 +83,27 @@ def test_the_fewest_replicas_that_meet_the_objective() -> None:
         REPLICA.replicas(5.0, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("rate", "objective", "share"),
+    [(0.0, 50.0, 0.9), (math.nan, 50.0, 0.9), (math.inf, 50.0, 0.9), (5.0, math.nan, 0.9), (5.0, math.inf, 0.9),
+     (5.0, -1.0, 0.9), (5.0, 50.0, 0.0), (5.0, 50.0, 1.0), (5.0, 50.0, math.nan)],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(rate: float, objective: float, share: float) -> None:
+    with pytest.raises(ConfigError):
+        REPLICA.replicas(rate, objective, share=share)
+
+
+@pytest.mark.parametrize("found", [[], {"runs": 3}, {"runs": [3]}, 3])
+def test_a_file_that_is_no_load_test_is_refused(found: Any) -> None:
+    with pytest.raises(InputError, match="nothing of the server's calls"):
+        calibrate(found)
+
+
+def test_a_server_takes_a_row_at_least(load: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_batch"):
+        calibrate(load, max_batch=0)
+
+
 def test_a_test_that_does_not_tell_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="one size only"):
         calibrate({"runs": load["runs"][:1] * 3})

@@ -149,3 +149,18 @@ def test_a_value_that_is_no_text_is_named(operation: str, row: dict[str, Any], r
     found = inputs_of(operation, row, {name: name for name in row})
     assert isinstance(found, Broken)
     assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'id,text\n1,good\n2,"never closed\n3,lost\n', "unexpected end"),
+        (b'id,text\n1,"a"b\n', "expected after"),
+        (b"text,id,text\na,1,b\n", "'text' twice"),
+        ("id,text\n1,ok\n".encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_file_whose_rows_would_be_read_wrongly_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        scan(tmp_path / "rows.csv", 10)

@@ -55,9 +55,17 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _settle(path.parent)
+    except OSError as error:
+        raise _unwritten(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
-    _settle(path.parent)
+
+
+def _unwritten(path: Path, error: OSError) -> OutputFolderError:
+    return OutputFolderError(
+        f"{path} cannot be written: {error.strerror}.", fix="make room, and run it again: it goes on where it was."
+    )
 
 
 def _settle(folder: Path) -> None:
@@ -96,18 +104,25 @@ class Ledger:
         """
         run = json.loads(json.dumps({"schema": _SCHEMA, **run}))
         known = self.folder / _RUN
+        if self.folder.exists() and not self.folder.is_dir():
+            raise OutputFolderError(f"{self.folder} is a file.", fix="name a new folder.")
         if (
             self.folder.exists()
             and not known.is_file()
             and any(not one.name.startswith((_PREFIX, _LOCK)) for one in self.folder.iterdir())
         ):
             raise OutputFolderError(f"{self.folder} is not empty, and no run began there.", fix="name a new folder.")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputFolderError(
+                f"{self.folder} cannot be made: {error.strerror}.", fix="name a folder that you may write to."
+            ) from error
         with held(self.folder / _LOCK) as free:
             if not free:
                 raise OutputFolderError(f"Another process writes to {self.folder}.", fix="wait for it, or end it.")
             if known.is_file():
-                _compare(json.loads(known.read_text(encoding="utf-8")), run, self.folder)
+                _compare(_parsed(known.read_bytes(), known), run, self.folder)
             else:
                 write_whole(known, json.dumps(run, indent=1).encode() + b"\n")
             self._read()
@@ -125,7 +140,10 @@ class Ledger:
             # It was killed while it wrote the last line.
             write_whole(path, whole)
         for line in whole.splitlines():
-            one = Done(**json.loads(line))
+            try:
+                one = Done(**_parsed(line, path))
+            except TypeError as error:
+                raise _changed(path) from error
             self.done[one.number] = one
         for number, one in list(self.done.items()):
             file = self.folder / one.file
@@ -139,12 +157,31 @@ class Ledger:
                     )
 
     def add(self, one: Done) -> None:
-        """A part is complete."""
-        with (self.folder / _DONE).open("ab") as file:
-            file.write(json.dumps(asdict(one)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """A part is complete.
+
+        Raises:
+            OutputFolderError: It cannot be recorded.
+        """
+        path = self.folder / _DONE
+        try:
+            with path.open("ab") as file:
+                file.write(json.dumps(asdict(one)).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritten(path, error) from error
         self.done[one.number] = one
+
+
+def _parsed(content: bytes, path: Path) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise _changed(path) from error
+
+
+def _changed(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path} is not what a run wrote.", fix="restore it, or name another folder.")
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

@@ -80,7 +80,7 @@ def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Pat
     wrong = next((i for i, one in enumerate(found) if isinstance(one, Broken)), None)
     if wrong is not None and asking.on_error == "stop":
         raise InputError(
-            f"Row {part.start + wrong} ({data.files[part.file].name}): {found[wrong].reason}.",
+            f"Row {part.start + wrong} ({data.files[part.file].name}): {found[wrong].reason.rstrip('.')}.",
             fix="correct it, or have such rows written with what is wrong: --on-error record.",
         )
     answers = [None if isinstance(one, Broken) else one for one in found]
@@ -131,9 +131,18 @@ def _generation(options: Mapping[str, Any]) -> GenerationOptions:
         raise InputError(f"These are no options of a generation: {error}.", fix="see GenerationOptions.") from error
 
 
+def _text(value: Any) -> str:
+    """What JSON has no type for: times and decimals as text."""
+    if isinstance(value, bytes):
+        raise InputError(
+            "A column that is kept holds bytes, which JSON does not.", fix="write parquet, or keep another one."
+        )
+    return str(value)
+
+
 def _written(found: Any, format: Format) -> bytes:
     if format == "jsonl":
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found.to_pylist()]
+        lines = [json.dumps(row, ensure_ascii=False, default=_text) for row in found.to_pylist()]
         return "".join(f"{line}\n" for line in lines).encode()
     from pyarrow import parquet
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ class Scheduler:
         self._reading: deque[Reading] = deque()
         self._changed = threading.Condition()
         self._closing = self._dropping = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="accel-generation", daemon=True)
         self._thread.start()
 
@@ -87,6 +89,8 @@ class Scheduler:
             QueueFullError: As many wait as may.
             EngineClosedError: After `close`.
         """
+        if os.getpid() != self._process:
+            raise EngineClosedError("The engine's thread is in another process.", fix="start an engine in this one.")
         request = Generation(ids, options, self._new_tokens(ids, options), self._wake)
         chooser = self._chooser(request)
         with self._changed:

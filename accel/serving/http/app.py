@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import importlib
@@ -13,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine import Engine
 from ..metrics import Metrics
 from .admission import Admission, ended
 from .endpoints import Call, Endpoint, Server
 from .front import Front
-from .replies import HttpError, error_reply
+from .replies import HttpError, error_reply, error_text, plain_error
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("health", "tasks", "openai", "generation", "inference_protocol", "sagemaker", "page")
 """Modules beside this one, each with a table `ENDPOINTS`."""
+
+_EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x-inference-ms")
+"""Of the answers' headers, those that pages of other origins may read."""
 
 
 def endpoints() -> list[Endpoint]:
@@ -87,8 +93,14 @@ def create_app(
     routes = [Route(one.path, _serve(one, server, keys, admission, tracer), methods=[one.method]) for one in table]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
     app.state.server, app.state.endpoints = server, table
+    inside: ASGIApp = app
+    if settings.cors_origins:
+        inside = CORSMiddleware(
+            app, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+            expose_headers=_EXPOSED, max_age=3600,
+        )  # fmt: skip
     # The outermost part is what the caller gets; its server tells a process that is about to end what is still answered.
-    return Front(app, server, frozenset(one.path for one in table if one.open))
+    return Front(inside, server, frozenset(one.path for one in table if one.open))
 
 
 class _Keys:
@@ -115,6 +127,19 @@ class _Keys:
             )  # fmt: skip
 
 
+class _Traced:
+    """An answer that is recorded when it is sent: a stream is computed meanwhile."""
+
+    def __init__(self, response: Response, record: Callable[[], None]) -> None:
+        self._response, self._record = response, record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._record()
+
+
 def _tracer(traces: Any) -> Tracer | None:
     if traces is False:
         return None
@@ -125,8 +150,8 @@ def _tracer(traces: Any) -> Tracer | None:
 
 def _serve(
     endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission, tracer: Tracer | None
-) -> Callable[[Request], Awaitable[Response]]:
-    async def serve(request: Request) -> Response:
+) -> Callable[[Request], Awaitable[ASGIApp]]:
+    async def serve(request: Request) -> ASGIApp:
         request.scope["endpoint_path"] = endpoint.path
         call = Call(request, request.scope["request_id"], server)
         start = time.perf_counter()
@@ -143,7 +168,7 @@ def _serve(
             response = await endpoint.answer(call, body)
         except ClientDisconnect:
             # Nobody reads it; the status is for the log.
-            return Response(status_code=499)
+            response = Response(status_code=499)
         except Exception as error:  # noqa: BLE001  # the last one who can answer
             response = error_reply(error, call.id, endpoint.error)
         if call.worked:
@@ -152,7 +177,7 @@ def _serve(
             response.headers["x-tokenization-ms"] = f"{timing.tokenization_s * 1e3:.3f}"
             response.headers["x-inference-ms"] = f"{timing.inference_s * 1e3:.3f}"
         if tracer is not None and not endpoint.open:
-            tracer.record(call, endpoint.path, response.status_code, start)
+            return _Traced(response, functools.partial(tracer.record, call, endpoint.path, response.status_code, start))
         return response
 
     return serve
@@ -161,5 +186,8 @@ def _serve(
 async def _not_found(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 in our shape."""
     assert isinstance(error, HTTPException)
-    made = HttpError(error.status_code, str(error.detail), kind="not_found", fix="see /docs.", headers=error.headers)
-    return error_reply(made, request.scope["request_id"])
+    kind = "method_not_allowed" if error.status_code == 405 else "not_found"
+    made = HttpError(error.status_code, str(error.detail), kind=kind, fix="see /docs.", headers=error.headers)
+    # Clients of the Open Inference Protocol find a text there, and fall over an object.
+    shape = error_text if request.url.path.startswith("/v2/") else plain_error
+    return error_reply(made, request.scope["request_id"], shape)

@@ -74,6 +74,7 @@ class Server:
         ready: Whether models are open.
         draining: Whether it was told to end.
         in_flight: Calls that are being answered.
+        reading: Of those whose bodies are not all there, the time that they have.
     """
 
     engine: Engine
@@ -82,6 +83,7 @@ class Server:
     ready: bool = False
     draining: bool = False
     in_flight: int = 0
+    reading: set[asyncio.Timeout] = field(default_factory=set)
 
     def models_for(self, operation: str) -> list[str]:
         """Names of the models that do an operation."""
@@ -163,12 +165,47 @@ class Call:
             raise too_large
         parts: list[bytes] = []
         size = 0
-        async for part in self.request.stream():
-            size += len(part)
-            if size > most:
-                raise too_large
-            parts.append(part)
+        server, seconds = self.server, self.server.settings.body_timeout_s
+        limit = asyncio.timeout(seconds)
+        server.reading.add(limit)
+        try:
+            async with limit:
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError as error:
+            # What it has to do next cannot be read either: the connection ends.
+            ends = {"connection": "close"}
+            if server.draining:
+                raise HttpError(503, "The server is about to end.", kind="closing", headers=ends) from error
+            raise HttpError(
+                408,
+                f"The body was not there within {seconds:g} s.",
+                kind="timeout",
+                fix="send it at once.",
+                headers=ends,
+            ) from error
+        finally:
+            server.reading.discard(limit)
         return b"".join(parts)
+
+    def check_texts(self, inputs: Any, times: int = 1) -> None:
+        """Refuse texts that are too long to be read.
+
+        Args:
+            inputs: A text, or lists and mappings of them; what is none does not count.
+            times: How often each is read.
+
+        Raises:
+            HttpError: They are: 413.
+        """
+        most = self.server.settings.max_text_chars
+        if _letters(inputs) * times > most:
+            raise HttpError(
+                413, f"The texts have more than {most} letters.", kind="too_large", fix="send less at once."
+            )
 
     async def ask(self, inputs: Any, *, operation: str, model: str | None = None, **options: Any) -> Any:
         """The engine's answer. A caller that hangs up frees its place.
@@ -179,6 +216,7 @@ class Call:
             RequestTimeoutError: Not in time.
         """
         name = self.server.model_for(model, operation)
+        self.check_texts((inputs, options))
         job = self.engine.submit(inputs, model=name, operation=operation, **options)
         timeout = self.engine.limits.timeout_s
         future = asyncio.wrap_future(job.future)
@@ -218,3 +256,13 @@ class Call:
         mine.tokens += timing.tokens
         mine.batch = max(mine.batch, timing.batch)
         self.worked = True
+
+
+def _letters(inputs: Any) -> int:
+    if isinstance(inputs, str):
+        return len(inputs)
+    if isinstance(inputs, Mapping):
+        inputs = inputs.values()
+    elif not isinstance(inputs, list | tuple):
+        return 0
+    return sum(len(one) if isinstance(one, str) else _letters(one) for one in inputs)

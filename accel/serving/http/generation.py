@@ -12,6 +12,7 @@ from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestTimeoutError
 from ..generation.engine import GenerationEngine, Prompt, TextPiece
@@ -23,6 +24,10 @@ from .replies import Json, plain_error, problem_of
 _OPERATION = "generate"
 _Count = Annotated[int, Field(ge=1, le=1 << 31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+_Nothing = Annotated[dict[str, Any], Field(max_length=0)]
+_None = Annotated[list[Any], Field(max_length=0)]
 
 
 class Sampling(Body):
@@ -67,12 +72,19 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(Sampling):
-    """What OpenAI's two endpoints have in common."""
+    """What OpenAI's two endpoints have in common.
+
+    Clients send many fields with the value that asks for nothing; that value is taken, and no other.
+    """
 
     n: Literal[1] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    store: Literal[False] | None = None
+    metadata: _Nothing | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
 
 class TextPart(Body):
@@ -88,11 +100,23 @@ class Message(Body):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart]
     name: str | None = None
+    # An answer's own message comes back in the next request, with all of its fields.
+    refusal: None = None
+    annotations: _None | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: _None | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text}
+
+
+class TextFormat(Body):
+    """The only format of answers."""
+
+    type: Literal["text"]
 
 
 class ChatBody(OpenAIBody):
@@ -101,6 +125,12 @@ class ChatBody(OpenAIBody):
     messages: list[Message] = Field(min_length=1)
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
+    response_format: TextFormat | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: _None | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(OpenAIBody):
@@ -108,6 +138,10 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
     max_tokens: _Count = 16
+    logprobs: None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
 
     def prompts(self) -> list[Prompt]:
         """One for each answer."""
@@ -183,8 +217,12 @@ class _Answers:
         finally:
             for task in tasks:
                 task.cancel()
-            for generation in self._generations:
-                generation.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Free the rows of what is not finished."""
+        for generation in self._generations:
+            generation.cancel()
 
     def _count(self) -> None:
         """Before the client has the last piece: who scrapes after it finds it counted."""
@@ -220,6 +258,7 @@ class _Answers:
         finally:
             work.cancel()
             gone.cancel()
+            self.cancel()
         return list(zip(texts, ends, strict=True))
 
 
@@ -234,6 +273,7 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
         draw: Whether tokens are drawn where neither the request nor the model says otherwise, as OpenAI does.
     """
     call.check_batch(len(prompts))
+    call.check_texts([one for one in prompts if isinstance(one, str) or not (one and isinstance(one[0], int))])
     name = call.server.model_for(body.model, _OPERATION)
     engine = await asyncio.to_thread(call.engine.generator, name)
     options = body.options(new, 1.0 if draw and not engine.model.generation_config.do_sample else None)
@@ -255,6 +295,21 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
             call.server.metrics.turned_away(name, error)
         raise
     return _Answers(call, name, engine, generations)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. A caller may be gone before the first of them is asked for: the rows are freed here, whatever was run."""
+
+    def __init__(self, answers: _Answers, lines: AsyncIterator[bytes]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()
 
 
 _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
@@ -280,7 +335,7 @@ def _streamed(
             yield _line(usage(answers.usage))
         yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    return _Stream(answers, lines())
 
 
 def _line(item: Any) -> bytes:
@@ -349,6 +404,10 @@ async def _generate(call: Call, body: GenerateBody) -> Response:
     return _streamed(call, answers, event)
 
 
+GENERATE = Endpoint(
+    path="/generate", answer=_generate, body=GenerateBody, summary="A text continued, as server-sent events",
+    tag="tasks", operation=_OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
+)  # fmt: skip
 ENDPOINTS = (
     Endpoint(
         path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="The answer in a conversation", tag="openai",
@@ -358,8 +417,5 @@ ENDPOINTS = (
         path="/v1/completions", answer=_completions, body=CompletionBody, summary="Texts continued", tag="openai",
         operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
     ),
-    Endpoint(
-        path="/generate", answer=_generate, body=GenerateBody, summary="A text continued, as server-sent events",
-        tag="tasks", operation=_OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
-    ),
+    GENERATE,
 )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
@@ -13,7 +16,17 @@ from ...artifact.tensors import TensorSpec
 from .endpoints import Call, Endpoint
 from .health import ready
 from .replies import HttpError, Json, error_text
-from .tensors import DATATYPES, from_binary, from_json, to_binary, to_json_data
+from .tensors import (
+    DATATYPES,
+    array_to_binary,
+    from_binary,
+    from_json,
+    texts_from_binary,
+    texts_from_json,
+    to_binary,
+    to_json_data,
+)
+from .text_tensors import SUFFIX, Service, service_of
 
 _HEADER = "inference-header-content-length"
 _VERSION = "1"
@@ -57,20 +70,35 @@ async def _live(call: Call, _: Any) -> Response:
     return Json({"live": True})
 
 
-def _name(call: Call) -> str:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A model of the path: its name there and in the engine, and how it is served as text, if that is what the name says."""
+
+    shown: str
+    name: str
+    service: Service | None
+
+
+def _target(call: Call) -> _Target:
     """The model of the path.
 
     Raises:
         HttpError: There is none, or not in that version.
     """
-    name, version = call.request.path_params["model"], call.request.path_params.get("version", _VERSION)
-    if name not in call.engine.models or version != _VERSION:
-        raise HttpError(404, f"There is no model {name!r} of version {version!r}.", kind="model_not_found")
-    return str(name)
+    shown, version = call.request.path_params["model"], call.request.path_params.get("version", _VERSION)
+    models = call.engine.models
+    if version == _VERSION and shown in models:
+        return _Target(shown, shown, None)
+    name = shown.removesuffix(SUFFIX)
+    if version == _VERSION and name != shown and name in models:
+        service = service_of(call.engine.operations(name))
+        if service is not None:
+            return _Target(shown, name, service)
+    raise HttpError(404, f"There is no model {shown!r} of version {version!r}.", kind="model_not_found")
 
 
 async def _model_ready(call: Call, _: Any) -> Response:
-    return Json({"name": _name(call), "ready": True})
+    return Json({"name": _target(call).shown, "ready": True})
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
@@ -79,67 +107,120 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 
 async def _metadata(call: Call, _: Any) -> Response:
-    name = _name(call)
-    model = call.engine.models[name]
+    target = _target(call)
+    model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
+    if target.service is not None:
+        inputs, outputs = target.service.described(model)
+    else:
+        inputs, outputs = ([_described(spec) for spec in specs] for specs in (session.inputs, session.outputs))
     return Json(
         {
-            "name": name,
+            "name": target.shown,
             "versions": [_VERSION],
             "platform": f"accel_{model.backend}",
-            "inputs": [_described(spec) for spec in session.inputs],
-            "outputs": [_described(spec) for spec in session.outputs],
+            "inputs": inputs,
+            "outputs": outputs,
         }
     )
 
 
 async def _infer(call: Call, _: Any) -> Response:
-    name = _name(call)
+    target = _target(call)
     whole = await call.read()
     if call.request.headers.get("content-encoding", "identity") != "identity":
         raise HttpError(415, "Compressed bodies are not taken.", fix="send it as it is.")
     body, binary = _split(whole, call.request.headers.get(_HEADER))
     _known(body.parameters, ("binary_data_output",))
-    feeds, used = {}, 0
+    model = call.engine.models[target.name]
+    session = model.sessions[model.artifact.components[0].name]
+    outputs = [spec.name for spec in session.outputs] if target.service is None else [*target.service.outputs(model)]
+    wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in outputs}
+    for one in wanted.values():
+        _known(one.parameters, ("binary_data",))
+    unknown = sorted(set(wanted) - set(outputs))
+    if unknown:
+        raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(outputs)}.")
+    feeds = _read(body, binary, texts=target.service is not None)
+    if target.service is not None:
+        return _reply(target.shown, body, wanted, await _answered(call, target.name, target.service, feeds))
+    batched = [spec.name for spec in session.inputs if spec.shape[:1] == ("batch",)]
+    call.check_batch(max((feeds[name].shape[0] for name in batched if name in feeds and feeds[name].ndim), default=1))
+    found = await call.ask(feeds, operation="tensors", model=target.name)
+    return _reply(target.shown, body, wanted, {name: found[name].cpu() for name in wanted})
+
+
+def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
+    """The inputs by name: tensors, or arrays of texts.
+
+    Raises:
+        HttpError: They are something else, or their bytes are not there.
+    """
+    feeds: dict[str, Any] = {}
+    used = 0
     for one in body.inputs:
         _known(one.parameters, ("binary_data_size",))
         size = one.parameters.get("binary_data_size")
         if one.name in feeds:
             raise HttpError(422, f"Input {one.name!r} came twice.", fix="send it once.")
+        if texts and one.datatype != "BYTES":
+            raise HttpError(
+                422, f"Input {one.name!r} has the datatype {one.datatype[:20]!r}.", fix="send texts: BYTES."
+            )
         if size is None:
-            feeds[one.name] = from_json(one.name, one.datatype, one.shape, one.data)
+            given = one.name, one.shape, one.data
+            feeds[one.name] = (
+                texts_from_json(*given) if texts else from_json(one.name, one.datatype, one.shape, one.data)
+            )
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - used:
             raise HttpError(422, f"Input {one.name!r} has no {size} bytes behind the JSON.", fix="send all of them.")
-        feeds[one.name] = from_binary(one.name, one.datatype, one.shape, binary[used : used + size])
+        part = binary[used : used + size]
+        feeds[one.name] = (
+            texts_from_binary(one.name, one.shape, part)
+            if texts
+            else from_binary(one.name, one.datatype, one.shape, part)
+        )
         used += size
     if used != len(binary):
         raise HttpError(422, f"{len(binary) - used} bytes behind the JSON belong to no input.", fix="leave them out.")
-    session = call.engine.models[name].sessions[call.engine.models[name].artifact.components[0].name]
-    specs = {spec.name: spec for spec in session.outputs}
-    wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in specs}
-    unknown = sorted(set(wanted) - set(specs))
-    if unknown:
-        raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(specs)}.")
-    found = await call.ask(feeds, operation="tensors", model=name)
-    return _reply(name, body, wanted, found)
+    return feeds
+
+
+async def _answered(call: Call, name: str, service: Service, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The outputs of texts."""
+    rows = service.rows(feeds)
+    call.check_batch(sum(array.size for array in feeds.values()) // len(service.inputs))
+    call.check_texts(rows)
+    # A query is read with each of its documents.
+    many = max(array.shape[-1] if array.ndim > 1 else 1 for array in feeds.values())
+    call.check_texts([list(feeds[name].reshape(-1)) for name, size in service.inputs.items() if size == 1], times=many)
+    how: dict[str, Any] = {"operation": service.operation, "model": name, **service.options}
+    if len(rows) == 1:
+        found = [await call.ask(rows[0], **how)]
+    elif service.together:
+        found = list(await call.ask(rows, **how))
+    else:
+        asked = [asyncio.ensure_future(call.ask(row, **how)) for row in rows]
+        try:
+            found = await asyncio.gather(*asked)
+        finally:
+            for one in asked:
+                one.cancel()
+    return service.arrays(found, call.engine.models[name])
 
 
 def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found: Mapping[str, Any]) -> Response:
     outputs, parts = [], []
     for one, asked in wanted.items():
-        _known(asked.parameters, ("binary_data",))
-        tensor = found[one].cpu()
-        entry: dict[str, Any] = {
-            "name": one,
-            "datatype": DATATYPES[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-        }
+        values = found[one]
+        kind = str(values.dtype).removeprefix("torch.")
+        entry: dict[str, Any] = {"name": one, "datatype": DATATYPES[kind], "shape": list(values.shape)}
         if asked.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
-            parts.append(to_binary(tensor))
+            parts.append(to_binary(values) if isinstance(values, torch.Tensor) else array_to_binary(values))
             entry["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            entry["data"] = to_json_data(tensor)
+            entry["data"] = to_json_data(values)
         outputs.append(entry)
     made: dict[str, Any] = {"model_name": name, "model_version": _VERSION, "outputs": outputs}
     if body.id is not None:

@@ -15,6 +15,7 @@ _FAILURES = {
     "400": "no JSON",
     "401": "no API key",
     "404": "no such model",
+    "408": "the body did not come",
     "413": "too large",
     "422": "not what is taken",
     "429": "too much is waiting; try again after Retry-After seconds",

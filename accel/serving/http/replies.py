@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -92,6 +92,14 @@ class ErrorBody(BaseModel):
 ErrorShape = Callable[[Problem, str], Any]
 
 
+_LONGEST = 1000
+"""Letters of an error's words: they may quote what the client sent."""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
 def plain_error(problem: Problem, request_id: str) -> Any:
     """`{"error": {"message": ..., "type": ..., "fix": ..., "request_id": ...}}`, which OpenAI's clients read, too."""
     detail = {"message": problem.message, "type": problem.kind, "fix": problem.fix, "request_id": request_id}
@@ -133,11 +141,14 @@ def _invalid(error: ValidationError) -> Problem:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     if any(one["type"] == "json_invalid" for one in found):
         return Problem(400, f"The body is no JSON: {found[0]['msg']}", "invalid_json")
-    words = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in found[:5]]
+    words = [f"{'.'.join(_short(str(part)) for part in one['loc']) or 'body'}: {one['msg']}" for one in found[:5]]
     return Problem(422, "; ".join(words), "invalid_request", "see /docs for what is taken.")
 
 
 def error_reply(error: Exception, request_id: str, shape: ErrorShape = plain_error) -> Response:
     """The answer to a request that failed."""
     problem = problem_of(error, request_id)
+    problem = replace(
+        problem, message=_short(problem.message), fix=None if problem.fix is None else _short(problem.fix)
+    )
     return Json(shape(problem, request_id), status_code=problem.status, headers=dict(problem.headers))

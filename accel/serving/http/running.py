@@ -78,6 +78,9 @@ class _Server(uvicorn.Server):
         start = loop.time()
         # The door stays open for a moment: whoever comes is told to go elsewhere instead of finding nobody.
         await asyncio.sleep(settings.linger_s)
+        for limit in tuple(server.reading):
+            # What has not arrived was not accepted.
+            limit.reschedule(loop.time())
         while server.in_flight and loop.time() - start < settings.drain_s:
             await asyncio.sleep(0.02)
         if server.in_flight:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from .endpoints import Body, Call, Endpoint
+from .generation import GENERATE
 from .health import ready
 from .replies import HttpError
 from .tasks import ENDPOINTS as TASKS
@@ -25,17 +27,31 @@ async def _invoke(call: Call, body: InvocationBody) -> Response:
     parameters = dict(body.parameters or {})
     model = parameters.setdefault("model", names[0] if len(names) == 1 else None)
     done = [operation for name in names if name == model for operation in call.engine.operations(name)]
-    task = next((one for operation in done for one in TASKS if one.operation == operation), None)
-    if task is None or task.body is None:
+    fitting = [one for operation in done for one in (*TASKS, GENERATE) if one.operation == operation and one.body]
+    if not fitting:
         raise HttpError(
             422,
             f"parameters.model is {model!r}: no such model, or no endpoint for its task.",
             fix=f"set it to one of {', '.join(names)}.",
         )
-    # A question with its context, or a query with its documents, is itself what the endpoint takes.
-    whole = isinstance(body.inputs, dict) and "inputs" not in task.body.model_fields
-    given = body.inputs if whole else {"inputs": body.inputs}
-    return await task.answer(call, task.body.model_validate({**given, **parameters}))
+    problems: list[ValidationError] = []
+    for task in fitting:
+        # The model's own task comes first; what was sent may belong to another one that it does.
+        try:
+            found = task.body.model_validate(_given(task, body.inputs, parameters)) if task.body else None
+        except ValidationError as error:
+            problems.append(error)
+            continue
+        return await task.answer(call, found)
+    raise problems[0]
+
+
+def _given(task: Endpoint, inputs: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The body for an endpoint. A question with its context, or a query with its documents, is itself what that takes."""
+    fields = task.body.model_fields if task.body is not None else {}
+    whole = isinstance(inputs, dict) and "inputs" not in fields
+    usual = {"stream": False} if "stream" in fields else {}
+    return {**usual, **(inputs if whole else {"inputs": inputs}), **parameters}
 
 
 ENDPOINTS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
 from .endpoints import Body, Call, Endpoint
@@ -58,8 +58,16 @@ class ZeroShotBody(Texts):
     """What `/zero-shot` takes."""
 
     candidate_labels: list[str] = Field(min_length=1)
-    hypothesis_template: str = "This example is {}."
+    hypothesis_template: str = Field(default="This example is {}.", max_length=1000)
     multi_label: bool = False
+
+    @field_validator("hypothesis_template")
+    @classmethod
+    def _plain(cls, template: str) -> str:
+        """Python's formatting does more than to put a label in: `{:999999999}` makes a text of that length."""
+        if template.count("{}") != 1 or set("{}") & set(template.replace("{}", "")):
+            raise ValueError("has {} once, where the label goes, and no other braces")
+        return template
 
 
 class FillMaskBody(Texts):
@@ -75,14 +83,30 @@ class EmbedBody(Texts):
 
 
 class RerankBody(Body):
-    """What `/rerank` takes."""
+    """What `/rerank` takes; with `texts` instead of `documents` it is asked, and answers, as text-embeddings-inference does."""
 
     model: str | None = None
     query: str
-    documents: list[str] = Field(min_length=1)
+    documents: list[str] | None = Field(default=None, min_length=1)
     top_n: int | None = Field(default=None, ge=1)
     return_documents: bool = False
     raw_scores: bool = False
+    texts: list[str] | None = Field(default=None, min_length=1)
+    return_text: bool = False
+    truncate: bool = True
+    truncation_direction: Literal["right", "Right"] = "right"
+
+    @model_validator(mode="after")
+    def _either(self) -> RerankBody:
+        others = ("return_text", "truncate", "truncation_direction"), ("top_n", "return_documents")
+        if (self.documents is None) == (self.texts is None):
+            raise ValueError("either documents or texts are ranked")
+        wrong = [name for name in others[self.documents is None] if name in self.model_fields_set]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} belong to {'texts' if self.texts is None else 'documents'}")
+        if not self.truncate:
+            raise ValueError("documents are cut to what the model reads: truncate is true")
+        return self
 
 
 class TokenizeBody(Texts):
@@ -128,6 +152,8 @@ async def _classify(call: Call, body: ClassifyBody) -> Response:
 
 async def _zero_shot(call: Call, body: ZeroShotBody) -> Response:
     call.check_batch(len(body.candidate_labels) * (len(body.inputs) if isinstance(body.inputs, list) else 1))
+    # Each text is read with each label, and each query with each document.
+    call.check_texts(body.inputs, times=len(body.candidate_labels))
     return await _ZERO_SHOT(call, body)
 
 
@@ -146,12 +172,21 @@ async def _embed(call: Call, body: EmbedBody) -> Response:
 
 
 async def _rerank(call: Call, body: RerankBody) -> Response:
-    call.check_batch(len(body.documents))
+    documents = body.texts or body.documents or []
+    call.check_batch(len(documents))
+    call.check_texts(body.query, times=len(documents))
     model = call.server.model_for(body.model, "rank")
     ranked = await call.ask(
-        (body.query, body.documents), operation="rank", model=model, top_k=body.top_n,
-        return_documents=body.return_documents, raw_scores=body.raw_scores,
+        (body.query, documents), operation="rank", model=model, top_k=body.top_n,
+        return_documents=body.return_documents or body.return_text, raw_scores=body.raw_scores,
     )  # fmt: skip
+    if body.texts is not None:
+        return Json(
+            [
+                {"index": one["corpus_id"], "score": one["score"], **({"text": one["text"]} if "text" in one else {})}
+                for one in ranked
+            ]
+        )
     results = [
         {
             "index": one["corpus_id"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,14 @@ DATATYPES = {
     "bfloat16": "BF16",
     "float32": "FP32",
     "float64": "FP64",
+    "object": "BYTES",
 }
 """The protocol's words for element types."""
 
-_DTYPES = {word: getattr(torch, name) for name, word in DATATYPES.items()}
+Texts = np.ndarray[Any, Any]
+"""Of objects, which are texts."""
+
+_DTYPES = {word: getattr(torch, name) for name, word in DATATYPES.items() if word != "BYTES"}
 _LIMITS = {"INT8": 8, "UINT8": 8, "INT16": 16, "INT32": 32, "INT64": 64}
 
 
@@ -90,12 +95,64 @@ def from_binary(name: str, datatype: str, shape: Sequence[int], data: bytes) -> 
     return torch.from_numpy(array).view(dtype).reshape(tuple(shape))
 
 
+def texts_from_json(name: str, shape: Sequence[int], data: list[Any] | None) -> Texts:
+    """Texts, flat or nested, as an array of objects.
+
+    Raises:
+        HttpError: They are none, too many or too few.
+    """
+    flat = _flat(data or [])
+    if len(flat) != _elements(name, shape):
+        raise HttpError(422, f"Input {name!r} has {len(flat)} values and the shape {list(shape)}.", fix="send as many.")
+    if not all(isinstance(value, str) for value in flat):
+        raise HttpError(422, f"Input {name!r} has values that are no texts.", fix="send strings.")
+    return _shaped(flat, shape)
+
+
+def texts_from_binary(name: str, shape: Sequence[int], data: bytes) -> Texts:
+    """Texts in UTF-8, each behind its length in four bytes, little-endian.
+
+    Raises:
+        HttpError: They are none, too many or too few.
+    """
+    found: list[str] = []
+    at = 0
+    try:
+        while at < len(data):
+            (size,) = struct.unpack_from("<I", data, at)
+            at += 4 + size
+            if at > len(data):
+                raise struct.error
+            found.append(data[at - size : at].decode("utf-8"))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise HttpError(
+            422, f"Input {name!r} is no BYTES.", fix="send UTF-8, each text behind its length in 4 bytes."
+        ) from error
+    if len(found) != _elements(name, shape):
+        raise HttpError(422, f"Input {name!r} has {len(found)} texts and the shape {list(shape)}.", fix="send as many.")
+    return _shaped(found, shape)
+
+
+def _shaped(texts: list[str], shape: Sequence[int]) -> Texts:
+    made = np.empty(len(texts), dtype=object)
+    made[:] = texts
+    return made.reshape(tuple(shape))
+
+
+def array_to_binary(array: np.ndarray[Any, Any]) -> bytes:
+    """Its bytes; texts in UTF-8, each behind its length."""
+    if array.dtype != object:
+        return array.astype(array.dtype.newbyteorder("<")).tobytes()
+    encoded = [str(one).encode() for one in array.reshape(-1)]
+    return b"".join(part for one in encoded for part in (struct.pack("<I", len(one)), one))
+
+
 def to_binary(tensor: torch.Tensor) -> bytes:
     """Its bytes, little-endian, row by row."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def to_json_data(tensor: torch.Tensor) -> list[Any]:
+def to_json_data(values: torch.Tensor | np.ndarray[Any, Any]) -> list[Any]:
     """Its values, flat."""
-    found: list[Any] = tensor.reshape(-1).tolist()
+    found: list[Any] = values.reshape(-1).tolist()
     return found

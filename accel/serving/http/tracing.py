@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ class Tracer:
             from opentelemetry import trace
             from opentelemetry.propagate import extract
 
+            self._own = provider is None
             self._provider = provider if provider is not None else _exporting()
         except ImportError as error:
             raise BackendUnavailableError(
@@ -35,6 +37,7 @@ class Tracer:
             ) from error
         self._extract = extract
         self._kind = trace.SpanKind.SERVER
+        self._failed = trace.Status(trace.StatusCode.ERROR)
         self._in_span = trace.set_span_in_context
         self._tracer = self._provider.get_tracer("accel.serving", __version__)
 
@@ -57,12 +60,16 @@ class Tracer:
             attributes={
                 "http.request.method": call.request.method,
                 "http.route": path,
+                "url.path": call.request.url.path,
+                "url.scheme": call.request.url.scheme,
                 "http.response.status_code": status,
                 "accel.request_id": call.id,
                 "accel.tokens": call.timing.tokens,
                 "accel.batch": call.timing.batch,
             },
         )
+        if status >= 500:
+            span.set_status(self._failed)
         if call.worked:
             # One after another, as long as each took in all; what lies between them is the queue's.
             at = begin
@@ -74,15 +81,20 @@ class Tracer:
         span.end(end_time=now)
 
     def close(self) -> None:
-        """Send what was not sent yet."""
-        self._provider.shutdown()
+        """Send what was not sent yet; a provider that was given goes on."""
+        if self._own:
+            self._provider.shutdown()
+        else:
+            self._provider.force_flush()
 
 
 def _exporting() -> Any:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider()
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "accel"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

@@ -1,0 +1,142 @@
+"""Traces as OpenTelemetry's own SDK gets them."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import accel
+from accel.serving.http.app import create_app
+from accel.testing.generators import save_generator
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra `traces` is not installed")
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+STEPS = ["queue", "tokenization", "inference"]
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture(scope="module")
+def client(
+    tiny_folder: Callable[..., Path], shared: Callable[..., Path], exporter: InMemorySpanExporter
+) -> Iterator[TestClient]:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    folders = {
+        "labels": tiny_folder("bert", "text-classification"),
+        "chat": shared("traced-chat", lambda folder: save_generator(folder, "llama")),
+    }
+    with TestClient(create_app(accel.Engine(folders, backend="pytorch"), traces=provider)) as made:
+        yield made
+    # It is the caller's: the server does not end it.
+    exporter.clear()
+    provider.get_tracer("mine").start_span("after").end()
+    assert [one.name for one in exporter.get_finished_spans()] == ["after"]
+
+
+def spans(exporter: InMemorySpanExporter) -> tuple[Any, list[Any]]:
+    """The span of the request, and those inside it by time."""
+    found = exporter.get_finished_spans()
+    exporter.clear()
+    (outer,) = (one for one in found if one.name.startswith("POST"))
+    inner = [one for one in found if one is not outer]
+    assert all(one.parent.span_id == outer.context.span_id for one in inner)
+    return outer, sorted(inner, key=lambda one: one.start_time)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"model": "labels", "inputs": ["help", "the bank"]}),
+        ("/generate", {"model": "chat", "inputs": "help", "max_new_tokens": 8}),
+        ("/v1/completions", {"model": "chat", "prompt": "help", "max_tokens": 8}),
+    ],
+)
+def test_a_request_is_a_span_of_its_callers_trace_with_its_steps_inside(
+    path: str, body: dict[str, Any], client: TestClient, exporter: InMemorySpanExporter
+) -> None:
+    answer = client.post(path, json=body, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    outer, inner = spans(exporter)
+    assert outer.name == f"POST {path}"
+    assert f"{outer.context.trace_id:032x}" == TRACE
+    assert f"{outer.parent.span_id:016x}" == PARENT
+    assert outer.attributes["accel.request_id"] == answer.headers["x-request-id"]
+    assert outer.attributes["http.response.status_code"] == 200
+    assert [one.name for one in inner] == STEPS
+    times = [outer.start_time, *(time for one in inner for time in (one.start_time, one.end_time)), outer.end_time]
+    assert times == sorted(times)
+    # A stream is computed while it is sent.
+    assert inner[-1].end_time - inner[-1].start_time > 0
+
+
+def test_a_caller_that_does_not_sample_is_followed(client: TestClient, exporter: InMemorySpanExporter) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    assert client.post("/classify", json={"model": "labels", "inputs": "help"}, headers=headers).status_code == 200
+    assert not exporter.get_finished_spans()
+
+
+@pytest.mark.parametrize("header", ["", "garbage", f"00-{'0' * 32}-{PARENT}-01"])
+def test_without_a_callers_trace_it_is_a_new_one(
+    header: str, client: TestClient, exporter: InMemorySpanExporter
+) -> None:
+    client.post("/classify", json={"model": "labels", "inputs": 3}, headers={"traceparent": header})
+    outer, inner = spans(exporter)
+    assert (outer.parent, inner, outer.attributes["http.response.status_code"]) == (None, [], 422)
+    assert outer.status.status_code is StatusCode.UNSET
+
+
+def test_what_fails_here_is_marked(
+    client: TestClient, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app: Any = client.app
+    monkeypatch.setattr(app.server.engine.models["labels"], "_session", None)
+    assert client.post("/classify", json={"model": "labels", "inputs": "help"}).status_code == 500
+    outer, _ = spans(exporter)
+    assert outer.status.status_code is StatusCode.ERROR
+
+
+def test_traces_are_sent_where_the_environment_says(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp", reason="the extra `traces` is not installed")
+    bodies: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        engine = accel.Engine(tiny_folder("bert", "text-classification"), backend="pytorch")
+        with TestClient(create_app(engine, traces=True)) as client:
+            client.post("/classify", json={"inputs": "help"})
+        # What was not sent yet goes out when the server ends.
+        collector.shutdown()
+    ((path, body),) = bodies
+    assert path == "/v1/traces"
+    assert all(word in body for word in (b"POST /classify", b"service.name", b"accel", b"tokenization"))
+
+
+def test_who_looks_after_the_server_is_not_traced(client: TestClient, exporter: InMemorySpanExporter) -> None:
+    assert client.get("/health").status_code == 200
+    assert not exporter.get_finished_spans()

@@ -1,0 +1,316 @@
+"""What other servers' clients send is taken as they mean it, or refused in their words."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import accel
+from accel.errors import ConfigError
+from accel.serving.http.app import create_app
+from accel.serving.http.settings import ServerSettings
+from accel.testing.generators import save_generator
+
+Served = Callable[[str], accel.ORTModel]
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def client(served: Served, shared: Callable[..., Path]) -> Iterator[TestClient]:
+    def chat(folder: Path) -> None:
+        save_generator(folder, "qwen3")
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": CHAT}))
+
+    models = {
+        "scores": served("rank"),
+        "judge": served("zero-shot-classification"),
+        "chat": accel.ORTModel.from_pretrained(shared("served-chat", chat), backend="pytorch"),
+    }
+    settings = ServerSettings(max_client_batch=8, max_text_chars=2000, cors_origins=("https://a.example",))
+    with TestClient(create_app(accel.Engine(models), settings)) as made:
+        yield made
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_rerank_as_text_embeddings_inference_is_asked_and_answers(client: TestClient) -> None:
+    texts = ["the bank", "i lost my card", "help"]
+    found = post(client, "/rerank", query="where is my card", texts=texts, return_text=True, raw_scores=True)
+    usual = post(client, "/rerank", query="where is my card", documents=texts, raw_scores=True)["results"]
+    assert [(one["index"], one["text"]) for one in found] == [(one["index"], texts[one["index"]]) for one in usual]
+    assert np.allclose([one["score"] for one in found], [one["relevance_score"] for one in usual], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"documents": ["a"], "texts": ["a"]}, {"texts": ["a"], "top_n": 1}, {"documents": ["a"], "return_text": True},
+             {"texts": ["a"], "truncate": False}]
+)  # fmt: skip
+def test_a_mixture_of_two_shapes_is_refused(body: dict[str, Any], client: TestClient) -> None:
+    assert client.post("/rerank", json={"query": "help", **body}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "parameters", "path"),
+    [
+        ("judge", "help", {}, "/classify"),
+        ("judge", "help", {"candidate_labels": ["bank", "card"]}, "/zero-shot"),
+        ("scores", {"query": "help", "documents": ["the bank", "card"]}, {}, "/rerank"),
+        ("chat", "where is my", {"max_new_tokens": 4}, "/generate"),
+    ],
+)
+def test_sagemakers_invocation_goes_where_its_inputs_belong(
+    model: str, inputs: Any, parameters: dict[str, Any], path: str, client: TestClient
+) -> None:
+    found = post(client, "/invocations", inputs=inputs, parameters={"model": model, **parameters})
+    body = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    more = {"stream": False} if path == "/generate" else {}
+    assert found == post(client, path, model=model, **body, **parameters, **more)
+
+
+def test_an_answers_message_can_be_sent_back(client: TestClient) -> None:
+    asked = [{"role": "user", "content": "where is my card"}]
+    made = post(client, "/v1/chat/completions", messages=asked, max_tokens=3)["choices"][0]["message"]
+    # As OpenAI's client writes its own object.
+    made = {**made, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+    assert (
+        post(client, "/v1/chat/completions", messages=[*asked, made, *asked], max_tokens=3)["usage"]["prompt_tokens"]
+        > 8
+    )
+
+
+NOTHING = {
+    "/v1/chat/completions": {"logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "store": False, "n": 1,
+                             "response_format": {"type": "text"}, "service_tier": "auto", "metadata": {}},
+    "/v1/completions": {"logprobs": None, "echo": False, "best_of": 1, "suffix": None},
+}  # fmt: skip
+SOMETHING = {
+    "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2, "tools": [{"type": "function"}], "n": 2, "store": True,
+                             "response_format": {"type": "json_object"}},
+    "/v1/completions": {"logprobs": 1, "echo": True, "best_of": 2, "suffix": "x"},
+}  # fmt: skip
+GIVEN = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "help"}]},
+    "/v1/completions": {"prompt": "help"},
+}
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_fields_that_ask_for_nothing_are_taken_and_no_others(path: str, client: TestClient) -> None:
+    post(client, path, **GIVEN[path], **NOTHING[path], max_tokens=2)
+    for name, value in SOMETHING[path].items():
+        answer = client.post(path, json={**GIVEN[path], name: value})
+        assert (answer.status_code, name in answer.text) == (422, True)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_what_is_not_there_is_told_the_inference_protocols_clients_as_a_text(method: str, client: TestClient) -> None:
+    found = client.request(method, "/v2/repository/index")
+    assert (found.status_code, type(found.json()["error"])) == (404, str)
+
+
+def test_pages_of_an_origin_that_was_named_may_call_and_others_may_not(client: TestClient) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    found = client.options("/classify", headers={"Origin": "https://a.example", **asks})
+    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    assert client.options("/classify", headers={"Origin": "https://b.example", **asks}).status_code == 400
+    mine = client.get("/health", headers={"Origin": "https://a.example"})
+    assert "x-request-id" in mine.headers["access-control-expose-headers"]
+    assert "access-control-allow-origin" not in client.get("/health", headers={"Origin": "https://b.example"}).headers
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"cors_origins": ("a.example",)}, {"cors_origins": ("https://a.example/x",)}, {"api_keys": ("schlüssel",)},
+     {"api_keys": ("two words ",)}, {"max_text_chars": 0}, {"body_timeout_s": float("nan")}],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerSettings(**setting)
+
+
+@pytest.mark.parametrize("template", ["{:999999999}", "{0}", "{.__class__}", "{} {}", "none", "{", "{{}}"])
+def test_a_template_of_hypotheses_holds_the_label_and_nothing_else(template: str, client: TestClient) -> None:
+    body = {"model": "judge", "inputs": "help", "candidate_labels": ["bank"], "hypothesis_template": template}
+    answer = client.post("/zero-shot", json=body)
+    assert (answer.status_code, "hypothesis_template" in answer.text) == (422, True)
+
+
+LONG = [
+    ("/classify", {"model": "judge", "inputs": ["help", "a " * 1000]}),
+    ("/tokenize", {"model": "judge", "inputs": "a " * 1001}),
+    ("/rerank", {"query": "help", "documents": ["a " * 1000]}),
+    ("/rerank", {"query": "a " * 200, "documents": ["a"] * 6}),
+    ("/zero-shot", {"inputs": "a " * 200, "candidate_labels": ["a"] * 6}),
+    ("/zero-shot", {"inputs": "help", "candidate_labels": ["a " * 1001]}),
+    ("/generate", {"inputs": "a " * 1001}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 1001}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG)
+def test_texts_that_a_tokenizer_would_read_for_seconds_are_refused_before(
+    path: str, body: dict[str, Any], client: TestClient
+) -> None:
+    answer = client.post(path, json=body)
+    assert (answer.status_code, "2000 letters" in answer.text) == (413, True)
+
+
+def test_errors_are_short_whatever_they_quote(client: TestClient) -> None:
+    for body in ({"inputs": "help", "model": "x" * 100_000}, {"inputs": "help", "x" * 100_000: 1}):
+        assert len(client.post("/classify", json=body).content) < 3000
+
+
+def test_more_rows_of_tensors_than_a_client_may_send_are_refused(client: TestClient) -> None:
+    inputs = [
+        {"name": name, "datatype": "INT64", "shape": [9, 2], "data": [1] * 18}
+        for name in ("input_ids", "attention_mask")
+    ]
+    answer = client.post("/v2/models/judge/infer", json={"inputs": inputs})
+    assert (answer.status_code, "at most 8" in answer.text) == (422, True)
+
+
+# Texts over the Open Inference Protocol
+
+
+def infer(client: TestClient, model: str, binary: bool = False, **inputs: list[list[str]]) -> dict[str, Any]:
+    """The outputs by name, as arrays; both directions as JSON, or as bytes."""
+    given, parts = [], []
+    for name, rows in inputs.items():
+        one: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
+        if binary:
+            encoded = [text.encode() for row in rows for text in row]
+            parts.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+            one["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            one["data"] = rows
+        given.append(one)
+    head = json.dumps({"inputs": given, "parameters": {"binary_data_output": binary}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))} if binary else {}
+    answer = client.post(f"/v2/models/{model}/infer", content=head + b"".join(parts), headers=headers)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
+    found: dict[str, Any] = {}
+    rest = answer.content[length:]
+    for one in json.loads(answer.content[:length])["outputs"]:
+        if not binary:
+            values = one["data"]
+        else:
+            size = one["parameters"]["binary_data_size"]
+            part, rest = rest[:size], rest[size:]
+            values = unpacked(part) if one["datatype"] == "BYTES" else np.frombuffer(part, _TYPES[one["datatype"]])
+        found[one["name"]] = np.array(values, dtype=object if one["datatype"] == "BYTES" else None).reshape(
+            one["shape"]
+        )
+    assert not rest or binary
+    return found
+
+
+_TYPES = {"FP32": "<f4", "INT64": "<i8"}
+
+
+def unpacked(part: bytes) -> list[str]:
+    found = []
+    while part:
+        (size,) = struct.unpack("<I", part[:4])
+        found.append(part[4 : 4 + size].decode())
+        part = part[4 + size :]
+    return found
+
+
+@pytest.fixture(scope="module")
+def text_client(served: Served) -> Iterator[TestClient]:
+    tasks = {"labels": "text-classification", "tags": "token-classification", "answers": "question-answering",
+             "vectors": "sentence-similarity", "scores": "rank", "masks": "fill-mask"}  # fmt: skip
+    with TestClient(create_app(accel.Engine({name: served(task) for name, task in tasks.items()}))) as made:
+        yield made
+
+
+WORDS = ["where is my card", "the bäñk 👩 is closed"]
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_texts_are_classified_as_tensors(binary: bool, count: int, text_client: TestClient) -> None:
+    found = infer(text_client, "labels.text", binary, TEXT=[[text] for text in WORDS[:count]])
+    expected = post(text_client, "/classify", model="labels", inputs=WORDS[:count], top_k=3)
+    for i, one in enumerate(expected):
+        assert found["LABEL"][i, 0] == one[0]["label"]
+        assert found["SCORE"][i, 0] == pytest.approx(one[0]["score"], abs=1e-5)
+        by_label = {label["label"]: label["score"] for label in one}
+        assert np.allclose(found["SCORES"][i], [by_label[f"LABEL_{j}"] for j in range(3)], atol=1e-5)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_other_tasks_of_texts_as_tensors(binary: bool, text_client: TestClient) -> None:
+    vectors = infer(text_client, "vectors.text", binary, TEXT=[[text] for text in WORDS])["EMBEDDING"]
+    assert np.allclose(vectors, post(text_client, "/embed", inputs=WORDS, normalize=False), atol=1e-5)
+    (tags,) = infer(text_client, "tags.text", binary, TEXT=[[WORDS[0]]])["ENTITIES"][0]
+    assert json.loads(tags) == post(text_client, "/ner", inputs=WORDS[0], aggregation_strategy="none")
+    asked = {"question": "where is my card", "context": "the card is in london and not in paris"}
+    answer = infer(text_client, "answers.text", binary, QUESTION=[[asked["question"]]], CONTEXT=[[asked["context"]]])
+    expected = post(text_client, "/qa", **asked)
+    assert [answer[name][0, 0] for name in ("ANSWER", "START", "END")] == [
+        expected[name] for name in ("answer", "start", "end")
+    ]
+    documents = [["the bank", "i lost my card", "help"], ["help", "card", "the phone"]]
+    ranked = infer(text_client, "scores.text", binary, QUERY=[["my card"], ["help"]], DOCUMENTS=documents)
+    for i, query in enumerate(("my card", "help")):
+        usual = post(text_client, "/rerank", query=query, documents=documents[i])["results"]
+        assert list(ranked["RANKING"][i]) == [one["index"] for one in usual]
+        assert np.allclose(
+            ranked["SCORES"][i][ranked["RANKING"][i]], [one["relevance_score"] for one in usual], atol=1e-5
+        )
+
+
+def test_metadata_say_what_texts_go_in_and_what_comes_out(text_client: TestClient) -> None:
+    found = text_client.get("/v2/models/labels.text").json()
+    assert found["inputs"] == [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}]
+    assert {"name": "SCORES", "datatype": "FP32", "shape": [-1, 3]} in found["outputs"]
+    assert text_client.get("/v2/models/labels.text/versions/1/ready").status_code == 200
+    for name in ("masks.text", "nobody.text", ".text", "labels.text.text"):
+        assert text_client.get(f"/v2/models/{name}").status_code == 404
+
+
+WRONG = [
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [2, 1], "data": ["a"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": [3]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [0, 1], "data": []}]},
+    {"inputs": [{"name": "TEXT", "datatype": "INT64", "shape": [1, 1], "data": [3]}]},
+    {"inputs": [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}], "outputs": [{"name": "logits"}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": 9}}]},
+    {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [300, 1], "data": ["a"] * 300}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_texts_that_are_none_are_refused(body: dict[str, Any], text_client: TestClient) -> None:
+    answer = text_client.post("/v2/models/labels.text/infer", json=body)
+    assert (answer.status_code, type(answer.json()["error"])) == (422, str), answer.text
+
+
+def test_a_query_counts_with_each_of_its_documents(client: TestClient) -> None:
+    inputs = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a " * 200]},
+              {"name": "DOCUMENTS", "datatype": "BYTES", "shape": [1, 6], "data": ["a"] * 6}]  # fmt: skip
+    assert client.post("/v2/models/scores.text/infer", json={"inputs": inputs}).status_code == 413
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", b"\x05\0\0\0ab", b"\x02\0\0\0\xff\xff", b"\xff\xff\xff\xffab"])
+def test_bytes_that_are_no_texts_are_refused(content: bytes, text_client: TestClient) -> None:
+    one = {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(content)}}
+    head = json.dumps({"inputs": [one]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert text_client.post("/v2/models/labels.text/infer", content=head + content, headers=headers).status_code == 422

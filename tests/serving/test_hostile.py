@@ -1,0 +1,212 @@
+"""A server at a real socket, and clients that are slow, silent, many, or gone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel
+from accel.serving.http.app import create_app
+from accel.serving.http.front import Front
+from accel.serving.http.running import serve
+from accel.serving.http.settings import ServerSettings
+from accel.testing.generators import save_generator
+from tests.serving.conftest import Gate
+
+Served = Callable[[str], accel.ORTModel]
+HELP = json.dumps({"inputs": "help"}).encode()
+
+
+@contextmanager
+def running(front: Front) -> Iterator[int]:
+    """The server in a thread, and its port; told to end behind the block."""
+    ready = threading.Event()
+    url: list[str] = []
+
+    def told(found: str) -> None:
+        url.append(found)
+        ready.set()
+
+    thread = threading.Thread(target=serve, args=(front,), kwargs={"port": 0, "on_ready": told}, daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield int(url[0].rpartition(":")[2])
+    finally:
+        front.server.draining = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def sent(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
+    """A connection on which a request was sent, or its beginning."""
+    made = socket.create_connection(("127.0.0.1", port), timeout=60)
+    made.sendall(
+        b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), length or len(body), body)
+    )
+    return made
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def read(connection: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    connection.close()
+    return b"".join(parts)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(served: Served) -> None:
+    engine = accel.Engine({"labels": served("text-classification")})
+    front = create_app(engine, ServerSettings(body_timeout_s=0.2))
+    with running(front) as port:
+        answer = read(sent(port, "/classify", HELP[:5], length=len(HELP)))
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert ask(port, "/classify", HELP)[0] == 200
+
+
+def test_half_a_body_does_not_keep_a_server_from_ending(served: Served) -> None:
+    front = create_app(accel.Engine({"labels": served("text-classification")}), ServerSettings(linger_s=0.0))
+    with running(front) as port:
+        half = sent(port, "/classify", HELP[:5], length=len(HELP))
+        until(lambda: bool(front.server.reading))
+        front.server.draining = True
+        assert read(half).startswith(b"HTTP/1.1 503")
+
+
+def test_requests_behind_each_other_on_one_connection_are_all_answered(served: Served) -> None:
+    with running(create_app(accel.Engine({"labels": served("text-classification")}))) as port:
+        one = b"POST /classify HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(HELP)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall((one + b"\r\n" + HELP) * 9 + one + b"Connection: close\r\n\r\n" + HELP)
+            assert read(connection).count(b"HTTP/1.1 200") == 10
+
+
+@pytest.fixture(scope="module")
+def chat(shared: Callable[..., Path]) -> accel.ORTModel:
+    folder = shared("served-long", lambda folder: save_generator(folder, "llama", max_position_embeddings=100_000))
+    return accel.ORTModel.from_pretrained(folder, backend="pytorch")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_client_that_leaves_frees_its_row(stream: bool, wait: bool, chat: accel.ORTModel) -> None:
+    engine = accel.Engine({"chat": chat})
+    body = json.dumps({"inputs": "help", "max_new_tokens": 3000, "ignore_eos": True, "stream": stream}).encode()
+    with running(create_app(engine)) as port:
+        scheduler = engine.generator("chat").scheduler
+        for _ in range(3):
+            connection = sent(port, "/generate", body)
+            if wait:
+                until(lambda: scheduler.running > 0)
+            connection.close()
+            until(
+                lambda: (
+                    not scheduler.running and not scheduler.waiting and "in_flight 1.0" in str(ask(port, "/metrics"))
+                )
+            )
+        assert scheduler.steps < 3 * 3000
+
+
+def counted(page: str, name: str, **labels: str) -> int:
+    """The sum of a counter over all labels that are not named."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    found = re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+]+)$", page, re.MULTILINE)
+    return int(sum(float(value) for given, value in found if all(one in given for one in wanted)))
+
+
+@pytest.mark.thorough
+def test_two_thousand_requests_of_sixteen_callers_are_counted_as_they_count_them(served: Served) -> None:
+    """Answered, refused by the queue, wrong, of a model that is not there, and of callers that leave: exactly."""
+    model = served("sentence-similarity")
+    gate = Gate(model._session)
+    model._session = gate
+    engine = accel.Engine({"vectors": model}, max_queue=6)
+    statuses: Counter[str] = Counter()
+    tokens = inputs = 0
+    lock = threading.Lock()
+
+    def call(port: int, seed: int) -> None:
+        nonlocal tokens, inputs
+        chance = random.Random(seed)
+        for _ in range(125):
+            texts = ["where is my card"] * chance.randint(1, 3)
+            body: Any = {"input": texts}
+            wrong = chance.random()
+            if wrong < 0.05:
+                body = {"input": 3}
+            elif wrong < 0.1:
+                body = {"input": texts, "model": "other"}
+            status, answer = ask(port, "/v1/embeddings", b"{" if wrong > 0.97 else json.dumps(body).encode())
+            with lock:
+                statuses[str(status)] += 1
+                if status == 200:
+                    tokens += json.loads(answer)["usage"]["prompt_tokens"]
+                    inputs += len(texts)
+
+    try:
+        with running(create_app(engine)) as port:
+            # Those that leave while the model is busy.
+            left = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
+            until(lambda: engine.pending() == 6)
+            statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
+            time.sleep(0.1)
+            for one in left:
+                one.close()
+            until(lambda: engine.pending() == 0)
+            gate.open()
+            callers = [threading.Thread(target=call, args=(port, seed)) for seed in range(16)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join(300)
+            until(lambda: "in_flight 1.0" in str(ask(port, "/metrics")))
+            page = ask(port, "/metrics")[1].decode()
+    finally:
+        gate.open()
+        model._session = gate._session
+    assert set(statuses) == {"200", "400", "404", "422", "429"}
+    assert statuses.total() == 2001
+    statuses["499"] = len(left)
+    for status, count in statuses.items():
+        assert counted(page, "accel_requests_total", path="/v1/embeddings", status=status) == count, status
+    assert counted(page, "accel_requests_total", path="/v1/embeddings") == statuses.total()
+    assert counted(page, "accel_request_seconds_count", path="/v1/embeddings") == statuses.total()
+    assert counted(page, "accel_refused_total") == statuses["429"]
+    assert counted(page, "accel_inputs_total", outcome="answered") == inputs
+    assert counted(page, "accel_inputs_total", outcome="cancelled") == 6
+    assert counted(page, "accel_inputs_total", outcome="failed") == 0
+    assert counted(page, "accel_queue_seconds_count") == statuses["200"]
+    # Of those that left, rows that were in a call already were computed, too.
+    first_call = gate.calls[0]
+    assert counted(page, "accel_tokens_total") == tokens + first_call[0] * 3
+    assert counted(page, "accel_pending_inputs") == 0
