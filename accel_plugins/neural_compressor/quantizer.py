@@ -29,7 +29,7 @@ from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
 from .library import library, mapped
 from .static import integer_layers, observed, static_config, traced
-from .weights import NEEDS_DATA, check_algorithm, quantize_weights, weight_config, with_block_layers
+from .weights import NEEDS_DATA, check_algorithm, quantize_weights, share_again, weight_config, with_block_layers
 
 _LINEAR = (torch.nn.Linear,)
 _VERSIONS = ("neural-compressor-pt", "torchao", "auto-round", "torch", "transformers")
@@ -113,6 +113,7 @@ class _Work:
         example = batches[0].get("input_ids") if batches else None
         made: torch.nn.Module = quantize_weights(model, config, settings, run, example)
         self._names = with_block_layers(made, before)
+        share_again(made, inner)
         return made
 
     def tuned(self, evaluate: Evaluate, max_drop: float) -> Artifact:

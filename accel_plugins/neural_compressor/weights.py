@@ -148,3 +148,20 @@ def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
     if before is not None and torch.equal(before.detach().half().float(), kept.half().float()):
         return before.detach().float().clone()
     return None if before is None and not kept.any() else kept.clone()
+
+
+def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
+    """Make one parameter of those that were one in the float model, where an algorithm left copies; where it changed one of
+    them, the config says that they are two.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, one in before.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(one), []).append(name)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups.values():
+        kept = [name for name in names if name in found]
+        for name in kept[1:]:
+            if torch.equal(found[name], found[kept[0]]):
+                replace_layer(model, name, found[kept[0]])
+            elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+                model.config.tie_word_embeddings = False  # type: ignore[union-attr]
