@@ -38,6 +38,22 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
         )
 
 
+def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequence[str]) -> None:
+    """AWQ reads whole blocks, where the other algorithms fill up the last one.
+
+    Raises:
+        ConfigError: The block size does not divide a layer's inputs.
+    """
+    layers = {n: one for n, one in model.named_modules() if isinstance(one, torch.nn.Linear) and n not in exclude}
+    odd = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
+    if odd is not None:
+        raise ConfigError(
+            f"awq takes whole blocks, and block_size {config.block_size} does not divide the {layers[odd].in_features} inputs "
+            f"of {odd}.",
+            fix="use a smaller block_size, exclude the layer, or use algorithm='rtn' or 'gptq'.",
+        )
+
+
 def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -> Any:
     """Neural Compressor's settings for ours.
 

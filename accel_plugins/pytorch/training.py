@@ -6,6 +6,7 @@ https://arxiv.org/abs/1902.08153). Steps are kept as logarithms: an optimizer mo
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from accel.backends.interfaces import Batches
 from accel.capture import BlockLinear, IntegerLinear, pack, quiet, replace_layer, with_record
 from accel.config import PrepareConfig, QatConfig
 from accel.errors import ConfigError, PrepareError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "qat"
 _TINY = 1e-8
@@ -160,13 +163,22 @@ class _Distillation:
 
     def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
         self._teacher, self._share, self._temperature = teacher, share, temperature
+        self._told = False
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> _Distillation:
         return self
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         loss = getattr(output, "loss", None)
-        if not model.training or loss is None:
+        if not model.training:
+            return output
+        if loss is None:
+            if not self._told:
+                logger.warning(
+                    "The model answered in training without a loss of its own, so nothing is distilled: pass labels, and leave "
+                    "return_dict=False and label smoothing out."
+                )
+            self._told = True
             return output
         device = next(model.parameters()).device
         with torch.no_grad():
@@ -241,16 +253,21 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
     Raises:
         ConfigError: `exclude` matches nothing, or block_size does not divide a layer.
-        PrepareError: There is none, or the model is prepared already.
+        PrepareError: There is none, or the model is prepared or accelerated already.
     """
     if any(isinstance(one, TrainedLinear | TrainedBlocks) for one in model.modules()):
         raise PrepareError("The model is prepared already.", fix="train it, or load the float model again.")
+    if any("acceleration" in vars(one) for one in model.modules()):
+        raise PrepareError("The model is accelerated, which is for inference.", fix="call model.restore() first.")
     wrong = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     if wrong is not None:
         raise PrepareError(f"The model is {wrong.dtype}; steps are learned in float32.", fix="pass model.float().")
     tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    adapters = _adapters(model)
     found = {
-        name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear and id(one.weight) not in tied
+        name: one
+        for name, one in model.named_modules()
+        if type(one) is torch.nn.Linear and id(one.weight) not in tied and one not in adapters
     }
     for pattern in config.exclude:
         search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
@@ -275,6 +292,20 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
     return found
 
 
+def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The small layers of PEFT's adapters beside the layers that they adapt: few multiplications, and their code reads the
+    type of their weights.
+    """
+    return {
+        part
+        for one in model.modules()
+        if hasattr(type(one), "adapter_layer_names") and hasattr(one, "base_layer")
+        for name in one.adapter_layer_names
+        if isinstance(held := getattr(one, name, None), torch.nn.Module)
+        for part in held.modules()
+    }
+
+
 def _ranges(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear], calibration: Batches, samples: int
 ) -> dict[str, tuple[float, float]]:
@@ -288,11 +319,16 @@ def _ranges(
     def watch(name: str) -> Any:
         def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             low, high = found.get(name, (math.inf, -math.inf))
-            found[name] = (min(low, float(args[0].min())), max(high, float(args[0].max())))
+            least, most = float(args[0].min()), float(args[0].max())
+            if not math.isfinite(least) or not math.isfinite(most):
+                raise ValueError(f"the inputs of {name} are not all finite")
+            found[name] = (min(low, least), max(high, most))
 
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    # Decoders make their inputs from the labels.
+    encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     was_training, device, rows = model.training, next(model.parameters()).device, 0
     try:
         model.eval()
@@ -300,7 +336,8 @@ def _ranges(
             for batch in calibration:
                 if rows >= samples:
                     break
-                feeds = {name: value[: samples - rows].to(device) for name, value in batch.items() if name != "labels"}
+                left_out = () if encodes and "decoder_input_ids" not in batch else ("labels",)
+                feeds = {n: value[: samples - rows].to(device) for n, value in batch.items() if n not in left_out}
                 rows += len(next(iter(feeds.values())))
                 model(**feeds)
     # The model's own code with the caller's data, which may raise anything.

@@ -56,9 +56,7 @@ def machine() -> str:
 
 def run() -> dict[str, Any]:
     """The demo's report as JSON, from the command that users run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "accel", "demo", "--json"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "accel", "demo", "--json"], capture_output=True, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 

@@ -266,7 +266,9 @@ class Accelerator:
             )
         if calibration is not None:
             raise ConfigError("Accelerating a model reads no calibration data.", fix="leave it out.")
-        inside = next((n for n, m in model.named_modules() if isinstance(vars(m).get("acceleration"), Acceleration)), None)
+        inside = next(
+            (n for n, m in model.named_modules() if isinstance(vars(m).get("acceleration"), Acceleration)), None
+        )
         if inside is not None:
             raise InputError(
                 f"{f'The part {inside} of the model' if inside else 'The model'} is accelerated already.",

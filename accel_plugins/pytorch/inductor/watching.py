@@ -61,8 +61,7 @@ class Watch:
             places = zip(self._names, found, self._objects, strict=True)
             return f"{next(name for name, new, old in places if new is not old)} was replaced"
         if self._written() != self._state or not all(
-            torch.equal(torch.stack(group), before)
-            for group, before in zip(self._samples, self._sampled, strict=True)
+            torch.equal(torch.stack(group), before) for group, before in zip(self._samples, self._sampled, strict=True)
         ):
             return "its weights were changed or moved"
         return self._other_settings() or self._other_hooks()
@@ -100,7 +99,9 @@ class Watch:
     def _hooked(self) -> list[Any]:
         """Hooks of the model's parts; its own run outside of what is compiled, and transformers' own only when they are asked to."""
         parts = itertools.islice(self._modules.values(), 1, None)
-        hooks = (hook for one in parts for held in (one._forward_pre_hooks, one._forward_hooks) for hook in held.values())
+        hooks = (
+            hook for one in parts for held in (one._forward_pre_hooks, one._forward_hooks) for hook in held.values()
+        )
         return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
