@@ -66,6 +66,7 @@ class TrainedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
+        _check_float32(self.weight)
         low, high = self._limits
         x = torch._fake_quantize_learnable_per_tensor_affine(
             x, self.x_log_scale.exp().reshape(1), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
@@ -113,6 +114,7 @@ class TrainedBlocks(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
+        _check_float32(self.weight)
         blocks = self.weight.reshape(-1, self.block_size)
         factor = 1 / math.sqrt(self.block_size * 15)
         weight = torch._fake_quantize_learnable_per_channel_affine(
@@ -136,6 +138,14 @@ class TrainedBlocks(torch.nn.Linear):
         if self.bias is not None:
             made.bias = self.bias.detach().float().cpu().clone()
         return made
+
+
+def _check_float32(weight: torch.Tensor) -> None:
+    if weight.dtype is not torch.float32:
+        raise PrepareError(
+            f"The model was turned to {weight.dtype}; steps are learned in float32.",
+            fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
+        )
 
 
 def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,17 +303,16 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The small layers of PEFT's adapters beside the layers that they adapt: few multiplications, and their code reads the
-    type of their weights.
+    """What PEFT puts beside layers: the small layers of adapters (few multiplications, and their code reads the type of their
+    weights), and layers that are trained whole as they were before, which nothing calls.
     """
-    return {
-        part
-        for one in model.modules()
-        if hasattr(type(one), "adapter_layer_names") and hasattr(one, "base_layer")
-        for name in one.adapter_layer_names
-        if isinstance(held := getattr(one, name, None), torch.nn.Module)
-        for part in held.modules()
-    }
+    beside: list[torch.nn.Module | None] = []
+    for one in model.modules():
+        if hasattr(type(one), "adapter_layer_names") and "base_layer" in one._modules:
+            beside += [one._modules.get(name) for name in one.adapter_layer_names]
+        if "modules_to_save" in one._modules:
+            beside.append(one._modules.get("original_module"))
+    return {part for held in beside if held is not None for part in held.modules()}
 
 
 def _ranges(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 import transformers
@@ -146,6 +147,12 @@ def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[...,
         ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "no use for smooth_quant"),
         ({"scheme": "weight-int4", "exclude": ("clasifier",)}, ConfigError, "Did you mean 'classifier'"),
         ({"scheme": "weight-int4", "max_drop": 0.1}, ConfigError, "needs evaluate"),
+        ({"scheme": "weight-int4", "exclude": ("re:(",)}, ConfigError, "no regular expression"),
+        (
+            {"scheme": "weight-int4", "algorithm": "awq", "block_size": 128, "calibration": rows()},
+            ConfigError,
+            "does not divide",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(
@@ -186,3 +193,30 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     ids = batches[0]["input_ids"][:1]
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
+
+
+def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
+    """GPT-2's embedding and output layer, of which it makes two."""
+    folder = save_generator(tmp_path / "gpt2", "gpt2")
+    artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", block_size=16)
+    model: Any = load_source(resolve(artifact.path, weights=True), accel.ExportConfig()).model
+    model = getattr(model, "unwrapped", model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert quantized_layers(model)
+
+
+@pytest.mark.thorough
+def test_scaled_inputs_are_not_rounded_behind_a_relu(tmp_path: Path) -> None:
+    """AWQ divides a unit that is hardly ever on by almost nothing: its neighbours in a block would be rounded to nothing."""
+    folder = save_generator(tmp_path / "opt", "opt")
+    artifact = quantize(
+        folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", algorithm="awq", block_size=16,
+        calibration=rows(types=False),
+    )  # fmt: skip
+    factors = {
+        name: layer.factor for name, layer in layers_of(artifact).items() if getattr(layer, "factor", None) is not None
+    }
+    far = {name for name, factor in factors.items() if factor.abs().max() > 8 * factor.abs().min()}
+    graph = onnx_ir.load(next(accel.export(artifact.path, tmp_path / "onnx").path.glob("*.onnx")))
+    levels = [node.attributes.get_int("accuracy_level", 0) for node in graph.graph if node.op_type == "MatMulNBits"]
+    assert levels.count(0) == len(far)

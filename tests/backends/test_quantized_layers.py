@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,79 @@ def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
     assert type(twice.classifier) is torch.nn.Linear
     with pytest.raises(PrepareError, match="prepared already"):
         accel.prepare_qat(twice, preset="int4", block_size=16)
+    with pytest.raises(PrepareError, match="turned to torch.bfloat16"):
+        twice.to(torch.bfloat16)(**rows(1)[0])
+    with pytest.raises(ConfigError, match="no regular expression"):
+        accel.prepare_qat(tiny_model("bert"), preset="int4", exclude=["re:("])
+    with pytest.raises(PrepareError, match="not all finite"):
+        accel.prepare_qat(tiny_model("bert"), calibration=[{"inputs_embeds": torch.full((1, 2, 32), torch.nan)}])
+    marked = tiny_model("bert")
+    object.__setattr__(marked, "acceleration", object())
+    with pytest.raises(PrepareError, match="is accelerated"):
+        accel.prepare_qat(marked, calibration=rows())
+
+
+def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=120, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    )
+    batches = [{**batch, "labels": batch["input_ids"]} for batch in rows(2)]
+    prepared = accel.prepare_qat(model, calibration=batches)
+    assert type(prepared.decoder.block[0].layer[2].DenseReluDense.wi) is not torch.nn.Linear
+
+
+def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path) -> None:
+    prepared("int8").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ExportError, match="in training for integers"):
+        accel.export(tmp_path / "checkpoint", tmp_path / "onnx")
+
+
+def test_the_teacher_says_when_it_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared("int4", distillation=0.5).train()
+    for _ in range(2):
+        model(**rows(1)[0])
+    assert caplog.text.count("nothing is distilled") == 1
+
+
+def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """As accelerate leaves it behind `Trainer` with `bf16=True`."""
+    accelerate = pytest.importorskip("accelerate", reason="Trainer's mixed precision is accelerate's")
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(prepared("int8")).eval()
+    assert "forward" in vars(model)
+    artifact = accel.export(model, tmp_path / "torch", format="torch")
+    assert "forward" in vars(model)
+    case = {**rows(1, seed=3)[0]}
+    with torch.no_grad():
+        expected = type(model).forward(model, **case).logits
+    case["token_type_ids"] = torch.zeros_like(case["input_ids"])
+    assert torch.allclose(open_artifact(artifact).sessions["model"].run(case)["logits"], expected, atol=0.02)
+
+
+@pytest.mark.parametrize("first", ["adapter", pytest.param("rounding", marks=pytest.mark.thorough)])
+def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        # PEFT asks transformers for it by its old name.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        if first == "adapter":
+            model = accel.prepare_qat(peft.get_peft_model(tiny_model("bert"), settings), calibration=rows())
+        else:
+            model = peft.get_peft_model(prepared("int8"), settings)
+    query = model.eval().base_model.model.bert.encoder.layer[0].attention.self.query
+    assert type(query.lora_A["default"]) is torch.nn.Linear
+    assert type(query.base_layer) is not torch.nn.Linear
+    with pytest.raises(ExportError, match="adapters beside quantized layers"):
+        accel.export(model, tmp_path / "torch", task="text-classification", format="torch")
+    artifact = accel.export(model, tmp_path / "onnx", task="text-classification")
+    assert artifact.manifest.quantization is not None
+    case = rows(1, seed=3)[0]
+    with torch.no_grad():
+        expected = model(**case).logits
+    names = {spec.name for spec in artifact.components[0].inputs}
+    feeds = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
+    found = open_artifact(artifact).sessions["model"].run({name: feeds[name] for name in names})["logits"]
+    assert (found - expected).abs().max() < 0.02
