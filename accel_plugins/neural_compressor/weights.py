@@ -178,6 +178,7 @@ def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
         kept = [name for name in names if name in found]
         for name in kept[1:]:
             if torch.equal(found[name], found[kept[0]]):
-                replace_layer(model, name, found[kept[0]])
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, found[kept[0]])
             elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
                 model.config.tie_word_embeddings = False  # type: ignore[union-attr]

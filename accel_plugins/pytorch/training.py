@@ -309,7 +309,8 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     beside: list[torch.nn.Module | None] = []
     for one in model.modules():
         if hasattr(type(one), "adapter_layer_names") and "base_layer" in one._modules:
-            beside += [one._modules.get(name) for name in one.adapter_layer_names]
+            names: Any = one.adapter_layer_names
+            beside += [one._modules.get(name) for name in names]
         if "modules_to_save" in one._modules:
             beside.append(one._modules.get("original_module"))
     return {part for held in beside if held is not None for part in held.modules()}

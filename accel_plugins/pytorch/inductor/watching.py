@@ -32,20 +32,24 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        places = [
+        places: list[tuple[dict[str, Any], str, str]] = [
             (held, key, f"{path}.{key}".lstrip("."))
             for path, module in self._modules.items()
             for held in (module._parameters, module._buffers, module._modules)
             for key in held
         ]
-        self._held, self._keys, self._names = ([one[i] for one in places] for i in range(3))
+        self._held: list[dict[str, Any]] = [held for held, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._names = [name for _, _, name in places]
         self._objects = list(map(operator.getitem, self._held, self._keys))
         self._weights = [one for one in self._objects if isinstance(one, torch.Tensor)]
         self._state = self._written()
         self._samples = [group for group in _samples(self._weights) if group]
         self._sampled = [torch.stack(group) for group in self._samples]
         settings = list(_settings(self._modules))
-        self._vars, self._words, self._labels = ([one[i] for one in settings] for i in range(3))
+        self._vars: list[dict[str, Any]] = [held for held, _, _ in settings]
+        self._words = [word for _, word, _ in settings]
+        self._labels = [name for _, _, name in settings]
         self._values = copy.deepcopy(list(map(operator.getitem, self._vars, self._words)))
         self._hooks = self._hooked()
         self._last_hook = RemovableHandle.next_id
