@@ -219,4 +219,5 @@ def test_scaled_inputs_are_not_rounded_behind_a_relu(tmp_path: Path) -> None:
     far = {name for name, factor in factors.items() if factor.abs().max() > 8 * factor.abs().min()}
     graph = onnx_ir.load(next(accel.export(artifact.path, tmp_path / "onnx").path.glob("*.onnx")))
     levels = [node.attributes.get_int("accuracy_level", 0) for node in graph.graph if node.op_type == "MatMulNBits"]
-    assert levels.count(0) == len(far)
+    assert far
+    assert levels.count(0) == len(far) < len(levels)
