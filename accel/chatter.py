@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
-_CHATTY = ("transformers", "torch", "onnxscript", "onnx_ir", "onnx")
+_CHATTY = ("transformers", "torch", "torchao", "onnxscript", "onnx_ir", "onnx")
 
 
 class _OtherThreads:

@@ -59,6 +59,10 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
     """Progress on stderr, log level, and errors as exit codes."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("accel").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    if not verbose:
+        # Where it is installed, transformers imports it, and it warns of kernels for devices that are not here.
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _progress_bar():
             yield

@@ -19,7 +19,7 @@ import transformers
 import accel
 from accel.backends import registry
 from accel.config import AccelerateConfig, PrepareConfig
-from accel.errors import BackendUnavailableError, ConfigError, InputError, PrepareError
+from accel.errors import BackendUnavailableError, ConfigError, ExportError, InputError, PrepareError
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
@@ -478,7 +478,7 @@ class Nameless(torch.nn.Module):
         return self.layer(given[0])
 
 
-def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny_model("bert")
     with pytest.raises(ConfigError, match="evaluation mode"):
         accel.accelerate(model.train())
@@ -505,6 +505,8 @@ def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pyte
         accel.accelerate(whole)
     with pytest.raises(InputError, match="no name for input 1"):
         accel.accelerate(Nameless().eval())(torch.ones(2, 2))
+    with pytest.raises(ExportError, match="is accelerated"):
+        accel.export(model, tmp_path / "onnx")
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PrepareError, match="not copied"):
             copying(model)
