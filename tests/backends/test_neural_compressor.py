@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx_ir
 import pytest
 import torch
 import transformers
@@ -203,21 +202,3 @@ def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
     model = getattr(model, "unwrapped", model)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert quantized_layers(model)
-
-
-@pytest.mark.thorough
-def test_scaled_inputs_are_not_rounded_behind_a_relu(tmp_path: Path) -> None:
-    """AWQ divides a unit that is hardly ever on by almost nothing: its neighbours in a block would be rounded to nothing."""
-    folder = save_generator(tmp_path / "opt", "opt")
-    artifact = quantize(
-        folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", algorithm="awq", block_size=16,
-        calibration=rows(types=False),
-    )  # fmt: skip
-    factors = {
-        name: layer.factor for name, layer in layers_of(artifact).items() if getattr(layer, "factor", None) is not None
-    }
-    far = {name for name, factor in factors.items() if factor.abs().max() > 8 * factor.abs().min()}
-    graph = onnx_ir.load(next(accel.export(artifact.path, tmp_path / "onnx").path.glob("*.onnx")))
-    levels = [node.attributes.get_int("accuracy_level", 0) for node in graph.graph if node.op_type == "MatMulNBits"]
-    assert far
-    assert levels.count(0) == len(far) < len(levels)

@@ -28,6 +28,7 @@ from accel.capture import (
 )
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.models import tiny_model
+from accel_plugins.ortkit.export.quantized import lower_quantized_layers
 
 SCHEMES = ("static-int8", "weight-int4")
 PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
@@ -201,6 +202,29 @@ def _is_dense(node: Any) -> bool:
 
 
 # Quantization-aware training
+
+
+@pytest.mark.parametrize(("apart", "level"), [(4.0, 4), (100.0, 0)])
+def test_inputs_scaled_far_apart_are_not_rounded(apart: float, level: int) -> None:
+    """AWQ divides a unit that is hardly ever on by almost nothing: rounded to 8 bits, its neighbours in a block would be nothing."""
+    held = blocks(torch.nn.Linear(32, 8, bias=False))
+    x = onnx_ir.Value(name="x", shape=onnx_ir.Shape(["rows", 32]), type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT))
+    constants = {
+        "factor": np.linspace(1, apart, 32, dtype=np.float32), "packed": held.packed.numpy(),
+        "scales": held.scales.numpy(), "zeros": held.zeros.numpy(),
+    }  # fmt: skip
+    values = {name: onnx_ir.tensor(array, name=name) for name, array in constants.items()}
+    known = {name: onnx_ir.Value(name=name, const_value=value, shape=value.shape) for name, value in values.items()}
+    scaled = onnx_ir.node("Mul", [x, known.pop("factor")])
+    sizes = {"bits": 4, "block_size": 16, "inner": 32}
+    product = onnx_ir.node("block_linear", [scaled.outputs[0], *known.values()], sizes, domain="accel_layers", name="p")
+    initializers = [*known.values(), scaled.inputs[1]]
+    graph = onnx_ir.Graph(
+        [x], product.outputs, nodes=[scaled, product], initializers=initializers, opset_imports={"": 21}
+    )
+    assert lower_quantized_layers(onnx_ir.Model(graph, ir_version=10)) == 1
+    [node] = [node for node in graph if node.op_type == "MatMulNBits"]
+    assert node.attributes.get_int("accuracy_level", 0) == level
 
 
 def prepared(preset: str, **settings: Any) -> Any:
