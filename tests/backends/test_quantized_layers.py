@@ -361,7 +361,8 @@ def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) 
     assert torch.allclose(open_artifact(artifact).sessions["model"].run(case)["logits"], expected, atol=0.02)
 
 
-@pytest.mark.parametrize("first", ["adapter", pytest.param("rounding", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", ["adapter", "rounding"])
 def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
