@@ -14,7 +14,7 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 _AT_IMPORT = ("torchao", "torch.utils._pytree")
-_CHATTY = ("transformers", "torch", "onnxscript", "onnx_ir", "onnx")
+_CHATTY = ("transformers", "torch", "torchao", "onnxscript", "onnx_ir", "onnx")
 
 
 class _OtherThreads:

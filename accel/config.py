@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -168,6 +169,17 @@ class OptimizeConfig(JsonConfig):
         check_tolerance("OptimizeConfig.atol", self.atol)
 
 
+def _check_patterns(config: QuantizeConfig | QatConfig) -> None:
+    for pattern in config.exclude:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(
+                f"{type(config).__name__}.exclude holds {pattern!r}, which is no regular expression: {error}.",
+                fix="write it as Python's re module reads it, or use a layer's name.",
+            ) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeConfig(JsonConfig):
     """How a graph is quantized.
@@ -214,6 +226,7 @@ class QuantizeConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         super(QuantizeConfig, self).__post_init__()
+        _check_patterns(self)
         if not 50 < self.percentile <= 100:
             raise ConfigError(f"QuantizeConfig.percentile is {self.percentile}.", fix="use a percentage in (50, 100].")
         if self.samples < 1:
@@ -310,6 +323,7 @@ class QatConfig(PrepareConfig):
             raise ConfigError(f"QatConfig.samples is {self.samples}.", fix="use at least 1.")
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"QatConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
+        _check_patterns(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -24,7 +25,7 @@ from ..tasks.spec import TaskSpec, load
 from .answering import Answering
 from .inner import WithInnerStates
 from .pooling import SentenceEmbedder
-from .quantized import holds_quantized, load_quantized, origin_of, without_training
+from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
@@ -62,6 +63,7 @@ def load_source(
         module, folder = model, None
         values: dict[str, Any] = getattr(getattr(module, "config", None), "to_dict", dict)()
         origin = Origin(id=str(values.get("_name_or_path") or type(module).__name__), digest=None)
+        module = _plain_forward(module)
         module = without_training(module).to(getattr(torch, config.dtype))
     else:
         folder = model.folder
@@ -170,13 +172,34 @@ def _classes(loader: Any, config: Any) -> set[str]:
     return {cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None}
 
 
+def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
+    """The module without what was put around its `forward`: `Trainer` leaves automatic mixed precision there (`bf16=True`), which is
+    no part of the model. The given module stays as it is.
+
+    Raises:
+        ExportError: It is accelerated: compiled code cannot be captured.
+    """
+    if hasattr(vars(module).get("acceleration"), "restore"):
+        raise ExportError(
+            f"The {type(module).__name__} is accelerated, and compiled code cannot be exported.",
+            fix="call model.restore() first.",
+        )
+    original = vars(module).get("_original_forward")
+    if original is None or getattr(original, "__func__", None) is not type(module).forward:
+        return module
+    made = copy.copy(module)
+    for name in ("forward", "_original_forward"):
+        vars(made).pop(name, None)
+    return made
+
+
 def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
     """A model all of whose weights come from the folder.
 
     The pooler that language models' checkpoints lack is left out of a model that makes features.
 
     Raises:
-        ExportError: Weights are missing; transformers would make random ones.
+        ExportError: Weights are missing (transformers would make random ones), or they are in training for integers.
     """
     model, info = loader.from_pretrained(folder, output_loading_info=True, **kwargs)
     missing = sorted(info["missing_keys"])
@@ -190,6 +213,13 @@ def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> 
             f"The checkpoint in {folder} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}); transformers would make random ones.",
             fix="pass a task that the weights have a head for, or take a checkpoint that is complete.",
+        )
+    trained = sorted(name for name in info["unexpected_keys"] if name.endswith(TRAINED_STEPS))
+    if trained:
+        raise ExportError(
+            f"{folder} holds a model in training for integers ({trained[0]}); its weights alone are not rounded as they were.",
+            fix="make the model as before (from_pretrained, accel.prepare_qat), load the checkpoint's state dict into it, and export "
+            "that model: accel.export(model, out).",
         )
     loaded: torch.nn.Module = model
     return loaded

@@ -27,6 +27,8 @@ from ..errors import ExportError, IntegrityError
 OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"
 WEIGHTS_FILE, LAYERS_FILE = "accel_quantized.safetensors", "accel_quantized.json"
+# What parameters of layers that are trained for integers end with, beside weights and biases.
+TRAINED_STEPS = (".x_log_scale", ".w_log_scale")
 _SCHEMA = 1
 _symbolic: ContextVar[bool] = ContextVar("accel_symbolic_linear", default=False)
 _RECORD = "accel_quantization"
@@ -296,7 +298,8 @@ def record_of(model: torch.nn.Module) -> Quantization | None:
 
 def without_training(model: torch.nn.Module) -> torch.nn.Module:
     """A model that was trained for integers, as one that has them; any other model itself. The given one stays as it is."""
-    names = [name for name, one in model.named_modules() if isinstance(one, Trained)]
+    # By its class: wrappers hand on what the layer inside them has.
+    names = [name for name, one in model.named_modules() if hasattr(type(one), "to_integers")]
     if not names:
         return model
     record = record_of(model)
@@ -309,8 +312,18 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
-    """Write the weights of a model with quantized layers; gives the names of the files."""
+    """Write the weights of a model with quantized layers; gives the names of the files.
+
+    Raises:
+        ExportError: It has adapters beside its layers, which no config tells of.
+    """
     from safetensors.torch import save_model
+
+    if getattr(model, "peft_config", None) is not None:
+        raise ExportError(
+            f"A {type(model).__name__} with adapters beside quantized layers is not written for PyTorch.",
+            fix="export it with format='onnx' or 'openvino_ir', or merge the adapters first (model.merge_and_unload()).",
+        )
 
     # A model that is read by transformers' own `from_pretrained` would get random weights with a warning: hence other names.
     save_model(model, str(folder / WEIGHTS_FILE))

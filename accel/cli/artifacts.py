@@ -211,7 +211,10 @@ def quantize(
         int | None, typer.Option(help="Of weights in blocks: values that share a scale (32).")
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="Of weight-int4: rtn (default), hqq, awq, gptq, teq or autoround.")
+        str | None,
+        typer.Option(
+            help="Of weights in blocks: rtn (default), hqq, awq, gptq, teq or autoround, as the backend has them."
+        ),
     ] = None,
     ratio: Annotated[
         float | None, typer.Option(help="Of weight-int4: share of layers, the rest in 8 bits (1).")

@@ -36,6 +36,10 @@ class Judge:
         """
         if tried.final is not None and tried.final_anchor is not None:
             return self._score(tried.final, tried.final_anchor)
+        return self._screened(tried)
+
+    def _screened(self, tried: Tried) -> float:
+        """The objective relative to PyTorch float32, by the screen."""
         assert tried.screen is not None
         assert tried.anchor is not None
         if self._objective != "latency":
@@ -135,8 +139,9 @@ class Judge:
         if tried.reason:
             return tried.reason
         if tried.found is None:
-            weakest = min(self.speed(t) for t in finals)
-            return f"screened out: {speed:.2f} times PyTorch float32, and the survivors have at least {weakest:.2f}"
+            # By the same short measurement: a survivor's last one may be lower than what was screened out.
+            weakest = min(self._screened(t) for t in finals)
+            return f"screened out: {speed:.2f} times PyTorch float32 in the screen, where the survivors had at least {weakest:.2f}"
         if missed := self.violations(tried):
             return "; ".join(f"misses {name} by {by:.4g}" for name, by in missed.items())
         if speed < (best := self.speed(winner)):

@@ -29,7 +29,15 @@ from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
 from .library import library, mapped
 from .static import integer_layers, observed, static_config, traced
-from .weights import NEEDS_DATA, check_algorithm, quantize_weights, weight_config, with_block_layers
+from .weights import (
+    NEEDS_DATA,
+    check_algorithm,
+    check_blocks,
+    quantize_weights,
+    share_again,
+    weight_config,
+    with_block_layers,
+)
 
 _LINEAR = (torch.nn.Linear,)
 _VERSIONS = ("neural-compressor-pt", "torchao", "auto-round", "torch", "transformers")
@@ -104,6 +112,7 @@ class _Work:
 
         batches = self._batches
         if config.algorithm == "awq":
+            check_blocks(inner, config, self._excluded)
             batches = [row for batch in batches for row in _rows_alone(batch)]
 
         def run(prepared: torch.nn.Module) -> None:
@@ -113,6 +122,7 @@ class _Work:
         example = batches[0].get("input_ids") if batches else None
         made: torch.nn.Module = quantize_weights(model, config, settings, run, example)
         self._names = with_block_layers(made, before)
+        share_again(made, inner)
         return made
 
     def tuned(self, evaluate: Evaluate, max_drop: float) -> Artifact:

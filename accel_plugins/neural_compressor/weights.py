@@ -38,6 +38,22 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
         )
 
 
+def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequence[str]) -> None:
+    """AWQ reads whole blocks, where the other algorithms fill up the last one.
+
+    Raises:
+        ConfigError: The block size does not divide a layer's inputs.
+    """
+    layers = {n: one for n, one in model.named_modules() if isinstance(one, torch.nn.Linear) and n not in exclude}
+    odd = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
+    if odd is not None:
+        raise ConfigError(
+            f"awq takes whole blocks, and block_size {config.block_size} does not divide the {layers[odd].in_features} inputs "
+            f"of {odd}.",
+            fix="use a smaller block_size, exclude the layer, or use algorithm='rtn' or 'gptq'.",
+        )
+
+
 def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -> Any:
     """Neural Compressor's settings for ours.
 
@@ -148,3 +164,21 @@ def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
     if before is not None and torch.equal(before.detach().half().float(), kept.half().float()):
         return before.detach().float().clone()
     return None if before is None and not kept.any() else kept.clone()
+
+
+def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
+    """Make one parameter of those that were one in the float model, where an algorithm left copies; where it changed one of
+    them, the config says that they are two.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, one in before.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(one), []).append(name)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups.values():
+        kept = [name for name in names if name in found]
+        for name in kept[1:]:
+            if torch.equal(found[name], found[kept[0]]):
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, found[kept[0]])
+            elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+                model.config.tie_word_embeddings = False  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1902.08153). Steps are kept as logarithms: an optimizer mo
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from accel.backends.interfaces import Batches
 from accel.capture import BlockLinear, IntegerLinear, pack, quiet, replace_layer, with_record
 from accel.config import PrepareConfig, QatConfig
 from accel.errors import ConfigError, PrepareError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "qat"
 _TINY = 1e-8
@@ -63,6 +66,7 @@ class TrainedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
+        _check_float32(self.weight)
         low, high = self._limits
         x = torch._fake_quantize_learnable_per_tensor_affine(
             x, self.x_log_scale.exp().reshape(1), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
@@ -110,6 +114,7 @@ class TrainedBlocks(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
+        _check_float32(self.weight)
         blocks = self.weight.reshape(-1, self.block_size)
         factor = 1 / math.sqrt(self.block_size * 15)
         weight = torch._fake_quantize_learnable_per_channel_affine(
@@ -133,6 +138,14 @@ class TrainedBlocks(torch.nn.Linear):
         if self.bias is not None:
             made.bias = self.bias.detach().float().cpu().clone()
         return made
+
+
+def _check_float32(weight: torch.Tensor) -> None:
+    if weight.dtype is not torch.float32:
+        raise PrepareError(
+            f"The model was turned to {weight.dtype}; steps are learned in float32.",
+            fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
+        )
 
 
 def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,13 +173,22 @@ class _Distillation:
 
     def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
         self._teacher, self._share, self._temperature = teacher, share, temperature
+        self._told = False
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> _Distillation:
         return self
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         loss = getattr(output, "loss", None)
-        if not model.training or loss is None:
+        if not model.training:
+            return output
+        if loss is None:
+            if not self._told:
+                logger.warning(
+                    "The model answered in training without a loss of its own, so nothing is distilled: pass labels, and leave "
+                    "return_dict=False and label smoothing out."
+                )
+            self._told = True
             return output
         device = next(model.parameters()).device
         with torch.no_grad():
@@ -241,16 +263,21 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
     Raises:
         ConfigError: `exclude` matches nothing, or block_size does not divide a layer.
-        PrepareError: There is none, or the model is prepared already.
+        PrepareError: There is none, or the model is prepared or accelerated already.
     """
     if any(isinstance(one, TrainedLinear | TrainedBlocks) for one in model.modules()):
         raise PrepareError("The model is prepared already.", fix="train it, or load the float model again.")
+    if any("acceleration" in vars(one) for one in model.modules()):
+        raise PrepareError("The model is accelerated, which is for inference.", fix="call model.restore() first.")
     wrong = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     if wrong is not None:
         raise PrepareError(f"The model is {wrong.dtype}; steps are learned in float32.", fix="pass model.float().")
     tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    adapters = _adapters(model)
     found = {
-        name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear and id(one.weight) not in tied
+        name: one
+        for name, one in model.named_modules()
+        if type(one) is torch.nn.Linear and id(one.weight) not in tied and one not in adapters
     }
     for pattern in config.exclude:
         search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
@@ -275,6 +302,20 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
     return found
 
 
+def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """What PEFT puts beside layers: the small layers of adapters (few multiplications, and their code reads the type of their
+    weights), and layers that are trained whole as they were before, which nothing calls.
+    """
+    beside: list[torch.nn.Module | None] = []
+    for one in model.modules():
+        if hasattr(type(one), "adapter_layer_names") and "base_layer" in one._modules:
+            names: Any = one.adapter_layer_names
+            beside += [one._modules.get(name) for name in names]
+        if "modules_to_save" in one._modules:
+            beside.append(one._modules.get("original_module"))
+    return {part for held in beside if held is not None for part in held.modules()}
+
+
 def _ranges(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear], calibration: Batches, samples: int
 ) -> dict[str, tuple[float, float]]:
@@ -288,11 +329,16 @@ def _ranges(
     def watch(name: str) -> Any:
         def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             low, high = found.get(name, (math.inf, -math.inf))
-            found[name] = (min(low, float(args[0].min())), max(high, float(args[0].max())))
+            least, most = float(args[0].min()), float(args[0].max())
+            if not math.isfinite(least) or not math.isfinite(most):
+                raise ValueError(f"the inputs of {name} are not all finite")
+            found[name] = (min(low, least), max(high, most))
 
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    # Decoders make their inputs from the labels.
+    encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     was_training, device, rows = model.training, next(model.parameters()).device, 0
     try:
         model.eval()
@@ -300,7 +346,8 @@ def _ranges(
             for batch in calibration:
                 if rows >= samples:
                     break
-                feeds = {name: value[: samples - rows].to(device) for name, value in batch.items() if name != "labels"}
+                left_out = () if encodes and "decoder_input_ids" not in batch else ("labels",)
+                feeds = {n: value[: samples - rows].to(device) for n, value in batch.items() if n not in left_out}
                 rows += len(next(iter(feeds.values())))
                 model(**feeds)
     # The model's own code with the caller's data, which may raise anything.

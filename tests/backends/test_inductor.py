@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import transformers
 import accel
 from accel.backends import registry
 from accel.config import AccelerateConfig, PrepareConfig
-from accel.errors import BackendUnavailableError, ConfigError, InputError, PrepareError
+from accel.errors import BackendUnavailableError, ConfigError, ExportError, InputError, PrepareError
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
@@ -253,6 +256,77 @@ def test_a_model_that_padding_changes_is_not_padded(uncompiled: list[Any], caplo
         assert torch.equal(model(**call)["mean"], expected)
 
 
+@pytest.fixture
+def traced(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are traced as ever, with the sizes of their first call and without guards; PyTorch runs them as they are."""
+
+    def graph(function: Callable[..., Any], **how: object) -> Any:
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        # The compiler keeps what it made by code object.
+        code = function.__func__ if hasattr(function, "__func__") else function
+        own = types.FunctionType(
+            code.__code__.replace(co_name=f"traced_{next(_COUNT)}"),
+            code.__globals__, None, code.__defaults__, code.__closure__,
+        )  # fmt: skip
+        own.__kwdefaults__ = code.__kwdefaults__
+        bound = types.MethodType(own, function.__self__) if hasattr(function, "__self__") else own
+        return torch.compile(bound, backend="eager", fullgraph=True, dynamic=False, options=options)
+
+    monkeypatch.setattr(engine, "compiled", graph)
+
+
+_COUNT = itertools.count()
+
+
+class TwoInputs(torch.nn.Module):
+    """Inputs of which either may have any number of columns; the mask is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(120, 8)
+
+    def forward(
+        self, input_ids: torch.Tensor, other: torch.Tensor, attention_mask: torch.Tensor
+    ) -> dict[str, torch.Tensor | int]:
+        mask = attention_mask.unsqueeze(-1).float()
+        found = (self.table(input_ids) * mask).sum(1) - 2 * self.table(other).mean(1)
+        return {"logits": found, "rows": input_ids.shape[0], "columns": other.shape[1]}
+
+
+def test_calls_that_differ_are_told_apart(traced: None) -> None:
+    """Lengths that are equal by chance, one tensor as two inputs, other strides, and numbers among the answers."""
+    model: Any = TwoInputs().eval()
+    wide = torch.randint(4, 100, (3, 40))
+    five, seven, sixteen = wide[:, :5], wide[:, 1:8], wide[:, 3:19]
+    pairs = [
+        (five, five),
+        (seven, seven),
+        (five, seven),
+        (sixteen, sixteen),
+        (sixteen, wide[:, :16]),
+        (five[:2], five[:2]),
+    ]
+    calls = [
+        {"input_ids": ids, "other": other, "attention_mask": torch.ones(ids.shape, dtype=torch.int64)}
+        for ids, other in pairs
+    ]
+    with torch.no_grad():
+        expected = [model(**call) for call in calls]
+        accel.accelerate(model, keep_slower=True)
+        found = [model(**call) for call in calls]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one["logits"], other["logits"], atol=1e-5)
+        assert (one["rows"], one["columns"]) == (other["rows"], other["columns"])
+
+
+def test_autocast_outside_changes_nothing(uncompiled: list[Any]) -> None:
+    model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = answer(model, **inputs())
+    assert first.dtype is torch.float32
+    assert torch.equal(answer(model, **inputs()), first)
+
+
 # What is checked and refused
 
 
@@ -321,20 +395,90 @@ def test_what_the_compiler_does_not_take_is_an_error(monkeypatch: pytest.MonkeyP
         model(**inputs())
 
 
-def test_changed_weights_and_training_are_refused(uncompiled: list[Any]) -> None:
+def _hook(model: Any) -> None:
+    model.bert.pooler.register_forward_hook(lambda module, args, found: found * 2)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "in place": (lambda m: m.classifier.weight.data.mul_(2), "weights were changed"),
+    "other data": (lambda m: setattr(m.bert.pooler.dense.weight, "data", torch.ones(32, 32)), "weights were changed"),
+    "another type": (lambda m: m.double(), "weights were changed or moved"),
+    "state dict": (lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}), "weights were changed"),
+    "another parameter": (
+        lambda m: setattr(m.classifier, "bias", torch.nn.Parameter(torch.ones(3))), "classifier.bias was replaced",
+    ),
+    "another layer": (lambda m: setattr(m, "classifier", torch.nn.Identity()), "classifier was replaced"),
+    "a hook": (_hook, "hooks of its parts"),
+    "a setting": (lambda m: setattr(m.bert.embeddings.LayerNorm, "eps", 1.0), "eps was 1e-12 and is 1.0"),
+    "a part in training": (lambda m: m.bert.train(), "training was False and is True"),
+    "its config": (
+        lambda m: setattr(m.config, "output_hidden_states", True), "output_hidden_states was False and is True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_is_another_is_refused(uncompiled: list[Any], change: str) -> None:
+    how, told = CHANGES[change]
+    model = accel.accelerate(one_layer().eval(), keep_slower=True)
+    answer(model, **inputs())
+    # What is of no matter to the code.
+    model.config.id2label = {0: "no", 1: "yes"}
+    model.register_forward_hook(lambda module, args, found: found)
+    answer(model.to("cpu").requires_grad_(False), **inputs())
+    how(model)
+    with pytest.raises(PrepareError, match=told):
+        model(**inputs())
+    with torch.no_grad():
+        assert "forward" not in vars(model.restore())
+
+
+# PEFT asks transformers for it by its old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["another adapter", "none"])
+def test_another_adapter_is_refused(uncompiled: list[Any], how: str) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    settings = {"r": 2, "target_modules": ["query"], "init_lora_weights": False}
+    model = peft.get_peft_model(one_layer(), peft.LoraConfig(**settings))
+    model.add_adapter("other", peft.LoraConfig(**settings))
+    expected = answer(model.eval(), **inputs())
+    accel.accelerate(model, keep_slower=True)
+    assert torch.allclose(answer(model, **inputs()), expected, atol=1e-5)
+    with contextlib.ExitStack() as stack:
+        if how == "none":
+            stack.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter("other")
+        with pytest.raises(PrepareError, match="adapter"):
+            model(**inputs())
+
+
+def test_training_and_gradients_are_refused(uncompiled: list[Any]) -> None:
     model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
-    model(**inputs())
     with pytest.raises(PrepareError, match="in training mode"):
         model.train()(**inputs())
-    model.eval()
-    with torch.no_grad():
-        next(model.parameters()).mul_(2)
-    with pytest.raises(PrepareError, match="weights were changed or moved"):
-        model(**inputs())
+    with pytest.raises(InputError, match="passes no gradients"):
+        model.eval()(inputs_embeds=torch.zeros(1, 4, 32, requires_grad=True))
     assert answer(model.restore(), **inputs()) is not None
 
 
-def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_the_model_refuses_leaves_nothing_behind(uncompiled: list[Any]) -> None:
+    model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[10**6]]))
+    assert model.acceleration.report() == []
+
+
+class Nameless(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return self.layer(given[0])
+
+
+def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny_model("bert")
     with pytest.raises(ConfigError, match="evaluation mode"):
         accel.accelerate(model.train())
@@ -347,8 +491,22 @@ def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pyte
         model(**inputs(), labels=torch.tensor([1]))
     with pytest.raises(InputError, match="already"):
         accel.accelerate(model)
-    with pytest.raises(ConfigError, match="no shape to warm up"):
-        model.warmup([(1, 2, 3)])
+    for silly in ([(1, 2, 3)], [5], [(0, 5)], [(True, 3)], ["ab"]):
+        with pytest.raises(ConfigError, match="no shape to warm up"):
+            model.warmup(silly)
+    for silly in (5, None, "ab", {"input_ids": torch.ones(1, 3)}):
+        with pytest.raises(ConfigError, match="no list of shapes"):
+            model.warmup(silly)
+    with pytest.raises(ConfigError, match=r"has positions for \d+ tokens, not for 100000"):
+        model.warmup([(1, 100000)])
+    with pytest.raises(InputError, match="part bert of the model is accelerated already"):
+        whole = tiny_model("bert").eval()
+        accel.accelerate(whole.bert)
+        accel.accelerate(whole)
+    with pytest.raises(InputError, match="no name for input 1"):
+        accel.accelerate(Nameless().eval())(torch.ones(2, 2))
+    with pytest.raises(ExportError, match="is accelerated"):
+        accel.export(model, tmp_path / "onnx")
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PrepareError, match="not copied"):
             copying(model)
@@ -399,14 +557,34 @@ def test_generate_decodes_over_a_static_cache(uncompiled: list[Any], llama: Any,
     expected = llama.generate(**prompt(), num_beams=beams)
     expected_longer = llama.generate(**longer, num_beams=beams)
     accel.accelerate(llama, keep_slower=True)
-    assert llama.generation_config.cache_implementation == "static"
+    # What `save_pretrained` writes is the model's own.
+    assert llama.generation_config.cache_implementation is None
     assert torch.equal(llama.generate(**prompt(), num_beams=beams), expected)
     # Answers of other lengths are in the same step of the cache's length.
     assert torch.equal(llama.generate(**longer, num_beams=beams), expected_longer)
     assert len(uncompiled) == 1
-    llama.restore()
-    assert llama.generation_config.cache_implementation is None
-    assert torch.equal(llama.generate(**prompt(), num_beams=beams), expected)
+    assert torch.equal(llama.restore().generate(**prompt(), num_beams=beams), expected)
+
+
+def test_generate_runs_in_inference_mode_and_out_of_it(uncompiled: list[Any], llama: Any) -> None:
+    beams = {**prompt(), "num_beams": 3}
+    expected = [llama.generate(**call) for call in (prompt(), beams)]
+    accel.accelerate(llama, keep_slower=True)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            found = [llama.generate(**call) for call in (prompt(), beams)]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_drafts_need_no_static_cache(uncompiled: list[Any], llama: Any) -> None:
+    """Accelerated or not, beside an assistant, as an assistant, and looking the draft up in the prompt."""
+    call = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in prompt().items()}
+    assistant = copy.deepcopy(llama)
+    expected = llama.generate(**call)
+    accel.accelerate(llama, keep_slower=True)
+    accel.accelerate(assistant, keep_slower=True)
+    for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
+        assert torch.equal(llama.generate(**call, **how), expected)
 
 
 def test_warming_up_a_generator_writes_a_few_tokens(uncompiled: list[Any], llama: Any) -> None:

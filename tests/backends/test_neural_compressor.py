@@ -146,6 +146,12 @@ def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[...,
         ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "no use for smooth_quant"),
         ({"scheme": "weight-int4", "exclude": ("clasifier",)}, ConfigError, "Did you mean 'classifier'"),
         ({"scheme": "weight-int4", "max_drop": 0.1}, ConfigError, "needs evaluate"),
+        ({"scheme": "weight-int4", "exclude": ("re:(",)}, ConfigError, "no regular expression"),
+        (
+            {"scheme": "weight-int4", "algorithm": "awq", "block_size": 128, "calibration": rows()},
+            ConfigError,
+            "does not divide",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(
@@ -186,3 +192,13 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     ids = batches[0]["input_ids"][:1]
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
+
+
+def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
+    """GPT-2's embedding and output layer, of which it makes two."""
+    folder = save_generator(tmp_path / "gpt2", "gpt2")
+    artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", block_size=16)
+    model: Any = load_source(resolve(artifact.path, weights=True), accel.ExportConfig()).model
+    model = getattr(model, "unwrapped", model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert quantized_layers(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from accel.capture import (
 )
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.models import tiny_model
+from accel_plugins.ortkit.export.quantized import lower_quantized_layers
 
 SCHEMES = ("static-int8", "weight-int4")
 PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
@@ -202,6 +204,29 @@ def _is_dense(node: Any) -> bool:
 # Quantization-aware training
 
 
+@pytest.mark.parametrize(("apart", "level"), [(4.0, 4), (100.0, 0)])
+def test_inputs_scaled_far_apart_are_not_rounded(apart: float, level: int) -> None:
+    """AWQ divides a unit that is hardly ever on by almost nothing: rounded to 8 bits, its neighbours in a block would be nothing."""
+    held = blocks(torch.nn.Linear(32, 8, bias=False))
+    x = onnx_ir.Value(name="x", shape=onnx_ir.Shape(["rows", 32]), type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT))
+    constants = {
+        "factor": np.linspace(1, apart, 32, dtype=np.float32), "packed": held.packed.numpy(),
+        "scales": held.scales.numpy(), "zeros": held.zeros.numpy(),
+    }  # fmt: skip
+    values = {name: onnx_ir.tensor(array, name=name) for name, array in constants.items()}
+    known = {name: onnx_ir.Value(name=name, const_value=value, shape=value.shape) for name, value in values.items()}
+    scaled = onnx_ir.node("Mul", [x, known.pop("factor")])
+    sizes = {"bits": 4, "block_size": 16, "inner": 32}
+    product = onnx_ir.node("block_linear", [scaled.outputs[0], *known.values()], sizes, domain="accel_layers", name="p")
+    initializers = [*known.values(), scaled.inputs[1]]
+    graph = onnx_ir.Graph(
+        [x], product.outputs, nodes=[scaled, product], initializers=initializers, opset_imports={"": 21}
+    )
+    assert lower_quantized_layers(onnx_ir.Model(graph, ir_version=10)) == 1
+    [node] = [node for node in graph if node.op_type == "MatMulNBits"]
+    assert node.attributes.get_int("accuracy_level", 0) == level
+
+
 def prepared(preset: str, **settings: Any) -> Any:
     calibration = None if preset == "int4" else rows()
     return accel.prepare_qat(tiny_model("bert"), calibration=calibration, preset=preset, block_size=16, **settings)
@@ -285,3 +310,80 @@ def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
     assert type(twice.classifier) is torch.nn.Linear
     with pytest.raises(PrepareError, match="prepared already"):
         accel.prepare_qat(twice, preset="int4", block_size=16)
+    with pytest.raises(PrepareError, match="turned to torch.bfloat16"):
+        twice.to(torch.bfloat16)(**rows(1)[0])
+    with pytest.raises(ConfigError, match="no regular expression"):
+        accel.prepare_qat(tiny_model("bert"), preset="int4", exclude=["re:("])
+    with pytest.raises(PrepareError, match="not all finite"):
+        accel.prepare_qat(tiny_model("bert"), calibration=[{"inputs_embeds": torch.full((1, 2, 32), torch.nan)}])
+    marked = tiny_model("bert")
+    object.__setattr__(marked, "acceleration", object())
+    with pytest.raises(PrepareError, match="is accelerated"):
+        accel.prepare_qat(marked, calibration=rows())
+
+
+def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=120, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    )
+    batches = [{**batch, "labels": batch["input_ids"]} for batch in rows(2)]
+    prepared = accel.prepare_qat(model, calibration=batches)
+    assert type(prepared.decoder.block[0].layer[2].DenseReluDense.wi) is not torch.nn.Linear
+
+
+def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path) -> None:
+    prepared("int8").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ExportError, match="in training for integers"):
+        accel.export(tmp_path / "checkpoint", tmp_path / "onnx")
+
+
+def test_the_teacher_says_when_it_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared("int4", distillation=0.5).train()
+    for _ in range(2):
+        model(**rows(1)[0])
+    assert caplog.text.count("nothing is distilled") == 1
+
+
+def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """As accelerate leaves it behind `Trainer` with `bf16=True`."""
+    accelerate = pytest.importorskip("accelerate", reason="Trainer's mixed precision is accelerate's")
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(prepared("int8")).eval()
+    assert "forward" in vars(model)
+    artifact = accel.export(model, tmp_path / "torch", format="torch")
+    assert "forward" in vars(model)
+    case = {**rows(1, seed=3)[0]}
+    with torch.no_grad():
+        expected = type(model).forward(model, **case).logits
+    case["token_type_ids"] = torch.zeros_like(case["input_ids"])
+    assert torch.allclose(open_artifact(artifact).sessions["model"].run(case)["logits"], expected, atol=0.02)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", ["adapter", "rounding"])
+def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        # PEFT asks transformers for it by its old name.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        if first == "adapter":
+            model = accel.prepare_qat(peft.get_peft_model(tiny_model("bert"), settings), calibration=rows())
+        else:
+            model = peft.get_peft_model(prepared("int8"), settings)
+    query = model.eval().base_model.model.bert.encoder.layer[0].attention.self.query
+    assert type(query.lora_A["default"]) is torch.nn.Linear
+    assert type(query.base_layer) is not torch.nn.Linear
+    with pytest.raises(ExportError, match="adapters beside quantized layers"):
+        accel.export(model, tmp_path / "torch", task="text-classification", format="torch")
+    artifact = accel.export(model, tmp_path / "onnx", task="text-classification")
+    assert artifact.manifest.quantization is not None
+    case = rows(1, seed=3)[0]
+    with torch.no_grad():
+        expected = model(**case).logits
+    names = {spec.name for spec in artifact.components[0].inputs}
+    feeds = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
+    found = open_artifact(artifact).sessions["model"].run({name: feeds[name] for name in names})["logits"]
+    assert (found - expected).abs().max() < 0.02

@@ -51,7 +51,7 @@ def prepare_qat(
     """
     config = QatConfig(
         preset=preset,
-        exclude=tuple(exclude),
+        exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
         block_size=block_size,
         samples=samples,
         distillation=distillation,

@@ -19,6 +19,8 @@ from ..quantization.layers import Layer
 from ..quantization.weight_only import put_blocks
 from ..quantization.weights import Int8Weight
 
+_FACTORS_APART = 8
+
 
 def lower_quantized_layers(model: ir.Model) -> int:
     """Write every quantized layer of the graph with operators that runtimes have; returns how many there were.
@@ -81,7 +83,19 @@ def _put_blocks(layer: Layer) -> None:
     put_blocks(
         layer, packed, scales, zeros,
         inner=sizes["inner"], outer=len(packed), bits=sizes["bits"], block_size=sizes["block_size"],
+        int8_activations=not _far_apart(layer, sizes["inner"]),
     )  # fmt: skip
+
+
+def _far_apart(layer: Layer, inner: int) -> bool:
+    """Whether a layer's inputs are multiplied by factors of very different sizes (AWQ behind a ReLU: 0.006 to 170): 8 bits for a
+    block of such inputs leave nothing of the small ones (0.14 of the largest logit, where float32 has 4e-7).
+    """
+    node = layer.activation.producer()
+    if node is None or node.op_type != "Mul":
+        return False
+    factors = [array for array in map(constant, node.inputs) if array is not None and array.shape == (inner,)]
+    return any(np.abs(one).max() > _FACTORS_APART * np.abs(one).min() for one in factors)
 
 
 def _held(layer: Layer, place: int) -> np.ndarray:

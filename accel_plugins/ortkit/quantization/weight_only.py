@@ -142,6 +142,7 @@ def put_blocks(
     outer: int,
     bits: int,
     block_size: int,
+    int8_activations: bool = True,
 ) -> None:
     """Put a `MatMulNBits` in a layer's place.
 
@@ -153,6 +154,7 @@ def put_blocks(
         inner, outer: Sizes of the matrix.
         bits: 4 or 8.
         block_size: Weights that share a scale.
+        int8_activations: Whether kernels may round activations to 8 bits, a block at a time, which is faster.
     """
     node, graph = layer.node, root_graph(layer.node)
     base = str(node.name)
@@ -163,7 +165,9 @@ def put_blocks(
     ]
     if zeros is not None:
         inputs.append(add_initializer(graph, f"{base}.weight_zero_points", zeros))
-    sizes = {"K": inner, "N": outer, "bits": bits, "block_size": block_size, "accuracy_level": _INT8_ACCUMULATION}
+    sizes = {"K": inner, "N": outer, "bits": bits, "block_size": block_size}
+    if int8_activations:
+        sizes["accuracy_level"] = _INT8_ACCUMULATION
     product = ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT, name=f"{base}.blocks")
     graph.insert_before(node, product)
     finish(layer, product.outputs[0])

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from transformers.generation import GenerationMode
 
 from accel.backends.interfaces import Batches
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.errors import ConfigError, InputError, PrepareError
 
+from .caches import CACHES
 from .engine import Engine
 from .sizes import MASK
+from .watching import Watch
 
 logger = logging.getLogger(__name__)
 
-_METHODS = ("forward", "warmup", "restore", "acceleration", "_prepare_static_cache")
-_VERSION = operator.attrgetter("_version")
+_METHODS = ("forward", "warmup", "restore", "acceleration", "_prepare_static_cache", "_prepare_cache_for_generation")
 # Static caches are as long as the longest answer so far, in steps of this: each length is compiled for.
 _CACHE_STEP = 128
 _NEW_TOKENS = 6
@@ -47,19 +48,8 @@ class Acceleration:
             raise
         functools.update_wrapper(self, self._forward)
         self.__signature__ = self.engine.signature
-        self._generation: dict[str, Any] = {}
-        self._weights = [*model.parameters(), *model.buffers()]
-        self._seen = self._state()
-
-    def _state(self) -> tuple[object, ...]:
-        """What changes when weights are written to, replaced or moved."""
-        ends = self._weights[:1] + self._weights[-1:]
-        try:
-            versions = sum(map(_VERSION, self._weights))
-        except RuntimeError:
-            # Made inside `inference_mode`, where PyTorch counts no changes.
-            versions = -1
-        return (versions, *((tensor.data_ptr(), tensor.device, tensor.dtype) for tensor in ends))
+        self._generates = False
+        self._watch = Watch(model)
 
     def install(self) -> None:
         """Put it in the model's place."""
@@ -76,20 +66,29 @@ class Acceleration:
         compiling to us.
         """
         model = self._model
-        settings = model.generation_config
-        if settings.cache_implementation is not None or not getattr(model, "_can_compile_fullgraph", False):
+        if not getattr(model, "_can_compile_fullgraph", False):
             return
-        for name, value in (("cache_implementation", "static"), ("disable_compile", True)):
-            self._generation[name] = getattr(settings, name)
-            setattr(settings, name, value)
-        prepare = getattr(model, "_prepare_static_cache", None)
-        if prepare is not None:
+        self._generates = True
+        prepare, prepare_static = model._prepare_cache_for_generation, getattr(model, "_prepare_static_cache", None)
 
-            @functools.wraps(prepare)
+        @functools.wraps(prepare)
+        def with_static(settings: Any, inputs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
+            # Drafts of an assistant are taken back, which a static cache cannot.
+            drafts = settings.is_assistant or mode == GenerationMode.ASSISTED_GENERATION
+            given = any(inputs.get(name) is not None for name in CACHES)
+            if settings.cache_implementation is None and settings.use_cache is not False and not (drafts or given):
+                settings.cache_implementation = "static"
+            settings.disable_compile = True
+            return prepare(settings, inputs, mode, *args, **kwargs)
+
+        object.__setattr__(model, "_prepare_cache_for_generation", with_static)
+        if prepare_static is not None:
+
+            @functools.wraps(prepare_static)
             def in_steps(*args: Any, **kwargs: Any) -> Any:
                 if "max_cache_len" in kwargs:
                     kwargs["max_cache_len"] = -(-kwargs["max_cache_len"] // _CACHE_STEP) * _CACHE_STEP
-                return prepare(*args, **kwargs)
+                return prepare_static(*args, **kwargs)
 
             object.__setattr__(model, "_prepare_static_cache", in_steps)
 
@@ -97,19 +96,42 @@ class Acceleration:
         """`forward`, by compiled code.
 
         Raises:
-            PrepareError: The model is being trained, or its weights are others than those it was compiled with.
+            PrepareError: The model is being trained, or its weights, parts, settings or hooks are others than those it was
+                compiled with.
+            InputError: Labels, or inputs that want gradients.
         """
         if self._model.training:
             raise PrepareError(
                 "An accelerated model is for inference, and this one is in training mode.",
                 fix="call model.eval(), or model.restore() to train it.",
             )
-        if self._state() != self._seen:
+        if torch.is_grad_enabled() and any(
+            isinstance(one, torch.Tensor) and one.requires_grad for one in (*args, *kwargs.values())
+        ):
+            raise InputError(
+                "An accelerated model passes no gradients on, and inputs want some.",
+                fix="call it under torch.no_grad(), or model.restore().",
+            )
+        # A GPU computes while the host looks.
+        later = self.engine.device.type == "cuda"
+        if not later:
+            self._check()
+        found = self.engine(*args, **kwargs)
+        if later:
+            self._check()
+        return found
+
+    def _check(self) -> None:
+        """Refuse a model that is not what was compiled.
+
+        Raises:
+            PrepareError: With what changed.
+        """
+        if why := self._watch.changed():
             raise PrepareError(
-                "The weights were changed or moved since the model was accelerated, and compiled code has the old ones.",
+                f"The model is not what it was when it was accelerated: {why}. Compiled code would answer as before.",
                 fix="call model.restore(), then accel.accelerate again.",
             )
-        return self.engine(*args, **kwargs)
 
     def warmup(self, shapes: Iterable[Sequence[int] | Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
         """Compile for these shapes now, check the answers and measure.
@@ -125,14 +147,19 @@ class Acceleration:
             PrepareError: On these shapes it is not faster than the model was, which is restored, or it differs.
         """
         engine = self.engine
-        for shape in shapes:
+        for shape in _listed(shapes):
             if isinstance(shape, Mapping):
                 with torch.no_grad():
                     self(**shape)
                 continue
             batch, length = _text_shape(shape)
+            if engine.longest is not None and length > engine.longest:
+                raise ConfigError(
+                    f"{type(self._model).__name__} has positions for {engine.longest} tokens, not for {length}.",
+                    fix=f"warm up at most (rows, {engine.longest}).",
+                )
             ids = self._tokens(batch, length)
-            if self._generation:
+            if self._generates:
                 self._model.generate(
                     **ids, max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False, num_beams=1
                 )
@@ -177,8 +204,6 @@ class Acceleration:
                     object.__setattr__(model, name, self._own[name])
                 else:
                     model.__dict__.pop(name, None)
-            for name, value in self._generation.items():
-                setattr(self._model.generation_config, name, value)
             _set_attention(model, self._attention)
         return model
 
@@ -196,9 +221,17 @@ def _no_copy() -> PrepareError:
     )
 
 
-def _text_shape(shape: Sequence[int]) -> tuple[int, int]:
-    numbers = tuple(shape)
-    if len(numbers) != 2 or not all(isinstance(n, int) and n > 0 for n in numbers):
+def _listed(shapes: object) -> list[Any]:
+    if isinstance(shapes, Iterable) and not isinstance(shapes, (str, Mapping, torch.Tensor)):
+        return list(shapes)
+    raise ConfigError(
+        f"{shapes!r} is no list of shapes to warm up.", fix="use [(rows, tokens), ...], or a list of example inputs."
+    )
+
+
+def _text_shape(shape: object) -> tuple[int, int]:
+    numbers = tuple(shape) if isinstance(shape, Iterable) else ()
+    if len(numbers) != 2 or not all(type(n) is int and n > 0 for n in numbers):
         raise ConfigError(f"{shape!r} is no shape to warm up.", fix="use (rows, tokens), such as (1, 128).")
     return numbers[0], numbers[1]
 
@@ -233,8 +266,14 @@ class Accelerator:
             )
         if calibration is not None:
             raise ConfigError("Accelerating a model reads no calibration data.", fix="leave it out.")
-        if isinstance(model.__dict__.get("acceleration"), Acceleration):
-            raise InputError("The model is accelerated already.", fix="call model.restore() first.")
+        inside = next(
+            (n for n, m in model.named_modules() if isinstance(vars(m).get("acceleration"), Acceleration)), None
+        )
+        if inside is not None:
+            raise InputError(
+                f"{f'The part {inside} of the model' if inside else 'The model'} is accelerated already.",
+                fix=f"call model.{f'{inside}.' if inside else ''}restore() first.",
+            )
         if model.training:
             raise ConfigError("Only a model in evaluation mode is accelerated.", fix="call model.eval() first.")
         Acceleration(model, config).install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -23,7 +24,7 @@ from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
 from .precision import computing_copy
-from .sizes import BATCHES, LENGTHS, MASK, Sizes, axes_to_cut, cut, padded, sizes_of, step_up
+from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, axes_to_cut, cut, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Engine:
         self._maskable = MASK in self.signature.parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
         )
-        self._longest = _longest(model)
+        self.longest = _longest(model)
         self._turn = threading.RLock()
 
     @property
@@ -108,20 +109,32 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a call, computed without gradients."""
         call = self.bind(args, kwargs)
-        with torch.inference_mode(False), torch.no_grad():
+        with contextlib.ExitStack() as stack:
+            # A cache is written to, which PyTorch allows only in the mode that it was made in.
+            if torch.is_inference_mode_enabled() and cache_of(call) is None:
+                stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(self.device.type):
+                # What code computes in is settled when it is compiled.
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
             return self.answer(call)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name, those that are `None` left out.
 
         Raises:
-            InputError: Labels: compiled code computes no loss.
+            InputError: Labels (compiled code computes no loss), or inputs that have no name.
         """
         call: dict[str, Any] = {}
         for name, value in self.signature.bind_partial(*args, **kwargs).arguments.items():
             kind = self.signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
                 call.update(value)
+            elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+                raise InputError(
+                    f"{type(self.model).__name__}.forward has no name for input {len(call) + 1}, and calls are told apart by names.",
+                    fix="pass inputs by name, or accelerate a module around it whose forward names them.",
+                )
             else:
                 call[name] = value
         call = {name: value for name, value in call.items() if value is not None}
@@ -201,8 +214,8 @@ class Engine:
         if cache is None and self._pads:
             lengths = self.config.lengths or LENGTHS
             length = None if have.length is None else step_up(have.length, lengths)
-            if length is not None and self._longest is not None and have.length is not None:
-                length = max(have.length, min(length, self._longest))
+            if length is not None and self.longest is not None and have.length is not None:
+                length = max(have.length, min(length, self.longest))
             want = Sizes(None if have.batch is None else step_up(have.batch, BATCHES), length)
         pads_mask = want.length is not None and MASK not in call
         parts: list[tuple[Any, ...]] = []
@@ -212,16 +225,18 @@ class Engine:
                 parts.append((name, shape_of(cache)))
                 continue
             leaves, spec = pytree.tree_flatten(value)
-            parts.append((name, str(spec), tuple(self._leaf(leaf, have) for leaf in leaves)))
+            by_token = name in BY_TOKEN
+            parts.append((name, str(spec), tuple(self._leaf(leaf, have, by_token=by_token) for leaf in leaves)))
         return (tuple(parts), pads_mask), want
 
-    def _leaf(self, leaf: Any, have: Sizes) -> Any:
+    def _leaf(self, leaf: Any, have: Sizes, *, by_token: bool) -> Any:
+        """What code depends on of an input; sizes that are padded have names."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         shape: list[Any] = list(leaf.shape)
         if self._pads and shape and shape[0] == have.batch:
             shape[0] = "batch"
-        if self._pads and have.length is not None and len(shape) > 1 and shape[1] == have.length:
+        if self._pads and by_token and have.length is not None:
             shape[1] = "length"
         return (leaf.dtype, leaf.device, tuple(shape))
 
@@ -257,8 +272,20 @@ class Engine:
         return pytree.tree_unflatten(leaves, spec)
 
     def _cast(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Inputs in the type and layout that code is compiled for, each a tensor of its own: of two that are one, the compiler
+        would make one.
+        """
+        cache, seen = cache_of(call), set[int]()
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            made = (tensor.to(self.dtype) if tensor.is_floating_point() else tensor).contiguous()
+            if id(made) in seen:
+                made = made.view_as(made)
+            seen.add(id(made))
+            return made
+
         return {
-            name: value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            name: value if value is cache else pytree.tree_map_only(torch.Tensor, own, value)
             for name, value in call.items()
         }
 
@@ -270,7 +297,12 @@ class Engine:
         """
         cache = cache_of(call)
         before, again = (call, call) if cache is None else (copied(call), copied(call))
-        expected = self.eager(**before)
+        try:
+            expected = self.eager(**before)
+        except BaseException:
+            if not form.compile_s:
+                self._drop(form)
+            raise
         started = time.perf_counter()
         if not form.compile_s:
             logger.info("compiling %s for %s: this may take minutes", type(self.model).__name__, form.name)
@@ -303,7 +335,7 @@ class Engine:
             with compiling(freezing=self.config.freezing and self.device.type == "cpu"):
                 return self._run(form, call, have)
         except Exception as error:
-            self.forms = {key: one for key, one in self.forms.items() if one is not form}
+            self._drop(form)
             raise PrepareError(
                 f"{type(self.model).__name__} cannot be compiled for {form.name}: {type(error).__name__}: "
                 f"{first_lines(error)}",
@@ -327,6 +359,9 @@ class Engine:
         worst, axes = 0.0, []
         for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
             if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+                # Numbers among the answers, such as that of the rows.
+                if isinstance(leaf, (bool, int, float, str)) and leaf != other:
+                    worst = math.inf
                 continue
             cuts = axes_to_cut(leaf, other, have, want)
             axes.append(cuts or {})
@@ -343,7 +378,7 @@ class Engine:
         Raises:
             PrepareError: It differs without padding, too.
         """
-        self.forms = {key: one for key, one in self.forms.items() if one is not form}
+        self._drop(form)
         if any(kind) and self._pads:
             self._pads = False
             logger.warning(
@@ -357,6 +392,9 @@ class Engine:
             f"of the largest value; {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
             fix="use another dtype, leave quantization out, or call model.restore().",
         )
+
+    def _drop(self, form: CompiledForm) -> None:
+        self.forms = {key: one for key, one in self.forms.items() if one is not form}
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> None:
         """Both ways in turns, fastest calls; what is slower runs as the model was, and is told."""

@@ -15,7 +15,7 @@ BATCHES = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11
 LENGTHS = tuple(step for step in BATCHES if step >= 16)
 
 # Inputs with a value a token: `(batch, sequence, ...)`.
-_BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "bbox")
+BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "bbox")
 MASK = "attention_mask"
 
 
@@ -44,13 +44,13 @@ def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
         maskable: Whether the model takes a mask, which hides padding.
     """
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
-    first = next((tensors[name] for name in (MASK, *_BY_TOKEN) if name in tensors), None)
+    first = next((tensors[name] for name in (MASK, *BY_TOKEN) if name in tensors), None)
     if first is None or first.ndim < 2:
         rows = {int(tensor.shape[0]) if tensor.ndim else 0 for tensor in tensors.values()}
         alone = rows.pop() if len(rows) == 1 else 0
         return Sizes(alone or None, None)
     batch, length = int(first.shape[0]), int(first.shape[1])
-    texts = [tensor for name, tensor in tensors.items() if name in _BY_TOKEN]
+    texts = [tensor for name, tensor in tensors.items() if name in BY_TOKEN]
     agree = all(tensor.shape[:2] == (batch, length) for tensor in texts) and first.ndim == 2
     whole = all(tensor.ndim and tensor.shape[0] == batch for tensor in tensors.values())
     nested = any(isinstance(value, (tuple, list, dict)) for value in call.values())
@@ -76,11 +76,11 @@ def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> di
     found = dict(call)
     if have.length is not None and want.length is not None:
         if found.get(MASK) is None:
-            first = next(found[name] for name in _BY_TOKEN if isinstance(found.get(name), torch.Tensor))
+            first = next(found[name] for name in BY_TOKEN if isinstance(found.get(name), torch.Tensor))
             found[MASK] = torch.ones(first.shape[:2], dtype=torch.int64, device=first.device)
         more = want.length - have.length
         if more:
-            for name in _BY_TOKEN:
+            for name in BY_TOKEN:
                 tensor = found.get(name)
                 if isinstance(tensor, torch.Tensor):
                     fill = pad_id if name == "input_ids" else 0
