@@ -33,6 +33,9 @@ def serve(
     max_wait_ms: Annotated[
         float | None, typer.Option(min=0.001, help="A request that would wait longer gets 429 at once.")
     ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a generated answer that a request may ask for.")
+    ] = 4096,
     timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds until a request is dropped.")] = 60.0,
     max_client_batch: Annotated[int, typer.Option(min=1, help="Inputs in one request.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Size of a request.")] = 8.0,
@@ -89,6 +92,7 @@ def serve(
             "session_options": SessionOptions(threads=threads) if threads is not None else None,
             "trust_remote_code": trust_remote_code, "max_batch": max_batch, "max_batch_tokens": max_batch_tokens,
             "max_queue": max_queue, "max_wait_s": None if max_wait_ms is None else max_wait_ms / 1e3, "timeout_s": timeout,
+            "max_new_tokens": max_new_tokens,
         }  # fmt: skip
         limits: dict[str, Any] = {
             "max_body_bytes": int(max_body_mb * (1 << 20)), "max_client_batch": max_client_batch,

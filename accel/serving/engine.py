@@ -44,6 +44,7 @@ class Engine:
         max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
         max_wait_s: A request that would wait longer than this, as it looks when it comes, is refused.
         timeout_s: A request that is not answered by then is dropped.
+        max_new_tokens: Tokens of a generated answer that a request may ask for; as many as the caches hold when `None`.
         observer: Told of every call of a model and of every request.
 
     Raises:
@@ -68,6 +69,7 @@ class Engine:
         max_queue: int = 512,
         max_wait_s: float | None = None,
         timeout_s: float | None = None,
+        max_new_tokens: int | None = None,
         observer: Observer | None = None,
     ) -> None:
         self._sources = named(models)
@@ -78,7 +80,7 @@ class Engine:
         self._how = Opening(workers=workers, processors=processors, arguments=arguments)
         self.limits = Limits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s, max_new_tokens=max_new_tokens,
         )  # fmt: skip
         self._observer = observer
         self._opened: dict[str, list[ORTModel]] = {}
@@ -168,7 +170,11 @@ class Engine:
             if self._closed:
                 raise EngineClosedError("The engine was closed.", fix="make another one.")
             if lane.name not in self._generators:
-                limits = GenerationLimits(rows=min(self.limits.max_batch, 16), queue=self.limits.max_queue)
+                limits = GenerationLimits(
+                    rows=min(self.limits.max_batch, 16),
+                    queue=self.limits.max_queue,
+                    max_new_tokens=self.limits.max_new_tokens,
+                )
                 self._generators[lane.name] = GenerationEngine(lane.model, limits=limits)
             return self._generators[lane.name]
 

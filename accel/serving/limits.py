@@ -17,6 +17,7 @@ class Limits:
         max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
         max_wait_s: A request that would wait longer than this, as it looks when it comes, is refused; `None`: `max_queue` alone decides.
         timeout_s: A request that is not answered by then is dropped; `None`: never.
+        max_new_tokens: Tokens of an answer that a request may ask for; `None`: as many as the caches hold.
     """
 
     max_batch: int = 64
@@ -24,6 +25,7 @@ class Limits:
     max_queue: int = 512
     max_wait_s: float | None = None
     timeout_s: float | None = None
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

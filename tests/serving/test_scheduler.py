@@ -302,6 +302,15 @@ def test_what_cannot_be_is_refused(
         engine().submit(prompt, GenerationOptions(**options))
 
 
+def test_an_answer_has_at_most_as_many_tokens_as_the_server_allows(engine: Callable[..., GenerationEngine]) -> None:
+    served = engine(max_new_tokens=4)
+    with pytest.raises(InputError, match="at most 4") as refused:
+        served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=5))
+    assert "--max-new-tokens" in str(refused.value)
+    assert len(ids(served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=4)))) == 4
+    assert len(ids(served.submit(PROMPTS[0], GenerationOptions(ignore_eos=True)))) == 4
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -101,6 +101,8 @@ class GenerationLimits:
         prefill_tokens: Tokens of prompts that are read between two steps of the running rows: more read faster, and let
             those wait longer.
         new_tokens: Tokens of an answer where neither the request nor the model limits them.
+        max_new_tokens: Tokens of an answer that a request may ask for: one that takes most of the caches lets nobody beside it.
+            `None`: as many as they hold.
     """
 
     rows: int = 16
@@ -108,9 +110,10 @@ class GenerationLimits:
     queue: int = 256
     prefill_tokens: int = 512
     new_tokens: int = 256
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens"):
+        for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}.", fix="use at least 1.")

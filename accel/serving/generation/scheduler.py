@@ -128,7 +128,12 @@ class Scheduler:
         before = 1 if self._behind_encoder else len(ids)
         limits = [n for n in (self._limit, self._positions, self.cache_tokens) if n]
         room = min(limits) - before + (1 if not self._behind_encoder else 0)
-        asked = options.max_new_tokens
+        asked, most = options.max_new_tokens, self.limits.max_new_tokens
+        if asked is not None and most is not None and asked > most:
+            raise InputError(
+                f"{asked} new tokens are asked for; an answer has at most {most}.",
+                fix="ask for fewer, or allow more (max_new_tokens=..., --max-new-tokens).",
+            )
         if room < 1 or (asked is not None and asked > room):
             raise InputError(
                 f"The prompt has {len(ids)} tokens{f', and {asked} new ones are asked for' if asked else ''}; together they can "
@@ -138,7 +143,7 @@ class Scheduler:
         if asked is not None:
             return asked
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
-        return min(room, usual)
+        return min(room, usual, most or usual)
 
     def _chooser(self, request: Generation) -> Chooser:
         if not self._behind_encoder:
