@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..errors import AccelError
 from .application import app, columns_of, command, emit, pairs_of
 from .exit_codes import FAILED
 from .options import Backend, Column, Device, Json, Report, Revision, Task, Threads, Trust, Verbose
@@ -87,7 +89,11 @@ def loadtest(
         if report is not None:
             report.write_text(page(found, title=f"accel loadtest {url}"), encoding="utf-8")
         emit(found.to_dict(), as_json, "" if as_json else text(found))
-        if found.settings["find"] and found.best_rate is None:
+        unanswered = [f"{run.rate:g}" for run in found.runs if not run.answered and not run.refused]
+        if unanswered:
+            what = f"Nothing was answered at {', '.join(unanswered)} requests a second."
+            sys.stderr.write(f"Error: {AccelError(what, fix='see the errors above, and whether the server runs.')}\n")
+        if unanswered or (found.settings["find"] and found.best_rate is None):
             raise typer.Exit(FAILED)
 
 

@@ -278,6 +278,23 @@ def test_the_command_writes_a_page_that_needs_nothing_from_elsewhere(texts: Path
     assert values["url"] in written
 
 
+def test_a_server_that_answers_nothing_is_a_failure(texts: Path) -> None:
+    asked = 0
+
+    async def breaks(method: str, path: str, body: Any) -> tuple[int, Any]:
+        nonlocal asked
+        asked += 1
+        return (200 if asked == 1 else 500), []
+
+    with scripted(breaks) as url:
+        done = CliRunner().invoke(
+            app, ["loadtest", f"{url}/embed", "--data", str(texts), "-r", "20", "--seconds", "0.3", "--json"]
+        )
+    assert done.exit_code == 1, done.output
+    assert "Nothing was answered at 20 requests a second" in done.stderr
+    assert json.loads(done.stdout)["runs"][0]["answered"] == 0
+
+
 def test_a_name_in_the_results_is_no_markup() -> None:
     found = LoadTest(url="http://x/<b>", settings={"objective_ms": None, "find": False}, texts={"rows": 1, "characters": {}},
                      machine={"platform": "<i>", "processors": 1})  # fmt: skip
