@@ -1,11 +1,15 @@
 """`accel serve` against the in-process pipeline (one caller) and against FastAPI over PyTorch without batching (many callers).
 
     python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6]
+    python benchmarks/serving.py OUT.json --infinity ENVIRONMENT/bin/infinity_emb
     python benchmarks/serving.py OUT.json --int8 FOLDER [--backend openvino] --callers 1
 
 BANKING77's test queries, every server a process of its own, clients in another one on the same machine, variants taking
 turns; answers are compared first. Needs the extra `serve` and, for the other side, FastAPI. Without a folder it takes the
 model that ships with accel, as a model for embeddings.
+
+With `--infinity` a third one takes its turns, infinity's, in an environment of its own (`pip install torch "transformers<5"
+"infinity_emb[torch,server]"`), with its torch engine in float32.
 
 With `--int8` both classify texts of 128 tokens by a model of DistilBERT's shape, made in that folder: accel in static int8, the other
 side in float32. Its weights are random: answers have the same form, and no accuracy to compare.
@@ -17,13 +21,15 @@ import argparse
 import http.client
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +93,7 @@ def processor_s(process: int) -> float:
 
 @contextmanager
 def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         for _ in range(600):
             try:
@@ -138,6 +144,19 @@ def load(port: int, process: int, path: str, texts: list[str], callers: int, sec
         "p99_ms": float(np.percentile(taken, 99)) * 1e3,
         "statuses": statuses,
     }
+
+
+def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
+    """The command of infinity's server, over a copy of the model that its transformers reads, and it as one for embeddings."""
+    shutil.copytree(folder, copy)
+    for name, ours, theirs in (
+        ("tokenizer_config.json", "TokenizersBackend", "PreTrainedTokenizerFast"),
+        ("config.json", "BertForSequenceClassification", "BertModel"),
+    ):
+        file = copy / name
+        file.write_text(file.read_text(encoding="utf-8").replace(ours, theirs), encoding="utf-8")
+    return (program, "v2", "--model-id", str(copy), "--engine", "torch", "--device", "cpu", "--dtype", "float32",
+            "--no-bettertransformer", "--url-prefix", "/v1", "--host", "127.0.0.1", "--port", "8463", "--log-level", "error")  # fmt: skip
 
 
 def overhead(port: int, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
@@ -203,6 +222,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--workers", default="1")
     parser.add_argument("--int8", type=Path)
+    parser.add_argument("--infinity", help="its program")
     parser.add_argument("--backend", default="openvino")
     parser.add_argument("--fastapi-port", type=int)
     parser.add_argument("--path", default=EMBED)
@@ -215,24 +235,32 @@ def main() -> None:
     if args.int8 is not None:
         folders, path, task = classifiers(args.int8, args.backend), CLASSIFY, "text-classification"
         texts = long_texts(folders[0], texts)
-    ours = ("-m", "accel", "serve", f"model={folders[1]}", "--task", task, "--port", "8461",
+    ours = (sys.executable, "-m", "accel", "serve", f"model={folders[1]}", "--task", task, "--port", "8461",
             "--workers", args.workers)  # fmt: skip
-    theirs = (__file__, "-", folders[0], "--path", path, "--fastapi-port", "8462")
-    found: dict[str, Any] = {"accel": [], "fastapi": []}
-    with server(*ours, port=8461, ready="/ready") as mine, server(*theirs, port=8462, ready="/docs") as other:
+    theirs = (sys.executable, __file__, "-", folders[0], "--path", path, "--fastapi-port", "8462")
+    with ExitStack() as stack:
+        servers = {
+            "accel": stack.enter_context(server(*ours, port=8461, ready="/ready")),
+            "fastapi": stack.enter_context(server(*theirs, port=8462, ready="/docs")),
+        }
+        if args.infinity is not None:
+            copy = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+            command = infinity(args.infinity, folders[0], copy)
+            servers["infinity"] = stack.enter_context(server(*command, port=8463, ready="/health"))
         for text in texts[:20]:
-            rows = [json.loads(Connection(port).post(path, {FIELD[path]: text})[1]) for port, _ in (mine, other)]
+            rows = [json.loads(Connection(port).post(path, {FIELD[path]: text})[1]) for port, _ in servers.values()]
             if path == CLASSIFY:
                 assert all(set(row[0]) == {"label", "score"} for row in rows), "the servers answer otherwise"
                 continue
-            first, second = (np.array(row["data"][0]["embedding"]) for row in rows)
-            assert np.allclose(first, second, atol=1e-4), "the servers answer otherwise"
+            first, *others = (np.array(row["data"][0]["embedding"]) for row in rows)
+            assert all(np.allclose(first, one, atol=1e-4) for one in others), "the servers answer otherwise"
+        found: dict[str, Any] = {name: [] for name in servers}
         for turn in range(args.rounds + 1):
-            for name, (port, process) in (("accel", mine), ("fastapi", other)):
+            for name, (port, process) in servers.items():
                 result = load(port, process, path, texts, args.callers, args.seconds if turn else 2)
                 if turn:
                     found[name].append(result)
-        one = overhead(mine[0], args.model, texts, args.rounds) if path == EMBED else None
+        one = overhead(servers["accel"][0], args.model, texts, args.rounds) if path == EMBED else None
     medians = {
         name: {key: statistics.median(one[key] for one in results) for key in results[0] if key != "statuses"}
         for name, results in found.items()
@@ -242,8 +270,14 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "callers": args.callers,
         "medians": medians,
-        "ratio": medians["accel"]["requests_per_s"] / medians["fastapi"]["requests_per_s"],
-        "processor_ratio": medians["fastapi"]["processor_ms"] / medians["accel"]["processor_ms"],
+        "ratios": {
+            name: {
+                "requests": medians["accel"]["requests_per_s"] / other["requests_per_s"],
+                "processor": other["processor_ms"] / medians["accel"]["processor_ms"],
+            }
+            for name, other in medians.items()
+            if name != "accel"
+        },
         "one_caller": one,
         "rounds": found,
     }
