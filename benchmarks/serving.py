@@ -95,7 +95,7 @@ def processor_s(process: int) -> float:
 def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        for _ in range(600):
+        for _ in range(1500):
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
                 connection.request("GET", ready)
