@@ -96,6 +96,8 @@ def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         for _ in range(1500):
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended.")
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
                 connection.request("GET", ready)
