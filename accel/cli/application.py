@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from .._version import __version__
 from ..chatter import hush_imports
 from ..errors import AccelError, ConfigError
 from .exit_codes import FAILED, INTERRUPTED, exit_code
+
+_QUOTES = "'\""
+_SETTING = re.compile(rf"\b([a-z_]+)=(\.\.\.|True|[{_QUOTES}][^{_QUOTES}]*[{_QUOTES}])(?! \(--)")
 
 app = typer.Typer(
     name="accel",
@@ -82,10 +87,31 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
 
 def _tell(kind: str, message: str, fix: str | None, as_json: bool) -> None:
     """What went wrong: an object on stdout, or lines on stderr."""
+    fix = _as_options(fix) if fix is not None else None
     if as_json:
         print_line(json.dumps({"error": message, "type": kind, "fix": fix}, indent=2))
     else:
         sys.stderr.write(f"Error: {AccelError(message, fix=fix)}\n")
+
+
+def _as_options(words: str) -> str:
+    """A remedy for callers of the library in the words of the command line: `calibration=...` as `--calibration`."""
+    flags = {
+        name: next((flag for flag in info.param_decls or () if flag.startswith("--")), f"--{name.replace('_', '-')}")
+        for one in app.registered_commands
+        if one.callback is not None
+        for name, hint in get_type_hints(one.callback, include_extras=True).items()
+        for info in getattr(hint, "__metadata__", ())
+        if isinstance(info, OptionInfo)
+    }
+
+    def said(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip(_QUOTES)
+        if name not in flags:
+            return found[0]
+        return flags[name] if value in ("...", "True") else f"{flags[name]} {value}"
+
+    return _SETTING.sub(said, words)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from accel.artifact import Artifact
 from accel.cli import app
 from accel.cli.application import command
 from accel.demo import running
+from accel.errors import ConfigError
 
 COMMANDS = ["export", "validate", "benchmark", "tune", "convert", "doctor", "demo", "cache list", "cache clear"]
 
@@ -98,6 +99,21 @@ def test_a_file_that_may_not_be_read_is_an_error_with_a_fix(capsys: pytest.Captu
         "Error: [Errno 13] Permission denied: '/some/file'.",
         "Fix: check that path, and who may read and write it.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("pass calibration=..., or use scheme='dynamic-int8'.", "pass --calibration, or use --scheme dynamic-int8."),
+        ("pass trust_remote_code=True.", "pass --trust-remote-code."),
+        ("leave calibration=... (--calibration) out.", "leave calibration=... (--calibration) out."),
+        ("pass no_option=...", "pass no_option=..."),
+    ],
+)
+def test_a_remedy_names_options_and_not_arguments(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), command(as_json=False, verbose=False):
+        raise ConfigError("It cannot be.", fix=words)
+    assert capsys.readouterr().err.splitlines()[1] == f"Fix: {shown}"
 
 
 def test_errors_as_json(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import ConfigError, InputError, TaskError
+from accel.models.log_filter import FILTER
 
 TEXTS = [
     "where is my card",
@@ -221,6 +222,15 @@ def test_task_is_the_models(tiny_artifact: Callable[..., Artifact], tiny_folder:
     assert accel.pipeline(model=tiny_artifact().path).task == "text-classification"
     assert accel.pipeline(model=tiny_folder()).task == "text-classification"
     assert accel.pipeline("sentiment-analysis", model=tiny_artifact().path)("help")[0]["label"].startswith("LABEL")
+
+
+@pytest.mark.parametrize(
+    ("task", "logged"), [("text-classification", False), ("sentiment-analysis", False), ("summarization", True)]
+)
+def test_transformers_does_not_list_its_classes_where_ours_serves_the_task(task: str, logged: bool) -> None:
+    words = f"The model 'ORTModelForSequenceClassification' is not supported for {task}. Supported models are ['A']."
+    record = logging.LogRecord("transformers.pipelines.base", logging.ERROR, "", 0, words, None, None)
+    assert FILTER.filter(record) is logged
 
 
 def test_bad_arguments(tiny_artifact: Callable[..., Artifact]) -> None:
