@@ -30,6 +30,8 @@ Axes = Mapping[str, Mapping[int, str]]
 IMAGE_AXES = ("height", "width")
 # Which pixels are an image's own and not padding: `(batch, height, width)`.
 PIXEL_MASK = "pixel_mask"
+# Which tokens are no padding: the text's own, and those that an encoder answered for.
+_MASKS = ("attention_mask", "encoder_attention_mask")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
@@ -279,8 +281,8 @@ def resize(
     """Inputs with the example's names, types and ranks: the shape is the example's where an axis is fixed, and `sizes` where it
     has a name.
 
-    Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. A mask
-    gets padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
+    Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. Masks
+    get padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
     """
     config = text_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -290,7 +292,7 @@ def resize(
         shape = [sizes.get(named[i], n) if i in named else n for i, n in enumerate(tensor.shape)]
         if name == "input_ids":
             resized[name] = _token_ids(shape, config, generator)
-        elif name == "attention_mask":
+        elif name in _MASKS:
             resized[name] = _padded_mask(shape, tensor.dtype)
         elif name == PIXEL_MASK:
             resized[name] = _padded_pixels(shape, tensor.dtype)

@@ -214,7 +214,8 @@ class Calibrator:
             if rows == 0:
                 continue
             try:
-                results = self._session.run(watched, feeds)
+                # Asked for nothing, ONNX Runtime returns everything.
+                results = self._session.run(watched, feeds) if watched else []
             except Exception as error:
                 shapes = {name: array.shape for name, array in feeds.items()}
                 raise QuantizeError(
