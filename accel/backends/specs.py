@@ -9,11 +9,20 @@ from typing import Literal
 
 from ..artifact.tensors import TensorSpec as TensorSpec
 
-API_VERSION = (2, 2)
+API_VERSION = (2, 3)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"
 """The format of artifacts that are PyTorch models: weights, config, tokenizer."""
+
+GENERATING = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
+"""Tasks whose models answer token by token, over something that is kept between calls."""
 
 Stage = Literal["prepare", "export", "optimize", "quantize", "run"]
 

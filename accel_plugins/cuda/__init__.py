@@ -1,6 +1,6 @@
 """ONNX Runtime on NVIDIA GPUs."""
 
-from accel.backends.specs import BackendSpec, Capability
+from accel.backends.specs import GENERATING, BackendSpec, Capability
 
 from ..ortkit.capabilities import FLOATS, NVIDIA
 
@@ -24,17 +24,16 @@ SPEC = BackendSpec(
             consumes="onnx",
             devices=("cuda",),
             dtypes=(*FLOATS, "int8"),
-            excludes=("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text"),
+            excludes=GENERATING,
             device_io=True,
             thread_safe=True,
         ),
-        # ONNX Runtime's attention with a cache has no float32 kernel.
         Capability(
             stage="run",
             consumes="onnx",
             devices=("cuda",),
-            dtypes=("float16", "bfloat16"),
-            tasks=("text-generation",),
+            dtypes=FLOATS,
+            tasks=GENERATING,
             device_io=True,
             thread_safe=True,
         ),

@@ -19,8 +19,9 @@ from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.causal import NoCausalFormError, needs_form
+from ..ortkit.optimization.causal import NoCausalFormError
 from ..ortkit.optimization.fusions import CUDA as FUSIONS
+from ..ortkit.optimization.growing import growing_form
 from ..ortkit.optimization.optimizer import OrtOptimizer
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, judge, survey
@@ -154,18 +155,25 @@ def _plainly(
     compute_dtype: str,
     error: NoCausalFormError,
 ) -> DeviceSession:
-    """A decoder as its graph is, its cache a new tensor on the GPU after each step: for attention with biases of its own, and
-    for states of one size.
+    """A decoder kernel by kernel, its cache a new tensor on the GPU after each step: for attention with biases of its own, for
+    masks that are read elsewhere, for float32 and for states of one size.
 
     Raises:
-        NoCausalFormError: The graph has attentions that the GPU computes in that form alone.
+        SessionError: The graph has attentions that no kernel of the GPU computes.
     """
     path = artifact.path / component.file
-    if needs_form(path):
-        raise error
     logger.info("%s runs without CUDA graphs, kernel by kernel: %s", path.name, error.message)
-    runtime = open_runtime(path, component, provider=CUDA, provider_options=options.provider, options=session)
-    return DeviceSession(runtime, component, device, compute_dtype)
+    form = growing_form(path, component)
+    runtime = open_runtime(
+        path,
+        form.component,
+        provider=CUDA,
+        provider_options=options.provider,
+        options=session,
+        model=form.model,
+        disabled_optimizers=DecoderRuntime.disabled_optimizers,
+    )
+    return DeviceSession(runtime, form.component, device, compute_dtype)
 
 
 def _compute_dtype(artifact: Artifact, component: Component, options: CudaOptions) -> str:

@@ -1,17 +1,9 @@
 """OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
 
-from accel.backends.specs import BackendSpec, Capability, SchemeSettings
+from accel.backends.specs import GENERATING, BackendSpec, Capability, SchemeSettings
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
-# An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
-DECODERS = (
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-to-text",
-    "image-text-to-text",
-)
 _DEVICES = ("cpu", "gpu", "npu", "auto")
 _SCHEMES = ("static-int8", "weight-int8", "weight-int4")
 _COMMON = ("preset", "operators", "exclude")
@@ -37,7 +29,10 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
-        Capability(stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=DECODERS, thread_safe=True),
+        # An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
+        Capability(
+            stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=GENERATING, thread_safe=True
+        ),
         # ONNX that exists already is converted; both levels do the same, exactly.
         Capability(
             stage="optimize",
@@ -45,7 +40,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             dtypes=_FLOATS,
             schemes=("O1", "O2"),
-            excludes=DECODERS,
+            excludes=GENERATING,
         ),
         Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
         Capability(
@@ -54,7 +49,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             schemes=_SCHEMES,
             settings=_SETTINGS,
-            excludes=DECODERS,
+            excludes=GENERATING,
         ),
     ),
 )

@@ -22,9 +22,10 @@ from accel.artifact import (
     TensorSpec,
     lost_manifest,
 )
+from accel.backends.specs import GENERATING
 from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
 
-from . import DECODERS, FORMAT
+from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
 from .runtime import READ_ERRORS, core, missing_weights, one_line
 from .stateful import BEAM_INDEX
@@ -62,7 +63,7 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
     )
     config = _config(root)
-    generates = task in DECODERS
+    generates = task in GENERATING
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
     if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
         # transformers' exporter: what takes several tokens behind a past takes a prompt behind none.

@@ -1,17 +1,9 @@
 """PyTorch itself: transformers models as they are, the baseline of every measurement."""
 
-from accel.backends.specs import WEIGHTS, BackendSpec, Capability
+from accel.backends.specs import GENERATING, WEIGHTS, BackendSpec, Capability
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
-# A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.
-_GENERATING = (
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-to-text",
-    "image-text-to-text",
-)
 
 SPEC = BackendSpec(
     name="pytorch",
@@ -42,12 +34,13 @@ INDUCTOR = BackendSpec(
     recorded_options=("quantization", "graphs", "cuda_graph", "freezing"),
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),
+        # A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.
         Capability(
             stage="run",
             consumes=WEIGHTS,
             devices=_DEVICES,
             dtypes=_FLOATS,
-            excludes=_GENERATING,
+            excludes=GENERATING,
             device_io=True,
             thread_safe=True,
         ),

@@ -77,12 +77,6 @@ def causal_form(path: Path) -> CausalForm:
     return CausalForm(serialized, windowed)
 
 
-def needs_form(path: Path) -> bool:
-    """Whether a decoder graph has attentions that ONNX Runtime's CUDA kernels compute in this form alone."""
-    attentions = nodes(read_graph(path), "GroupQueryAttention", domain=MICROSOFT)
-    return any(len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None for node in attentions)
-
-
 def take_lengths(model: ir.Model, name: str) -> bool:
     """Rewrite a decoder graph into this form; see `causal_form`. Returns whether a layer has a window."""
     graph = model.graph

@@ -1,0 +1,140 @@
+"""Decoder graphs with their attention spelled out, computed on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel import SessionOptions, capture, export, optimize
+from accel.artifact import Artifact
+from accel.backends import registry
+from accel.backends.interfaces import OpenRequest, Session
+from accel.backends.specs import DeviceSpec
+from accel.errors import SessionError
+from accel.testing.models import VOCABULARY
+from accel_plugins.ortkit.graph.editing import nodes, read_graph, save_graph
+from accel_plugins.ortkit.optimization.growing import growing_form
+from accel_plugins.ortkit.runtime.session import open_session
+
+Artifacts = Callable[[str], Artifact]
+CPU = DeviceSpec("cpu")
+_SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+CAPPED = ("Gemma2", {"attn_logit_softcapping": 5.0, "sliding_window": 4})
+WITH_SINKS = ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4})
+
+
+def decoder_of(artifact: Artifact) -> str:
+    return next(component.name for component in artifact.components if component.stateful)
+
+
+def both(artifact: Artifact) -> tuple[Session, Session]:
+    """Sessions of the decoder as it is, and of this form of it."""
+    component = artifact.component(decoder_of(artifact))
+    path = artifact.path / component.file
+    form = growing_form(path, component)
+    spelled = open_session(
+        path, form.component, device=CPU, provider="CPUExecutionProvider", provider_options={}, options=SessionOptions(),
+        compute_dtype=artifact.dtype, model=form.model,
+    )  # fmt: skip
+    backend = registry.load(registry.describe("cpu"))
+    return backend.open(artifact, OpenRequest(device=CPU))[component.name], spelled
+
+
+def step(session: Session, state: Any, mask: torch.Tensor, new: int, artifact: Artifact) -> torch.Tensor:
+    """Logits of `new` tokens behind those that the state has."""
+    rows, total = mask.shape
+    sizes = {"batch": rows, "sequence": new, "total": total, "kept": new, "encoder_sequence": 6}
+    own = [spec for spec in session.inputs if spec.pair is None]
+    feeds = dict(capture.feeds_for(own, sizes, seed=total, folder=artifact.path))
+    given = {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -new:],
+        "logits_to_keep": torch.arange(new),
+    }
+    feeds |= {name: value for name, value in given.items() if name in feeds}
+    return session.run(feeds, outputs=("logits",), state=state)["logits"]
+
+
+def differences(artifact: Artifact) -> list[float]:
+    """Of a left-padded prompt, of a token behind it, and of several after rows were exchanged."""
+    sessions = both(artifact)
+    states = [session.new_state(3) for session in sessions]
+    mask = torch.ones(3, 5).long()
+    mask[0, :3] = 0
+    found = []
+    longer = torch.cat([mask, mask[:, -1:]], 1)
+    for new, seen in ((5, mask), (1, longer)):
+        one, other = (
+            step(session, state, seen, new, artifact) for session, state in zip(sessions, states, strict=True)
+        )
+        real = seen[:, -new:].bool()
+        found.append(float((one - other)[real].abs().max()))
+    order = torch.tensor([2, 0])
+    mask = torch.cat([longer[order], torch.ones(2, 2).long()], 1)
+    for state in states:
+        state.reorder(order)
+    one, other = (step(session, state, mask, 2, artifact) for session, state in zip(sessions, states, strict=True))
+    return [*found, float((one - other).abs().max())]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        "t5",
+        "qwen3-next",
+        pytest.param("bart", marks=pytest.mark.thorough),
+        pytest.param("falcon-h1", marks=pytest.mark.thorough),
+        pytest.param("granite-4", marks=pytest.mark.thorough),
+        pytest.param("whisper", marks=pytest.mark.thorough),
+    ],
+)
+def test_spelled_out_attention_is_the_same(generator: Artifacts, family: str) -> None:
+    assert max(differences(generator(family))) < 1e-3
+
+
+@pytest.mark.parametrize(("architecture", "settings"), [CAPPED, WITH_SINKS], ids=["softcap", "sinks"])
+def test_caps_and_sinks(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{architecture}Config")(**_SMALL, **settings)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    artifact = export(model, tmp_path / "exported", task="text-generation")
+    attentions = nodes(
+        read_graph(artifact.path / artifact.component("model").file), "GroupQueryAttention", domain="com.microsoft"
+    )
+    read = [{"softcap" in node.attributes, len(node.inputs) > 11} for node in attentions]
+    assert read == [{True, False}] * 2
+    assert max(differences(artifact)) < 1e-3
+
+
+def test_float16(generator: Artifacts, tmp_path: Path) -> None:
+    halved = optimize(generator("falcon-h1"), tmp_path / "halved", backend="cuda", level="O4")
+    assert max(differences(halved)) < 0.15
+
+
+def test_the_cache_grows(generator: Artifacts) -> None:
+    artifact = generator("qwen3")
+    component = artifact.component("model")
+    form = growing_form(artifact.path / component.file, component)
+    pairs = {spec.pair: spec.shape[2] for spec in form.component.inputs if spec.pair}
+    assert set(pairs.values()) == {"past"}
+    assert {spec.shape[2] for spec in form.component.outputs if spec.name in pairs} == {"total"}
+
+
+def test_what_cannot_be_said_is_refused(generator: Artifacts, tmp_path: Path) -> None:
+    artifact = generator("qwen3")
+    component = artifact.component("model")
+    model = read_graph(artifact.path / component.file)
+    for node in nodes(model, "GroupQueryAttention", domain="com.microsoft"):
+        node.attributes.add(type(node.attributes["scale"])("local_window_size", node.attributes["num_heads"].type, 4))
+    save_graph(model, tmp_path / "model.onnx")
+    with pytest.raises(SessionError, match="cannot be spelled out"):
+        growing_form(tmp_path / "model.onnx", component)
