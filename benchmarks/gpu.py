@@ -1,6 +1,6 @@
 """Encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
 
-    python benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune] [--models MiniLM-L6]
+    python benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune] [--models MiniLM-L6] [--bars]
     python benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, a process each
 
 Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and biases that are not zero. Inputs are
@@ -31,6 +31,7 @@ import onnxruntime as ort
 import torch
 import transformers
 
+import accel
 from accel import ORTModelForSequenceClassification, benchmark, export, optimize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -125,6 +126,12 @@ def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
     return call
 
 
+def accelerated(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
+    """A copy of the model through `accel.accelerate`, for this shape alone."""
+    fast = accel.accelerate(copy.deepcopy(model), shapes=[inputs], keep_slower=True)
+    return lambda: fast(**inputs).logits
+
+
 def milliseconds(call: Call, calls: int) -> list[float]:
     """Times of single calls, each waited for."""
     for _ in range(WARM_UP):
@@ -163,6 +170,7 @@ def measure(
     shape: tuple[int, int, float],
     modes: Sequence[str],
     rounds: int,
+    in_place: bool,
 ) -> dict[str, Any]:
     """All variants at one shape."""
     inputs = make_inputs(name, *shape)
@@ -176,6 +184,8 @@ def measure(
     }
     for mode in modes:
         builders[f"torch.compile {mode}"] = lambda mode=mode: compiled(models["float16"], mode, inputs)  # type: ignore[misc]
+    if in_place:
+        builders["accel.accelerate"] = lambda: accelerated(models["float16"], inputs)
     for label, build in builders.items():
         try:
             variants[label] = build()
@@ -249,10 +259,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--modes", default=",".join(COMPILE_MODES))
     parser.add_argument("--models", default=",".join(dict.fromkeys(case[0] for case in CASES)))
+    parser.add_argument("--bars", action="store_true", help="only the shapes that have bars")
     parser.add_argument("--benchmark", action="store_true")
     arguments = parser.parse_args()
     out: Path = arguments.out
-    modes = [COMPILE_MODES[1]] if arguments.quick else arguments.modes.split(",")
+    modes = [COMPILE_MODES[1]] if arguments.quick else [mode for mode in arguments.modes.split(",") if mode]
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "versions": {
@@ -277,10 +288,12 @@ def main() -> None:
             artifact = export(model, Path(temporary) / name, task="text-classification")
             made = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4")
             models = {"float32": model.cuda(), "float16": copy.deepcopy(model).half().cuda()}
-            for case in (*CASES, *FILLS):
+            for case in CASES if arguments.bars else (*CASES, *FILLS):
                 if case[0] == name:
                     rounds = 2 if arguments.quick else ROUNDS
-                    row = measure(name, models, made.path, case[1:], modes if case in CASES else (), rounds)
+                    row = measure(
+                        name, models, made.path, case[1:], modes if case in CASES else (), rounds, in_place=case in CASES
+                    )  # fmt: skip
                     report["rows"].append(row)
                     print(json.dumps(row, indent=1), flush=True)
                     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Text generation on an NVIDIA GPU: transformers eager, transformers with a static cache and torch.compile, and accel.
+"""Text generation on an NVIDIA GPU: transformers eager, with a static cache and torch.compile, `accel.accelerate`, and accel.
 
-    python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER]
+    python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER] [--batches 1,8]
 
 A model of Qwen2-0.5B's shape with seeded random weights, batch 1 (and 8 without torch.compile), greedy, 64 tokens after a
 prompt of 128, all in float16 in one process. Variants take turns; a round is one `generate` of 1 and one of 65 tokens.
@@ -12,6 +12,7 @@ prompt's last logits from PyTorch float32 over their norm.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ import onnxruntime as ort
 import torch
 import transformers
 
+import accel
 from accel import Artifact, ORTModelForCausalLM, export, optimize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -143,6 +145,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--batches", default="1,8")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp())
     model = make_model(arguments.layers)
@@ -159,8 +162,10 @@ def main() -> None:
     accelerated = ORTModelForCausalLM.from_pretrained(made, device="cuda:0")
     draw = torch.Generator().manual_seed(1)
     prompts = {batch: torch.randint(10, 150000, (batch, PROMPT), generator=draw).cuda() for batch in (1, 8)}
+    single = prompts[1]
+    prompts = {batch: prompts[batch] for batch in map(int, arguments.batches.split(","))}
     with torch.inference_mode():
-        reference = model(prompts[1].cpu(), logits_to_keep=1).logits[0, -1]
+        reference = model(single.cpu(), logits_to_keep=1).logits[0, -1]
     half = model.half().cuda()
     result: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(),
@@ -177,13 +182,14 @@ def main() -> None:
     }
     for name, one in (("transformers eager", half), ("accel", accelerated)):
         with torch.inference_mode():
-            logits = one(input_ids=prompts[1], logits_to_keep=1).logits[0, -1].float().cpu()
+            logits = one(input_ids=single, logits_to_keep=1).logits[0, -1].float().cpu()
         result["errors"][name] = float((logits - reference).norm() / reference.norm())
     print(result["errors"], flush=True)
     for batch, ids in prompts.items():
         variants = {"transformers eager": generator(half)}
         if batch == 1 and not arguments.no_compile:
             variants["transformers static cache, torch.compile"] = generator(half, cache_implementation="static")
+            variants["accel.accelerate"] = generator(accel.accelerate(copy.deepcopy(half), keep_slower=True))
         variants["accel"] = generator(accelerated)
         found: dict[str, Any] = dict(measure(variants, ids))
         found["accel"] |= steps_alone(accelerated, ids)
