@@ -26,6 +26,7 @@ from accel.testing.models import tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.inductor import backend, engine
 from accel_plugins.pytorch.inductor.sizes import BATCHES, LENGTHS, Sizes, padded, sizes_of, step_up
 
+_model_logger: Any = logging.getLogger(f"{__name__}.model")
 compiler = pytest.mark.skipif(backend.cpu_compiler() is None, reason="no C++ compiler is installed")
 
 
@@ -67,13 +68,16 @@ def answer(model: Any, **call: Any) -> torch.Tensor:
 
 
 class Pooling(torch.nn.Module):
-    """The mean of the real tokens: a module whose code is compiled in seconds, and in which padding would tell."""
+    """The mean of the real tokens, with a warning as transformers' models have them: a module whose code is compiled in seconds,
+    and in which padding would tell.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.out = torch.nn.Embedding(120, 8), torch.nn.Linear(8, 3)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        _model_logger.warning_once("said at every call, shown once")
         mask = attention_mask.unsqueeze(-1).float()
         return {"logits": self.out((self.table(input_ids) * mask).sum(1) / mask.sum(1))}
 

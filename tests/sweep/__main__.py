@@ -14,6 +14,8 @@ from typing import Any
 # Each process has one processor; read when torch is imported, which happens below.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Libraries look for GPUs when they are imported, and a process that asked CUDA cannot be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if "--artifacts" not in sys.argv:
     # A trace looks for GPUs, and a process that has seen one cannot be forked.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import importlib.util
 import itertools
 import os
@@ -47,6 +48,12 @@ def keep_compiled_code() -> None:
         os.environ[_CACHE] = str(accel_home() / "inductor")
 
 
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What models warn with, transformers' own additions among it; the compiler takes no call of them."""
+    words = ("debug", "info", "info_once", "warning", "warning_advice", "warning_once", "error", "log")
+    return {getattr(logging.Logger, word) for word in words if hasattr(logging.Logger, word)}
+
+
 @contextlib.contextmanager
 def compiling(*, freezing: bool) -> Iterator[None]:
     """How code is compiled inside."""
@@ -58,7 +65,9 @@ def compiling(*, freezing: bool) -> Iterator[None]:
         compiler_lock,
         quiet(),
         torch._inductor.config.patch(freezing=freezing),
-        torch._dynamo.config.patch(suppress_errors=False, fail_on_recompile_limit_hit=True),
+        torch._dynamo.config.patch(
+            suppress_errors=False, fail_on_recompile_limit_hit=True, ignore_logging_functions=_logging_functions()
+        ),
     ):
         yield
 
