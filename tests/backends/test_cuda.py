@@ -21,6 +21,7 @@ from accel.errors import ConfigError, InputError, SessionError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
+from accel.testing.generators import save_generator
 from accel.testing.models import rescale, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,20 @@ GPU = DeviceSpec("cuda", 0)
 class TestCuda(BackendConformance):
     backend = "cuda"
     device = "cuda:0"
+
+    def stateful_artifact(self, folder: Path) -> Artifact | None:
+        """Float32, for which attention is spelled out."""
+        return export(save_generator(folder.parent / "llama", "llama"), folder)
+
+
+class TestCudaGraphs(TestCuda):
+    """The decoder whose step is one CUDA graph."""
+
+    tolerance = 0.15  # float16, of logits up to 70
+
+    def stateful_artifact(self, folder: Path) -> Artifact | None:
+        made = super().stateful_artifact(folder.parent / "float32")
+        return optimize(made, folder, backend="cuda", level="O4")
 
 
 @pytest.fixture
