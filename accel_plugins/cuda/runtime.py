@@ -397,6 +397,11 @@ class DecoderRuntime(Runtime):
                 f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",
             )
+        if any("encoder_sequence" in spec.shape for spec in component.inputs):
+            raise NoCausalFormError(
+                f"{path.name} attends to what an encoder says, which the GPU's form of a decoder does not have.",
+                fix="open it on the CPU: backend='cpu'.",
+            )
         presents = {spec.name: spec.shape for spec in component.outputs}
         if any(spec.shape != presents[spec.pair or ""] for spec in kept):
             raise NoCausalFormError(

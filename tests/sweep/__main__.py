@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
@@ -14,8 +15,6 @@ from typing import Any
 # Each process has one processor; read when torch is imported, which happens below.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
-# Libraries look for GPUs when they are imported, and a process that asked CUDA cannot be forked.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if "--artifacts" not in sys.argv:
     # A trace looks for GPUs, and a process that has seen one cannot be forked.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -98,16 +97,17 @@ def _preload() -> None:
     """Everything that the processes need, once. No session is opened here: a fork would lose its threads."""
     import importlib
     import warnings
+    from unittest.mock import patch
+
+    import torch
 
     warnings.simplefilter("ignore")
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
                  "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
                  "accel.tuning.budget", "accel.models.encoder_decoder", "accel.models.encoders"):  # fmt: skip
-        try:
+        # A library that looks at GPUs while it is imported (torchao) leaves a process that cannot be forked.
+        with contextlib.suppress(ImportError), patch("torch.cuda.is_available", return_value=False):
             importlib.import_module(name)
-        except ImportError:
-            continue
-    import torch
     import transformers
 
     torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import importlib.util
 import itertools
 import os
@@ -48,17 +47,12 @@ def keep_compiled_code() -> None:
         os.environ[_CACHE] = str(accel_home() / "inductor")
 
 
-def _logging_functions() -> set[Callable[..., Any]]:
-    """What models warn with, transformers' own additions among it; the compiler takes no call of them."""
-    words = ("debug", "info", "info_once", "warning", "warning_advice", "warning_once", "error", "log")
-    return {getattr(logging.Logger, word) for word in words if hasattr(logging.Logger, word)}
-
-
 @contextlib.contextmanager
 def compiling(*, freezing: bool) -> Iterator[None]:
     """How code is compiled inside."""
     import torch._dynamo.config
     import torch._inductor.config
+    from transformers.utils.logging import warning_once
 
     keep_compiled_code()
     with (
@@ -66,13 +60,16 @@ def compiling(*, freezing: bool) -> Iterator[None]:
         quiet(),
         torch._inductor.config.patch(freezing=freezing),
         torch._dynamo.config.patch(
-            suppress_errors=False, fail_on_recompile_limit_hit=True, ignore_logging_functions=_logging_functions()
+            suppress_errors=False,
+            fail_on_recompile_limit_hit=True,
+            # What models warn with; of several functions PyTorch 2.11 complains that it cannot sort them.
+            ignore_logging_functions={warning_once},
         ),
     ):
         yield
 
 
-def compiled(function: Callable[..., Any], *, device: str, dynamic: bool = False, replayed: bool = False) -> Any:
+def compiled(function: Callable[..., Any], *, dynamic: bool = False, replayed: bool = False) -> Any:
     """The function through the compiler; it is compiled in its first call, inside `compiling`.
 
     A graph break is an error (`fullgraph`). Guards are left out: whoever calls it holds the sizes, types and settings that it
@@ -80,14 +77,13 @@ def compiled(function: Callable[..., Any], *, device: str, dynamic: bool = False
 
     Args:
         function: What to compile.
-        device: Type of device.
         dynamic: Whether sizes may vary.
-        replayed: On a GPU: let the compiler record CUDA graphs itself, for functions that change their inputs in place.
+        replayed: Let the compiler record CUDA graphs itself, for functions that change their inputs in place.
     """
     options: dict[str, Any] = {}
     if not dynamic:
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
-    if replayed and device == "cuda":
+    if replayed:
         options["triton.cudagraphs"] = True
 
     def call(*args: Any, **kwargs: Any) -> Any:

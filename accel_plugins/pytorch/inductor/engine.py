@@ -50,6 +50,7 @@ class CompiledForm:
         ms: Fastest call of the compiled code, with padding and cutting.
         checked: Kinds of padding that were compared.
         cuts: For each tensor of the answer, which axes are cut.
+        replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
     """
 
     name: str
@@ -62,6 +63,7 @@ class CompiledForm:
     ms: float | None = None
     checked: set[tuple[bool, bool]] = field(default_factory=set)
     cuts: list[dict[int, str]] = field(default_factory=list)
+    replayed: bool = False
 
     @property
     def state(self) -> Literal["compiled", "eager"]:
@@ -243,8 +245,10 @@ class Engine:
     def _new_form(self, call: Mapping[str, Any], want: Sizes) -> CompiledForm:
         cache = cache_of(call)
         form = CompiledForm(str(want) if cache is None else f"one token behind {shape_of(cache)}", want)
-        made = compiled(self._compute, device=self.device.type, replayed=cache is not None and self.config.cuda_graph)
-        if self.device.type == "cuda" and self.config.cuda_graph and cache is None:
+        graphs = self.device.type == "cuda" and self.config.cuda_graph
+        form.replayed = graphs and cache is not None
+        made = compiled(self._compute, replayed=form.replayed)
+        if graphs and cache is None:
             made = CapturedModule(made)
         form.call = made
         return form
@@ -260,6 +264,8 @@ class Engine:
 
     def _run(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
         given = self._cast(padded(call, have, form.sizes, self._pad_id))
+        if form.replayed:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         found = form.call(**given)
         leaves, spec = pytree.tree_flatten(found)
         place = 0
@@ -268,7 +274,9 @@ class Engine:
                 if place < len(form.cuts):
                     leaf = cut(leaf, form.cuts[place], have)
                 place += 1
-                leaves[i] = leaf.to(self.own_dtype) if leaf.is_floating_point() else leaf
+                # The next replay writes where this one did.
+                dtype = self.own_dtype if leaf.is_floating_point() else leaf.dtype
+                leaves[i] = leaf.to(dtype, copy=form.replayed)
         return pytree.tree_unflatten(leaves, spec)
 
     def _cast(self, call: dict[str, Any]) -> dict[str, Any]:
