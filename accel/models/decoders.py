@@ -202,7 +202,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         elif not isinstance(logits_to_keep, int) or logits_to_keep:
             kept = self._kept(new, logits_to_keep)
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
-        return logits if kept is None else logits.index_select(1, kept)
+        return logits if kept is None else logits.index_select(1, kept.to(logits.device))
 
     def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
         """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""

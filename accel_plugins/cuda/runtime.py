@@ -12,7 +12,7 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from accel.artifact import Component
+from accel.artifact import Component, TensorSpec
 from accel.backends.checks import grows
 from accel.backends.forms import Form as Described
 from accel.backends.forms import FormChecks, FormVerdict
@@ -371,6 +371,12 @@ class Runtime:
             self._sessions.clear()
 
 
+def _is_of_tokens(spec: TensorSpec) -> bool:
+    """Whether an input is a decoder's own: tokens, their mask, what is kept of them, and whose logits are wanted."""
+    tokens = spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))
+    return tokens or spec.pair is not None or spec.shape == ("kept",)
+
+
 class DecoderRuntime(Runtime):
     """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
 
@@ -397,7 +403,7 @@ class DecoderRuntime(Runtime):
                 f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",
             )
-        if any("encoder_sequence" in spec.shape for spec in component.inputs):
+        if not all(map(_is_of_tokens, component.inputs)):
             raise NoCausalFormError(
                 f"{path.name} attends to what an encoder says, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",

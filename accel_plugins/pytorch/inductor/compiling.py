@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import logging
 import os
 import threading
 import types
@@ -48,6 +49,18 @@ def keep_compiled_code() -> None:
 
 
 @contextlib.contextmanager
+def _unsaid(name: str) -> Iterator[None]:
+    """Nothing of a logger, errors included."""
+    one = logging.getLogger(name)
+    level = one.level
+    one.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        one.setLevel(level)
+
+
+@contextlib.contextmanager
 def compiling(*, freezing: bool) -> Iterator[None]:
     """How code is compiled inside."""
     import torch._dynamo.config
@@ -58,11 +71,12 @@ def compiling(*, freezing: bool) -> Iterator[None]:
     with (
         compiler_lock,
         quiet(),
+        _unsaid("torch._dynamo.metrics_context"),
         torch._inductor.config.patch(freezing=freezing),
         torch._dynamo.config.patch(
             suppress_errors=False,
             fail_on_recompile_limit_hit=True,
-            # What models warn with; of several functions PyTorch 2.11 complains that it cannot sort them.
+            # What models warn with. PyTorch 2.11 cannot write functions into its metrics, and says so.
             ignore_logging_functions={warning_once},
         ),
     ):
