@@ -1,0 +1,46 @@
+"""Texts over the Open Inference Protocol: `accel serve` and what `accel deploy triton` writes name one set of tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.serving.http.text_tensors import SERVICES
+
+GOLDEN = Path(__file__).parents[1] / "triton" / "golden"
+TYPES = {"TYPE_STRING": "BYTES", "TYPE_FP32": "FP32", "TYPE_INT64": "INT64"}
+TASKS = {
+    "rank": "text-ranking",
+    "text-classification": "text-classification",
+    "token-classification": "token-classification",
+    "question-answering": "question-answering",
+    "embed": "sentence-similarity",
+}
+MODEL: Any = SimpleNamespace(
+    config=SimpleNamespace(num_labels=3, id2label=dict(enumerate("abc"))),
+    artifact=SimpleNamespace(components=[SimpleNamespace(outputs=[])]),
+)
+
+
+def front(task: str) -> dict[str, dict[str, str]]:
+    """Inputs that have to be there, and outputs, with their types, of the model that takes texts."""
+    configs = json.loads((GOLDEN / f"onnxruntime-cpu.{task}.json").read_text(encoding="utf-8"))
+    lines = "\n".join(next(one for one in configs.values() if any("TYPE_STRING" in line for line in one)))
+    found: dict[str, dict[str, str]] = {"input": {}, "output": {}}
+    for kind, block in re.findall(r"^(input|output) \{\n(.*?)^\}", lines, flags=re.MULTILINE | re.DOTALL):
+        named = dict(re.findall(r"^  (name|data_type|optional): \"?(\w+)", block, flags=re.MULTILINE))
+        if "optional" not in named:
+            found[kind][named["name"]] = TYPES[named["data_type"]]
+    return found
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda one: one.operation)
+def test_one_client_asks_both_servers(service: Any) -> None:
+    golden = front(TASKS[service.operation])
+    assert dict.fromkeys(service.inputs, "BYTES") == golden["input"]
+    assert {name: kind for name, (kind, _) in service.outputs(MODEL).items()} == golden["output"]
