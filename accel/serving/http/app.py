@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import importlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -24,7 +24,7 @@ from ..engine import Engine
 from ..metrics import Metrics
 from .admission import Admission, ended
 from .endpoints import Call, Endpoint, Server
-from .front import Front
+from .front import Front, Serve
 from .replies import HttpError, error_reply, error_text, plain_error
 from .settings import ServerSettings
 
@@ -90,7 +90,8 @@ def create_app(
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    routes = [Route(one.path, _serve(one, server, keys, admission, tracer), methods=[one.method]) for one in table]
+    serving = [_serve(one, server, keys, admission, tracer) for one in table]
+    routes = [Route(one.path, serve, methods=[one.method]) for one, serve in zip(table, serving, strict=True)]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
     app.state.server, app.state.endpoints = server, table
     inside: ASGIApp = app
@@ -99,8 +100,12 @@ def create_app(
             app, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
             expose_headers=_EXPOSED, max_age=3600,
         )  # fmt: skip
-    # The outermost part is what the caller gets; its server tells a process that is about to end what is still answered.
-    return Front(inside, server, frozenset(one.path for one in table if one.open))
+    # What Starlette would find out about a request is known of those.
+    own = zip(table[: len(table) - len(more)], serving, strict=False)
+    direct = {one.path: serve for one, serve in own if one.method == "POST" and "{" not in one.path}
+    return Front(
+        inside, server, frozenset(one.path for one in table if one.open), {} if settings.cors_origins else direct
+    )
 
 
 class _Keys:
@@ -148,9 +153,7 @@ def _tracer(traces: Any) -> Tracer | None:
     return Tracer(None if traces is True else traces)
 
 
-def _serve(
-    endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission, tracer: Tracer | None
-) -> Callable[[Request], Awaitable[ASGIApp]]:
+def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission, tracer: Tracer | None) -> Serve:
     async def serve(request: Request) -> ASGIApp:
         request.scope["endpoint_path"] = endpoint.path
         call = Call(request, request.scope["request_id"], server)

@@ -6,13 +6,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .endpoints import Server
 from .replies import HttpError, error_reply
+
+Serve = Callable[[Request], Awaitable[ASGIApp]]
+"""Answers a request, whatever happens, with an answer to be sent."""
 
 access = logging.getLogger("accel.serving.access")
 
@@ -26,12 +30,15 @@ class Front:
         app: Starlette's application.
         server: What all calls share.
         open_paths: Those that are answered while the server drains.
+        direct: What answers a POST to a path that has no parts to be read, without the way through Starlette: a tenth of what
+            HTTP costs.
     """
 
-    def __init__(self, app: ASGIApp, server: Server, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, server: Server, open_paths: frozenset[str], direct: Mapping[str, Serve]) -> None:
         self._app = app
         self.server = server
         self._open = open_paths
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -63,6 +70,10 @@ class Front:
             if server.draining and scope["path"] not in self._open:
                 error = HttpError(503, "The server is about to end.", kind="closing", headers={"retry-after": "1"})
                 await error_reply(error, request_id)(scope, receive, answer)
+            elif scope["method"] == "POST" and scope["path"] in self._direct and not scope.get("root_path"):
+                serve = self._direct[scope["path"]]
+                response = await serve(Request(scope, receive))
+                await response(scope, receive, answer)
             else:
                 await self._app(scope, receive, answer)
         finally:
