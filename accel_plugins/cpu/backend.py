@@ -19,8 +19,9 @@ from .flags import adds_in_16_bits, cpu_flags
 # (12 layers: 2.6 against 0.5 ms; measured on 2 cores with AMX, onnxruntime 1.31).
 SLOW_FUSIONS = ("SkipLayerNormFusion",)
 
-# Lays out convolutions, which decoders have none of, and crashes the process on Gemma 3 in float16 (ONNX Runtime 1.31.1).
+# Lays out convolutions, and crashes the process on graphs in float16 that have none: Gemma 3, XLNet (ONNX Runtime 1.31.1).
 CRASHING = ("NchwcTransformer",)
+_CONVOLUTIONS = ("Conv", "ConvInteger", "QLinearConv")
 
 # Unsigned weights where 16-bit sums of signed ones would saturate: slower, and right.
 _EXACT_SUMS = "session.x64quantprecision"
@@ -38,6 +39,15 @@ def with_exact_sums(session: SessionOptions, artifact: Artifact) -> SessionOptio
     return replace(session, native={_EXACT_SUMS: "1", **session.native})
 
 
+def _no_convolutions(artifact: Artifact, component: Component) -> bool:
+    """Of graphs in half precision; others are not looked at."""
+    if artifact.dtype not in ("float16", "bfloat16"):
+        return False
+    from ..ortkit.graph.editing import load_graph, nodes
+
+    return not any(True for _ in nodes(load_graph(artifact, component), *_CONVOLUTIONS))
+
+
 class CpuBackend(ProviderBackend):
     """Runs ONNX graphs on the host."""
 
@@ -52,9 +62,9 @@ class CpuBackend(ProviderBackend):
         """The host, with the instruction sets that matter to kernels."""
         return (DeviceSpec("cpu", name=platform.processor() or platform.machine(), arch="+".join(cpu_flags())),)
 
-    def disabled_optimizers(self, component: Component) -> Sequence[str]:
-        """Fusions that are slower than what they replace, and for decoders one that crashes."""
-        return (*SLOW_FUSIONS, *(CRASHING if component.stateful else ()))
+    def disabled_optimizers(self, artifact: Artifact, component: Component) -> Sequence[str]:
+        """Fusions that are slower than what they replace, and one that crashes where it has nothing to do."""
+        return (*SLOW_FUSIONS, *(CRASHING if component.stateful or _no_convolutions(artifact, component) else ()))
 
     def session_options(self, artifact: Artifact, session: SessionOptions) -> SessionOptions:
         """Exact products of 8-bit weights on processors that would saturate."""

@@ -129,7 +129,8 @@ class Runtime:
         checks: The verdicts on its forms.
     """
 
-    disabled_optimizers: ClassVar[tuple[str, ...]] = ()
+    # Lays out convolutions of the host, and crashes the process on graphs in float16 that have none (1.31).
+    disabled_optimizers: ClassVar[tuple[str, ...]] = ("NchwcTransformer",)
     """ONNX Runtime's graph optimizers that are wrong for such graphs."""
 
     def __init__(
@@ -386,7 +387,7 @@ class DecoderRuntime(Runtime):
 
     # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
     # table of this call's angles for one of all positions (1.31).
-    disabled_optimizers = ("GroupQueryAttentionFusion",)
+    disabled_optimizers = (*Runtime.disabled_optimizers, "GroupQueryAttentionFusion")
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class ProviderBackend:
         """How to run an artifact: what the user said, and what its graphs need."""
         return for_float8(session, artifact)
 
-    def disabled_optimizers(self, component: Component) -> Sequence[str]:
+    def disabled_optimizers(self, artifact: Artifact, component: Component) -> Sequence[str]:
         """ONNX Runtime's graph optimizers that are slow or wrong for the provider."""
         return ()
 
@@ -142,7 +142,7 @@ class ProviderBackend:
                 provider_options=self.provider_options(artifact, component, request.device, request.options),
                 options=self.session_options(artifact, request.session),
                 compute_dtype=computes,
-                disabled_optimizers=self.disabled_optimizers(component),
+                disabled_optimizers=self.disabled_optimizers(artifact, component),
                 shapes=request.shapes,
                 devices=devices,
                 model=self._with_lengths(artifact, component, request),

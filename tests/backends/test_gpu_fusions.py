@@ -345,6 +345,15 @@ def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tm
     assert made.manifest.steps[-1].validation["max_abs_difference"] < 0.02
 
 
+def test_a_half_graph_without_convolutions_opens_on_the_host(tmp_path: Path) -> None:
+    """One of ONNX Runtime's optimizers, which lays out convolutions, ended the process with XLNet's."""
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    model = transformers.XLNetForTokenClassification(config).eval()
+    artifact = export(model, tmp_path / "exported", task="token-classification")
+    assert optimize(artifact, tmp_path / "half", backend="cuda", level="O4").dtype == "float16"
+
+
 @pytest.mark.thorough
 def test_sums_over_experts_stay_wide(tmp_path: Path) -> None:
     """ONNX Runtime's CPU provider, where the result is checked, has no float16 sums that scatter."""
