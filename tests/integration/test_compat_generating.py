@@ -75,8 +75,8 @@ def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
         for ours, theirs in pairs:
-            # Of their size, which T5 does not divide by.
-            atol = 1e-5 * float(theirs.keys.abs().max())
+            # Of their size, which T5 does not divide by; processors sum in orders of their own.
+            atol = 2e-5 * float(theirs.keys.abs().max())
             torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.0, atol=atol)
             torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)
 

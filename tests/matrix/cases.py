@@ -474,6 +474,14 @@ def thorough_cases() -> tuple[Case, ...]:
     return tuple(case for case in declared(specs(), plain=True) if case.on_host)
 
 
+@functools.cache
+def elsewhere_cases() -> tuple[Case, ...]:
+    """The cases of devices that not every machine has: those of every run, and every task that generates as it is exported."""
+    quick = quick_cases(on_host=False)
+    plain = declared(specs(), _PARTS, keeps=lambda case: not (case.level or case.scheme), plain=True)
+    return (*quick, *(case for case in plain if not case.on_host and case not in quick))
+
+
 def reached() -> tuple[Case, ...]:
     """Every case that is ever run, on one machine or another."""
-    return (*quick_cases(), *thorough_cases(), *quick_cases(on_host=False))
+    return (*quick_cases(), *thorough_cases(), *elsewhere_cases())
