@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from ..errors import ConfigError, IntegrityError
@@ -61,6 +62,9 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             stat = path.stat()
         except OSError as error:
             raise IntegrityError(f"{path} is missing.", fix=fix) from error
+        if not S_ISREG(stat.st_mode):
+            # A pipe would be read for ever.
+            raise IntegrityError(f"{path} is no file.", fix=fix)
         if not is_inside(path, folder):
             raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
         if stat.st_size != record.bytes:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ SCHEMA_VERSION = 2
 _WITH_FILES = 2
 """The schema that began to record companions and its own checksum."""
 _SEAL, _UNSEALED = "sha256", "0" * 64
+_CHECKSUM, _NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_.-]{1,100}")
 """The manifest's own checksum: of its text with zeros in this place."""
 _LARGEST = 1 << 40
 
@@ -216,6 +218,9 @@ class Manifest:
         if len({component.name for component in self.components}) < len(self.components):
             yield "two components have one name"
         for component in self.components:
+            # Stages name files after it.
+            if _NAME.fullmatch(component.name) is None or not component.name.strip("."):
+                yield f"{component.name[:80]!r} is no name of a component"
             specs = (*component.inputs, *component.outputs)
             for given in (component.inputs, component.outputs):
                 if len({spec.name for spec in given}) < len(given):
@@ -409,8 +414,8 @@ def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
     seal, schema = values.pop(_SEAL, None), values.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA_VERSION or (seal is None and schema < _WITH_FILES):
         return
-    whole = content.replace(str(seal).encode(), _UNSEALED.encode())
-    if not isinstance(seal, str) or hashlib.sha256(whole).hexdigest() != seal:
+    sealed = isinstance(seal, str) and _CHECKSUM.fullmatch(seal) is not None
+    if not sealed or hashlib.sha256(content.replace(seal.encode(), _UNSEALED.encode())).hexdigest() != seal:
         raise IntegrityError(
             f"{file} was changed: it does not fit the checksum in it.",
             fix="make the artifact again, or copy the file again from where it came.",

@@ -47,7 +47,8 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
         if tensor is None:
             raise wrong_names(feeds, dtypes)
         if tensor.dtype is not dtype:
-            if tensor.is_floating_point() and not dtype.is_floating_point:
+            # A cast would drop what does not fit without a word: fractions, imaginary parts.
+            if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
                 raise InputError(
                     f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
                 )
@@ -340,14 +341,16 @@ class StepCheck:
         component: The decoder's graph.
     """
 
-    __slots__ = ("_ranks", "_tokens", "mask")
+    __slots__ = ("_declared", "_others", "_tokens", "mask")
 
     def __init__(self, component: Component) -> None:
         own = [spec for spec in component.inputs if spec.pair is None]
         self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
         # Decoders of other tools behind an encoder take no mask of their own.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
-        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask)}
+        by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
+        self._declared = {spec.name: spec.shape for spec in (*by_token, *own) if spec.name in (self._tokens, self.mask)}
+        self._others = [spec for spec in by_token if spec.name != self._tokens]
 
     def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
         """How many tokens there are.
@@ -358,9 +361,9 @@ class StepCheck:
             length: Tokens that it holds.
 
         Raises:
-            InputError: Another number of rows, or a mask that does not cover the cached and the new tokens.
+            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, or inputs that do not agree.
         """
-        for name, declared in self._ranks.items():
+        for name, declared in self._declared.items():
             if feeds[name].ndim != len(declared):
                 raise InputError(
                     f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared}.",
@@ -377,6 +380,13 @@ class StepCheck:
                 f"{self.mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
                 fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
             )
+        for spec in self._others:
+            shape, sizes = feeds[spec.name].shape, (rows, total if spec.shape[1] == "total" else new)
+            if shape[:2] != sizes or len(shape) != len(spec.shape):
+                raise InputError(
+                    f"Input {spec.name!r} has shape {tuple(shape)}; {spec.shape} is {sizes} here.",
+                    fix="give each input as many rows and tokens as the ids have.",
+                )
         return int(new)
 
 

@@ -365,6 +365,20 @@ def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     assert (resumed - model(input_ids=ids).logits[:, 4:]).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"position_ids": (1, 3)}, {"position_ids": (2, 1)}, {"attention_mask": (1, 3)}, {"attention_mask": (2, 2)}],
+    ids=str,
+)
+def test_inputs_that_do_not_agree_are_refused(generator: Artifacts, wrong: dict[str, tuple[int, int]]) -> None:
+    model = opened(generator("gpt2"))
+    given = {"input_ids": torch.full((2, 3), 5), "attention_mask": torch.ones(2, 3).long()}
+    right = model(**given).logits
+    with pytest.raises(InputError):
+        model(**{**given, **{name: torch.ones(shape).long() for name, shape in wrong.items()}})
+    assert torch.equal(model(**given).logits, right)
+
+
 def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     artifact = generator("llava")
     picture = tmp_path / "picture.png"

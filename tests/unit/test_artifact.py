@@ -9,6 +9,7 @@ import os
 import random
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_manifest_may_not_point_outside(artifact: Artifact, name: str) -> None:
     values = values_of(artifact)
     values["files"] = [{**values["components"][0]["files"][0], "name": name}]
     with pytest.raises(IntegrityError, match="outside the folder"):
+        Artifact.load(rewritten(artifact, values))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[Path], None]) -> None:
+    """A pipe would be read for ever."""
+    made = artifact.path / "more.json"
+    make(made)
+    values = values_of(artifact)
+    values["files"] = [{"name": "more.json", "bytes": made.stat().st_size, "sha256": "0" * 64}]
+    with pytest.raises(IntegrityError, match="is no file"):
+        Artifact.load(rewritten(artifact, values))
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", "", "a b", "x" * 200])
+def test_names_of_components_are_no_paths(artifact: Artifact, name: str) -> None:
+    """Stages name files after them."""
+    values = values_of(artifact)
+    values["components"][0]["name"] = name
+    with pytest.raises(SchemaError, match="no name of a component"):
         Artifact.load(rewritten(artifact, values))
 
 
