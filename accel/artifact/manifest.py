@@ -32,8 +32,8 @@ SCHEMA_VERSION = 2
 _WITH_FILES = 2
 """The schema that began to record companions and its own checksum."""
 _SEAL, _UNSEALED = "sha256", "0" * 64
-_CHECKSUM, _NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_.-]{1,100}")
 """The manifest's own checksum: of its text with zeros in this place."""
+_CHECKSUM, _NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _LARGEST = 1 << 40
 
 DTYPES = frozenset(

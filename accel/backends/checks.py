@@ -341,15 +341,15 @@ class StepCheck:
         component: The decoder's graph.
     """
 
-    __slots__ = ("_declared", "_others", "_tokens", "mask")
+    __slots__ = ("_others", "_ranks", "_tokens", "mask")
 
     def __init__(self, component: Component) -> None:
         own = [spec for spec in component.inputs if spec.pair is None]
         self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
         # Decoders of other tools behind an encoder take no mask of their own.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
+        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask)}
         by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
-        self._declared = {spec.name: spec.shape for spec in (*by_token, *own) if spec.name in (self._tokens, self.mask)}
         self._others = [spec for spec in by_token if spec.name != self._tokens]
 
     def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
@@ -363,7 +363,7 @@ class StepCheck:
         Raises:
             InputError: Another number of rows, a mask that does not cover the cached and the new tokens, or inputs that do not agree.
         """
-        for name, declared in self._declared.items():
+        for name, declared in self._ranks.items():
             if feeds[name].ndim != len(declared):
                 raise InputError(
                     f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared}.",
