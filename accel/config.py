@@ -337,7 +337,7 @@ class SessionOptions(JsonConfig):
         compute_dtype: What the kernels compute in; `None` is the artifact's own dtype. A backend that cannot refuses.
         buckets: Lengths that the `sequence` axis is padded up to, smallest first. Empty: no padding.
         graph_optimization: How much the runtime may rewrite the graph when it loads it.
-        spinning: Whether idle threads spin: lower latency, and a busy processor.
+        spinning: Whether threads that are idle between calls spin: lower latency, and a busy processor.
         profile: Folder that gets the runtime's own profile, or `None`.
         check_inputs: Whether ids of tokens are held against what the model has, which costs 2 to 10 microseconds for each such input.
         native: Settings of the vendor's runtime by their own names, passed on as they are.

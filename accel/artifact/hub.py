@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ArtifactNotFoundError
+
+logger = logging.getLogger(__name__)
 
 _CONFIGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*/config.json")
 _TORCH_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.safetensors", "*.ot", "*.ckpt")
@@ -64,6 +68,8 @@ def locate(name: str | os.PathLike[str], options: HubOptions, *, want_graph: boo
     """
     text = os.fspath(name)
     if (path := as_folder(text)) is not None:
+        if options.revision is not None:
+            _tell_without_revisions(path, options.revision)
         folder = path / options.subfolder if options.subfolder else path
         if not folder.is_dir():
             raise ArtifactNotFoundError(f"{path} has no subfolder {options.subfolder!r}.", fix="check subfolder=...")
@@ -76,6 +82,12 @@ def locate(name: str | os.PathLike[str], options: HubOptions, *, want_graph: boo
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text:
         raise ArtifactNotFoundError(f"There is no folder {text!r}.", fix="check the path.")
     return _download(text, options, want_graph)
+
+
+@functools.cache
+def _tell_without_revisions(folder: Path, revision: str) -> None:
+    """Say once that a folder is taken as it is."""
+    logger.warning("%s is a folder, which has no revisions: revision=%r is passed over.", folder, revision)
 
 
 def _download(name: str, options: HubOptions, want_graph: bool | None) -> Location:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from .checksums import FileRecord, record_files, verify
 from .reading import build, read_bytes_and_json
 from .tensors import TensorSpec
+from .unrecorded import check_nothing_added
 
 logger = logging.getLogger(__name__)
 
@@ -218,21 +220,44 @@ class Manifest:
         if len({component.name for component in self.components}) < len(self.components):
             yield "two components have one name"
         for component in self.components:
-            # Stages name files after it.
-            if _NAME.fullmatch(component.name) is None or not component.name.strip("."):
-                yield f"{component.name[:80]!r} is no name of a component"
-            specs = (*component.inputs, *component.outputs)
-            for given in (component.inputs, component.outputs):
-                if len({spec.name for spec in given}) < len(given):
-                    yield f"two tensors of {component.name!r} have one name"
-            for spec in specs:
-                if spec.dtype not in DTYPES:
-                    yield f"{spec.name!r} is of {spec.dtype!r}, which is no type of tensors"
-                if any(isinstance(size, int) and not 0 <= size <= _LARGEST for size in spec.shape):
-                    yield f"{spec.name!r} has an impossible shape"
-            for axis, size in component.max_sizes.items():
-                if not 0 < size <= _LARGEST:
-                    yield f"the largest size of {axis!r} is {size}"
+            yield from _faults_of(component)
+        for step in self.steps:
+            changed = step.validation.get(PADDING_DIFFERENCE, 0)
+            if not _is_finite(changed) or changed < 0:
+                yield f"{PADDING_DIFFERENCE!r} of the step {step.stage!r} is {changed!r}"
+
+
+def _faults_of(component: Component) -> Iterator[str]:
+    # Stages name files after it.
+    if _NAME.fullmatch(component.name) is None or not component.name.strip("."):
+        yield f"{component.name[:80]!r} is no name of a component"
+    for word, given in (("takes", component.inputs), ("returns", component.outputs)):
+        if not given:
+            yield f"{component.name!r} {word} nothing"
+        if len({spec.name for spec in given}) < len(given):
+            yield f"two tensors of {component.name!r} have one name"
+    for specs, others in ((component.inputs, component.outputs), (component.outputs, component.inputs)):
+        counterparts = {spec.name: len(spec.shape) for spec in others}
+        for spec in specs:
+            if spec.dtype not in DTYPES:
+                yield f"{spec.name!r} is of {spec.dtype!r}, which is no type of tensors"
+            if any(isinstance(size, int) and not 0 <= size <= _LARGEST for size in spec.shape):
+                yield f"{spec.name!r} has an impossible shape"
+            if not _is_finite(spec.pad_value) or ("float" not in spec.dtype and not _is_integer(spec.pad_value)):
+                yield f"{spec.name!r} is padded with {spec.pad_value!r}"
+            if spec.pair is not None and counterparts.get(spec.pair) != len(spec.shape):
+                yield f"{spec.pair[:80]!r} is no counterpart of {spec.name!r}"
+    for axis, size in component.max_sizes.items():
+        if not 0 < size <= _LARGEST:
+            yield f"the largest size of {axis!r} is {size}"
+
+
+def _is_integer(value: float) -> bool:
+    return value == int(value) and abs(value) < 1 << 31
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +377,11 @@ class Artifact:
         return cls(folder, Manifest.from_dict(values, file))
 
     def verify(self) -> None:
-        """Compare every file that the manifest records with its checksum; others are nobody's business.
+        """Compare every file that the manifest records with its checksum; others must be none that would be read with them.
 
         Raises:
-            IntegrityError: The first file that differs, by name; a graph without a checksum, or outside of the folder.
+            IntegrityError: The first file that differs, by name; a graph without a checksum, or outside of the folder; a file
+                of the tokenizer's, say, that was added.
         """
         records = {record.name: record for component in self.components for record in component.files}
         for component in self.components:
@@ -367,6 +393,8 @@ class Artifact:
         verify(self.path, [*records.values(), *self.manifest.files])
         if self.manifest.schema < _WITH_FILES:
             _tell_unrecorded(self.path)
+        else:
+            check_nothing_added(self.path, [*records, *(record.name for record in self.manifest.files)])
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, *, companions: bool = True) -> Artifact:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -15,6 +16,7 @@ from ..errors import IntegrityError, SchemaError
 _MAX_BYTES = 64 << 20
 _MAX_ITEMS = 100_000
 _MAX_DEPTH = 64
+_HALF_A_LETTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _AGAIN = "make the artifact again, or copy the file again from where it came."
 
 Kind = TypeVar("Kind")
@@ -44,6 +46,9 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
     """The JSON object in the content of a file, which errors name; see `read_json`."""
     try:
         values = json.loads(content.decode("utf-8"))
+        if _HALF_A_LETTER.search(content):
+            # A half of a letter outside of the first 65,536, which no file's name and no text has alone.
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise IntegrityError(f"{path} is not valid JSON: {why}.", fix=_AGAIN) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, SessionClosedError, SessionError, did_you_mean
+from ..errors import InputError, IntegrityError, SessionClosedError, SessionError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -339,6 +339,9 @@ class StepCheck:
 
     Args:
         component: The decoder's graph.
+
+    Raises:
+        IntegrityError: It takes no tokens.
     """
 
     __slots__ = ("_others", "_ranks", "_tokens", "mask")
@@ -346,6 +349,11 @@ class StepCheck:
     def __init__(self, component: Component) -> None:
         own = [spec for spec in component.inputs if spec.pair is None]
         self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
+        if not self._tokens:
+            raise IntegrityError(
+                f"The decoder {component.name!r} takes no tokens: none of its inputs is (batch, sequence).",
+                fix="make the artifact again.",
+            )
         # Decoders of other tools behind an encoder take no mask of their own.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
         self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask)}

@@ -80,6 +80,11 @@ def session_options_of(options: Any) -> SessionOptions | None:
 
 # Of Optimum's `from_pretrained`: how its sessions are fed, which of its graphs are taken, and where its library is looked up.
 _WITHOUT_EFFECT = ("use_io_binding", "use_merged", "library_name", "low_cpu_mem_usage")
+_QUANTIZED_ON_LOADING = ("load_in_8bit", "load_in_4bit", "quantization_config")
+OTHERS_WORDS = (
+    *_WITHOUT_EFFECT, *_QUANTIZED_ON_LOADING, "force_download", "device_map", "dtype", "torch_dtype", "attn_implementation",
+)  # fmt: skip
+"""Arguments of transformers' and Optimum's `from_pretrained` that ours has no parameter for, and answers."""
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -92,7 +97,8 @@ def without_others_words(
     ways to compute the same, which a graph does in its own. What changes nothing here is left out, with a line for who debugs.
 
     Raises:
-        ConfigError: A model spread over several devices, an attention that does not exist, or a download that is forced.
+        ConfigError: A model spread over several devices, an attention that does not exist, a download that is forced, or
+            weights that are quantized while they are loaded.
     """
     left = dict(settings)
     for name in _WITHOUT_EFFECT:
@@ -104,6 +110,12 @@ def without_others_words(
             "force_download=True: what the Hub's cache holds is verified, not fetched again.",
             fix="remove the model from the cache (`hf cache delete`), or name a revision.",
         )
+    for name in _QUANTIZED_ON_LOADING:
+        if left.pop(name, None):
+            raise ConfigError(
+                f"{name}=...: a graph is quantized before it is loaded.",
+                fix="make a quantized artifact first (`accel quantize MODEL OUT`), and load that.",
+            )
     placed = left.pop("device_map", None)
     if isinstance(placed, Mapping):
         if len(set(map(str, placed.values()))) != 1:

@@ -29,7 +29,7 @@ from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
 from ..stages.export import artifact_for
 from ..stages.resolving import resolve
-from ..tasks.infer import specs_for, task_spec
+from ..tasks.infer import read_config, specs_for, task_spec
 from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
@@ -224,6 +224,7 @@ class ORTModel(Familiar, Saveable):
                 f"{self.artifact.path} holds no config.json, which a model for {self.artifact.task} reads its labels and sizes from.",
                 fix="copy the original model's config.json into it, or pass config=...",
             )
+        read_config(self.artifact.path)
         try:
             return transformers.AutoConfig.from_pretrained(
                 self.artifact.path, local_files_only=True, trust_remote_code=self._trust_remote_code

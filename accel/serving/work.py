@@ -6,7 +6,6 @@ A pipeline task's work is the stock pipeline's own steps, so that answers look e
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError, TaskError, did_you_mean
 from ..models.base import ORTModel
 from ..models.pipelines.opening import pipeline, pipeline_tasks
+from ..models.pipelines.words import known_options
 from .job import Prepared, Row
 
 Options = Mapping[str, Any]
@@ -137,7 +137,7 @@ class PipelineWork:
         self._pipe = pipe
         self._script = _Script()
         pipe.run_single, pipe.get_iterator = self._script.run_single, self._script.get_iterator
-        self._known = _known_options(pipe)
+        self._known = known_options(type(pipe))
         self._chunks = isinstance(pipe, ChunkPipeline)
         tokenizer = pipe.tokenizer
         self._collate = None
@@ -233,15 +233,6 @@ class PipelineWork:
             return memo
         answers = [self._pipe.postprocess(found if self._chunks else found[0], **memo) for found in outputs]
         return self._script.play(self._pipe, answers, inputs, options)
-
-
-def _known_options(pipe: Pipeline) -> frozenset[str] | None:
-    """The options of a pipeline that hands any to its tokenizer, which passes over what it does not know; `None` for other pipelines."""
-    parameters = inspect.signature(pipe._sanitize_parameters).parameters  # noqa: SLF001  # what it takes is said nowhere else
-    if "tokenizer_kwargs" not in parameters or parameters["tokenizer_kwargs"].kind is not inspect.Parameter.VAR_KEYWORD:
-        return None
-    reads = inspect.signature(pipe.tokenizer.__call__).parameters
-    return frozenset((*parameters, *reads, "batch_size", "num_workers")) - {"tokenizer_kwargs", "text"}
 
 
 def _stacked(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.reading import read_json
-from ..errors import PluginError, TaskError, did_you_mean
+from ..errors import IntegrityError, PluginError, TaskError, did_you_mean
 from . import audio, generation, image, text
 from .spec import TaskSpec, load
 
+_MOST_LABELS = 1_000_000
 ENTRY_POINT_GROUP = "accel.tasks"
 
 TASKS: Mapping[str, TaskSpec] = {
@@ -135,12 +136,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder; empty when there is none.
 
     Raises:
-        IntegrityError: It is not a JSON object, or too large.
+        IntegrityError: It is not a JSON object, too large, or has more labels than any model.
     """
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return read_json(path)
+    values = read_json(path)
+    # transformers makes a name for each label, of the configs inside of it as well.
+    labels = [one.get("num_labels") for one in (values, *values.values()) if isinstance(one, dict)]
+    if any(isinstance(count, int) and count > _MOST_LABELS for count in labels):
+        raise IntegrityError(
+            f"{path} has more than {_MOST_LABELS:,} labels, which no model has.",
+            fix="copy the file again from where it came.",
+        )
+    return values
 
 
 def infer_adapter_task(folder: Path) -> str:

@@ -16,6 +16,8 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import ConfigError, InputError, TaskError
 from accel.models.log_filter import FILTER
+from accel.models.pipelines.opening import pipeline_class
+from accel.models.pipelines.words import check_words, loading_words
 
 TEXTS = [
     "where is my card",
@@ -242,3 +244,38 @@ def test_bad_arguments(tiny_artifact: Callable[..., Artifact]) -> None:
         accel.pipeline("fill-mask", model=accel.ORTModelForSequenceClassification(tiny_artifact()))
     with pytest.raises(TaskError, match="use ORTModelForSequenceClassification"):
         accel.pipeline("fill-mask", model=tiny_artifact().path)
+
+
+def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def load(model: Any, **arguments: Any) -> Any:
+        given.update(arguments)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(accel.ORTModelForSequenceClassification, "from_pretrained", load)
+    words = {name: object() for name in loading_words() - {"task", "backend", "device", "revision", "token"}}
+    words["trust_remote_code"] = False
+    for name in ("subfolder", "file_name", "variant", "provider", "session_options", "export", "cache_dir", "config"):
+        assert name in words
+    with pytest.raises(ConfigError, match="enough"):
+        accel.pipeline("text-classification", tiny_folder(), **words)
+    assert words.items() <= given.items()
+    with pytest.raises(ConfigError, match=r"no argument 'subfoldr'. Did you mean 'subfolder'"):
+        accel.pipeline("text-classification", tiny_folder(), subfoldr="onnx")
+
+
+@pytest.mark.parametrize(
+    "task", ["text-classification", "object-detection", "zero-shot-classification", "feature-extraction"]
+)  # fmt: skip
+def test_no_pipeline_passes_over_a_word_that_nobody_knows(task: str) -> None:
+    with pytest.raises(ConfigError, match="no argument 'nobodys_word'"):
+        check_words(task, pipeline_class(task), ["top_k", "nobodys_word"])
+
+
+@pytest.mark.parametrize("word", ["load_in_8bit", "quantization_config"])
+def test_weights_are_not_quantized_while_they_are_loaded(tiny_folder: Callable[..., Path], word: str) -> None:
+    with pytest.raises(ConfigError, match="accel quantize"):
+        accel.pipeline("text-classification", tiny_folder(), **{word: True})

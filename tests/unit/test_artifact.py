@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from filelock import FileLock
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from accel.artifact import (
     Artifact,
@@ -31,6 +33,7 @@ from accel.artifact import (
 )
 from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
+from accel.artifact.unrecorded import kind_of
 from accel.artifact.writing import check_output, held, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
 
@@ -46,7 +49,7 @@ def artifact(tmp_path: Path) -> Artifact:
         file="graph.bin",
         files=record_files(folder, ["graph.bin", "weights.bin"]),
         inputs=(TensorSpec("x", "int64", ("batch", 3), pad_value=1),),
-        outputs=(TensorSpec("y", "float32", ("batch",), role="cache", pair="x"),),
+        outputs=(TensorSpec("y", "float32", ("batch", 3), role="cache", pair="x"),),
         max_sizes={"sequence": 5},
         unused_inputs=("z",),
     )
@@ -239,6 +242,57 @@ def test_files_that_were_changed_on_purpose_are_accepted_when_told(artifact: Art
     (artifact.path / "graph.bin").write_bytes(b"Graph")
     with pytest.raises(IntegrityError, match="graph.bin"):
         Artifact.accept_files(artifact.path)
+
+
+@pytest.mark.parametrize(
+    "name", ["special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.txt", "tokenizer.model",
+             "additional_chat_templates/rag.jinja"],
+)  # fmt: skip
+def test_a_file_that_would_be_read_with_the_tokenizer_is_found(artifact: Artifact, name: str) -> None:
+    added = artifact.path / name
+    added.parent.mkdir(exist_ok=True)
+    added.write_text("{}")
+    # Who has no tokenizer may be given one.
+    assert Artifact.load(artifact.path)
+    added.unlink()
+    (artifact.path / "tokenizer.json").write_text("{}")
+    Artifact.create(artifact.path, artifact.manifest)
+    (artifact.path / "README.md").write_text("Read me.")
+    (artifact.path / "results.json").write_text("{}")
+    assert Artifact.load(artifact.path)
+    added.write_text("{}")
+    with pytest.raises(IntegrityError, match=f"{re.escape(name)} is no file of this artifact.*tokenizer"):
+        Artifact.load(artifact.path)
+    assert Artifact.accept_files(artifact.path) == Artifact.load(artifact.path)
+
+
+def _vocabulary_files(tokenizer: str) -> list[str]:
+    try:
+        return list(getattr(transformers, tokenizer).vocab_files_names.values())
+    except (AttributeError, ImportError):
+        # A class behind a library that is not here.
+        return []
+
+
+def test_every_file_that_transformers_reads_by_its_name_is_of_a_kind() -> None:
+    constants = {
+        name: value
+        for module in (transformers.utils, transformers.tokenization_utils_base)
+        for name, value in vars(module).items()
+        if name.isupper() and name.endswith(("_FILE", "_NAME")) and isinstance(value, str) and "." in value
+    }
+    vocabularies = {
+        name
+        for classes in TOKENIZER_MAPPING_NAMES.values()
+        for word in (classes if isinstance(classes, tuple | list) else (classes,))
+        if word is not None
+        for name in _vocabulary_files(word)
+    }
+    # config.json is always recorded; weights, adapters and cards are nothing that is read beside a graph.
+    others = {"config.json", "modelcard.json", "adapter_config.json"}
+    names = {value for value in constants.values() if not value.endswith((".bin", ".safetensors", ".index.json"))}
+    assert {"special_tokens_map.json", "vocab.txt"} <= names | vocabularies
+    assert not {name for name in (names | vocabularies) - others if kind_of(name) is None}
 
 
 def test_older_schemas_open_and_say_once_what_they_lack(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

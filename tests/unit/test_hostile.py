@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from accel import ORTModelForSequenceClassification
+from accel import ORTModel, ORTModelForSequenceClassification, SessionOptions
 from accel.artifact import Artifact
 from accel.artifact.manifest import sealed
 from accel.errors import AccelError
@@ -129,6 +130,65 @@ def test_manifests(
     assert 0 < opened < count
     found = {name: at for name, at in everything_in(tmp_path).items() if "/home/" not in name}
     assert {name for name, at in found.items() if outside.get(name) != at} <= {str(folder / "accel.json")}
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_manifests_of_generators(family: str, count: int, generator: Callable[..., Artifact], tmp_path: Path) -> None:
+    """What still opens is run: a manifest that is wrong about its graph must not be followed."""
+    folder = shutil.copytree(generator(family).path, tmp_path / "artifact")
+    values = json.loads((folder / "accel.json").read_text())
+    del values["sha256"]
+    chance = random.Random(count)
+
+    def generate() -> None:
+        with ORTModel.from_pretrained(folder) as model:
+            model.generate(torch.tensor([[5, 6, 7], [7, 6, 5]]), max_new_tokens=3)
+
+    for _ in range(count):
+        (folder / "accel.json").write_text(sealed(mutated(values, chance)))
+        tried(generate)
+
+
+def _changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda values: values["components"][0]["inputs"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_changed(pad_value=float("nan")), "is padded with nan"),
+        (_changed(pad_value=1 << 40), "is padded with"),
+        (_changed(pair="nothing"), "is no counterpart of"),
+        (_changed(shape=["batch"]), "1 axes|axes instead of 1"),
+        (_changed(dtype="float32"), "int64 instead of float32"),
+        (_changed(name="other"), "has no 'other'"),
+        (lambda values: values["components"][0].update(inputs=[]), "takes nothing"),
+        (lambda values: values["steps"][0]["validation"].update(padding_difference=float("nan")), "padding_difference"),
+        (lambda values: values["steps"][0]["validation"].update(padding_difference="much"), "padding_difference"),
+        (lambda values: values.update(architecture="HALF"), "surrogates not allowed"),
+    ],
+)  # fmt: skip
+def test_manifests_that_are_wrong_about_their_graph(
+    change: Callable[[dict[str, Any]], None], message: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    values = json.loads((folder / "accel.json").read_text())
+    del values["sha256"]
+    change(values)
+    (folder / "accel.json").write_text(sealed(values).replace("HALF", r"\ud800"))
+    for options in (None, SessionOptions(buckets=(8, 16))):
+        with pytest.raises(AccelError, match=message):
+            ORTModelForSequenceClassification.from_pretrained(folder, session_options=options)
+
+
+def test_a_config_of_millions_of_labels(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    values = json.loads((folder / "config.json").read_text())
+    del values["id2label"], values["label2id"]
+    (folder / "config.json").write_text(json.dumps({**values, "num_labels": 3_000_000_000}))
+    Artifact.accept_files(folder)
+    assert not tried(functools.partial(ORTModelForSequenceClassification.from_pretrained, folder))
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])

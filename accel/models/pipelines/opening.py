@@ -20,11 +20,9 @@ from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
 from .sorting import sorted_class
+from .words import check_words, loading_words
 
 logger = logging.getLogger(__name__)
-
-_LOADING = ("dtype", "torch_dtype", "device_map", "attn_implementation")
-"""Arguments of transformers' `pipeline` that are about loading the model."""
 
 
 def pipeline(
@@ -57,24 +55,25 @@ def pipeline(
         batch_size: Inputs a call of the model.
         revision, token, trust_remote_code: For an id or folder, as in transformers.
         model_kwargs: More arguments of `from_pretrained`.
-        **kwargs: Arguments of the stock pipeline; `dtype`, `device_map` and `attn_implementation` as in `from_pretrained`.
+        **kwargs: Arguments of the stock pipeline and of `from_pretrained`.
 
     Raises:
-        ConfigError: No model was given, and the task has no usual one.
+        ConfigError: No model was given, and the task has no usual one; or an argument that neither has.
         TaskError: The task is unknown, or the model does another one.
     """
     if model is None:
         model, revision = usual_model(task, revision)
-    loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
+    loading = {name: kwargs.pop(name) for name in loading_words() & kwargs.keys()}
+    if task is not None:
+        check_words(task, pipeline_class(task), kwargs)
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
         model = _load(task, model, {**hub, **loading, **given})
-    elif (backend, revision, token) != (None, None, None) or model_kwargs or loading:
+    elif loads := _set(backend=backend, revision=revision, token=token, model_kwargs=model_kwargs, **loading):
         raise ConfigError(
-            f"backend=..., revision=..., token=..., {'=..., '.join(_LOADING)}=... and model_kwargs=... are for a model given by "
-            "id or folder.",
-            fix="load the model with them.",
+            f"{', '.join(f'{name}=...' for name in loads)}: for a model given by id or folder.",
+            fix="load the model with it (from_pretrained), and pass the model.",
         )
     elif device is not None:
         model.to(device_name(device) or "cpu")
@@ -85,7 +84,8 @@ def pipeline(
     if isinstance(model, ORTModel):
         _check_model(task, model)
     ours = _ours(task)
-    impl: Any = ours or _stock(task)
+    impl: Any = pipeline_class(task)
+    check_words(task, impl, kwargs)
     given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
     if isinstance(model, ORTModel):
         given = {**_processors(model, impl), **{name: value for name, value in given.items() if value is not None}}
@@ -145,7 +145,7 @@ def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
 
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
     """Whether a model of a task that serves a pipeline reads what it gives, and has the labels that it looks for."""
-    impl: Any = _ours(task) or _stock(task)
+    impl: Any = pipeline_class(task)
     if getattr(impl, "_load_image_processor", False) is True and "pixel_values" not in model.input_names:
         return False
     needed = _LABELS_NEEDED.get(task)
@@ -169,6 +169,15 @@ def _ours(task: str) -> type[Pipeline] | None:
     return load(path) if path is not None else None
 
 
+def pipeline_class(task: str) -> type[Pipeline]:
+    """The class of a pipeline task: ours, or transformers'."""
+    return _ours(task) or _stock(task)
+
+
+def _set(**values: Any) -> list[str]:
+    return sorted(name for name, value in values.items() if value is not None and value != {})
+
+
 def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, Any]) -> ORTModel:
     hub = HubOptions(
         **{
@@ -178,7 +187,8 @@ def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, 
         }
     )
     several = task is None or len({spec.model for spec in specs_for(task)}) > 1
-    chosen = resolve(model, task=task, hub=hub).task if several else task_spec(task or "").name
+    graph = {name: arguments[name] for name in ("file_name", "variant", "export") if name in arguments}
+    chosen = resolve(model, task=task, hub=hub, **graph).task if several else task_spec(task or "").name
     # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
     cls: type[ORTModel] = load(task_spec(chosen).model)
     return cls.from_pretrained(model, **arguments)

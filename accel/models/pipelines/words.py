@@ -1,0 +1,77 @@
+"""The arguments of `accel.pipeline`: which are about loading the model, and which a pipeline knows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+from transformers.pipelines.base import Pipeline
+
+from ...config import ExportConfig
+from ...errors import ConfigError, did_you_mean
+from ..arguments import OTHERS_WORDS
+from ..base import ORTModel
+
+_OF_BOTH = frozenset(("use_cache", "batch_size"))
+"""Arguments of `from_pretrained`, and of a pipeline's calls, where they are meant."""
+_ALWAYS = frozenset(("batch_size", "num_workers"))
+"""What the base of all pipelines takes besides the parameters of its signature."""
+
+
+@functools.cache
+def loading_words() -> frozenset[str]:
+    """Arguments of a pipeline that go to `from_pretrained`: all that it has, and those that it refuses with a reason."""
+    own = [
+        name
+        for name, parameter in inspect.signature(ORTModel.from_pretrained).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    return frozenset((*own, *(field.name for field in fields(ExportConfig)), *OTHERS_WORDS)) - _OF_BOTH
+
+
+def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
+    """The options of a pipeline's calls; `None` where they are looked at later: by our own pipelines, `generate`, or a processor.
+
+    Others pass over what they do not know: tokenizers, and pipelines that look into a dictionary for a few names.
+    """
+    sanitize: Any = impl._sanitize_parameters  # noqa: SLF001  # what it takes is said nowhere else
+    parameters = inspect.signature(sanitize).parameters
+    rest = next((one for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
+    read: Iterable[str] = ()
+    if rest is not None and rest.name == "tokenizer_kwargs":
+        read = inspect.signature(PreTrainedTokenizerBase.__call__).parameters.keys() - {"self", "text"}
+    elif rest is not None and rest.name == "kwargs" and rest.annotation is inspect.Parameter.empty:
+        # The names that it looks for are constants of its code.
+        read = [name for name in sanitize.__code__.co_consts if isinstance(name, str) and name.isidentifier()]
+    elif rest is not None:
+        return None
+    return frozenset((*parameters, *read, *_ALWAYS)) - {"self", *(() if rest is None else (rest.name,))}
+
+
+def check_words(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
+    """Refuse arguments that a pipeline would pass over.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    options = known_options(impl)
+    if options is None:
+        return
+    made = {*_named(transformers.pipeline), *_named(Pipeline.__init__), *_named(impl.__init__)}
+    unknown = sorted(set(given) - options - made)
+    if unknown:
+        known = sorted(options | loading_words())
+        raise ConfigError(
+            f"The pipeline {task!r} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}",
+            fix=f"use one of {', '.join(sorted(options - made))}, or an argument of from_pretrained.",
+        )
+
+
+def _named(function: Any) -> Mapping[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    return {name: one for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
