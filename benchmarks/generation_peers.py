@@ -1,0 +1,270 @@
+"""Generation beside onnxruntime-genai and optimum-intel, each in an environment of its own: prompts and single steps.
+
+    make bench-peers
+    python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON] [--layers 8]
+
+The shape is Qwen2-0.5B's with `--layers` layers and a vocabulary of 32,000, random weights, one row, greedy. Every row is a process
+that loads its own artifact once; the processes take turns, `--rounds` of them, each generating `--new` tokens from a prompt of each
+of the lengths in `--prompts`. Two numbers a row and length, medians and the best twentieth:
+
+- first: milliseconds from the prompt to its first token;
+- tokens/s: of the tokens behind it.
+
+Ours and optimum-intel's are timed by a streamer of transformers' `generate`, genai's in its own loop as its examples have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Timed = tuple[float, list[float]]
+"""Seconds until the first token, and those between tokens."""
+
+ROWS: dict[str, dict[str, Any]] = {
+    "PyTorch float32": {"side": "pytorch"},
+    "accel cpu int4": {"side": "ours", "backend": "cpu", "scheme": "weight-int4"},
+    "accel cpu int8": {"side": "ours", "backend": "cpu", "scheme": "weight-int8"},
+    "accel openvino int4": {"side": "ours", "backend": "openvino", "scheme": "weight-int4"},
+    "accel openvino int8": {"side": "ours", "backend": "openvino", "scheme": "weight-int8"},
+    "optimum-intel int4": {"side": "optimum-intel", "bits": 4},
+    "optimum-intel int8": {"side": "optimum-intel", "bits": 8},
+    "genai int4": {"side": "genai", "precision": "int4"},
+}
+
+
+def shape(folder: Path, layers: int) -> Path:
+    """Qwen2-0.5B's layers with random weights, and a tokenizer, which genai's builder copies."""
+    import torch
+    import transformers
+
+    from accel.testing.models import tiny_tokenizer
+
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(0)
+        config = transformers.Qwen2Config(
+            vocab_size=32_000, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+            num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.Qwen2ForCausalLM(config).eval()
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+# In the processes
+
+
+class Clock:
+    """A streamer that keeps the times; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """A token, or the prompt."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+
+def by_generate(model: Any) -> Callable[[list[int], int], Timed]:
+    import torch
+
+    def run(prompt: list[int], new: int) -> Timed:
+        ids, clock, started = torch.tensor([prompt]), Clock(), time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=clock
+        )
+        first, *rest = clock.times[1:]
+        return first - started, [after - before for before, after in zip([first, *rest], rest, strict=False)]
+
+    return run
+
+
+def pytorch(spec: dict[str, Any]) -> Any:
+    import torch
+    import transformers
+
+    return by_generate(transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).eval())
+
+
+def ours(spec: dict[str, Any]) -> Any:
+    import accel
+
+    folder = Path(spec["work"]) / f"{spec['backend']}-{spec['scheme']}"
+    if not folder.is_dir():
+        plain = Path(spec["work"]) / f"{spec['backend']}-float32"
+        if not plain.is_dir():
+            accel.export(spec["model"], plain, backend=spec["backend"])
+        if spec["backend"] == "cpu":
+            optimized = Path(spec["work"]) / "cpu-O2"
+            plain = optimized if optimized.is_dir() else accel.optimize(plain, optimized, level="O2").path
+        accel.quantize(plain, folder, scheme=spec["scheme"])
+    options = accel.SessionOptions(threads=spec["threads"])
+    return by_generate(
+        accel.ORTModelForCausalLM.from_pretrained(folder, backend=spec["backend"], session_options=options)
+    )
+
+
+def optimum_intel(spec: dict[str, Any]) -> Any:
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    folder = Path(spec["work"]) / f"optimum-intel-{spec['bits']}"
+    if not folder.is_dir():
+        quantization = OVWeightQuantizationConfig(bits=spec["bits"])
+        OVModelForCausalLM.from_pretrained(
+            spec["model"], export=True, compile=False, quantization_config=quantization
+        ).save_pretrained(folder)
+    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": spec["threads"]}
+    return by_generate(OVModelForCausalLM.from_pretrained(folder, ov_config=settings))
+
+
+def genai(spec: dict[str, Any]) -> Any:
+    import onnxruntime_genai as og
+
+    folder = Path(spec["work"]) / f"genai-{spec['precision']}"
+    if not (folder / "genai_config.json").is_file():
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", spec["model"], "-o", str(folder)]
+        subprocess.run(
+            [*builder, "-p", spec["precision"], "-e", "cpu", "-c", str(folder / "cache")], check=True, stdout=sys.stderr
+        )
+        settings = json.loads((folder / "genai_config.json").read_text())
+        settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = spec["threads"]
+        (folder / "genai_config.json").write_text(json.dumps(settings))
+    model = og.Model(str(folder))
+
+    def run(prompt: list[int], new: int) -> Timed:
+        parameters = og.GeneratorParams(model)
+        total = len(prompt) + new
+        parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
+        generator = og.Generator(model, parameters)
+        times = [time.perf_counter()]
+        generator.append_tokens([prompt])
+        for _ in range(new):
+            generator.generate_next_token()
+            times.append(time.perf_counter())
+        first, *rest = [after - before for before, after in zip(times, times[1:], strict=False)]
+        return first, rest
+
+    return run
+
+
+SIDES = {"pytorch": pytorch, "ours": ours, "optimum-intel": optimum_intel, "genai": genai}
+
+
+def answer(spec: dict[str, Any]) -> None:
+    """A line of times for each line of a prompt's length and a number of tokens, until the input ends."""
+    # What the libraries print must not get between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    run = SIDES[spec["side"]](spec)
+    run(list(range(10, 26)), 4)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        length, new = map(int, line.split())
+        print(json.dumps(run([10 + (37 * i) % 31_000 for i in range(length)], new)), file=answers, flush=True)
+
+
+# In the parent
+
+
+class Side:
+    """A process that answers."""
+
+    def __init__(self, python: str, spec: dict[str, Any]) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
+        if python != sys.executable:
+            environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [python, __file__, "--answer", json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit(f"{spec} failed; its error is above")
+
+    def run(self, length: int, new: int) -> Timed:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{length} {new}\n")
+        self._process.stdin.flush()
+        first, rest = json.loads(self._process.stdout.readline())
+        return first, rest
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def summary(firsts: list[float], steps: list[float]) -> dict[str, float]:
+    steps = sorted(steps)
+    return {
+        "first_ms": round(statistics.median(firsts) * 1e3, 1),
+        "best_first_ms": round(min(firsts) * 1e3, 1),
+        "tokens_per_s": round(1 / statistics.median(steps), 1),
+        "best_twentieth_tokens_per_s": round(1 / steps[len(steps) // 20], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--work", type=Path, help="folder for the models")
+    parser.add_argument("--genai", help="the interpreter of the environment with onnxruntime-genai")
+    parser.add_argument("--optimum-intel", help="likewise, with optimum-intel")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 1024, 2048])
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.answer is not None:
+        answer(json.loads(args.answer))
+        return
+    interpreters = {
+        "genai": args.genai, "optimum-intel": args.optimum_intel, "ours": sys.executable, "pytorch": sys.executable,
+    }  # fmt: skip
+    args.work.mkdir(parents=True, exist_ok=True)
+    model = shape(args.work / f"qwen-{args.layers}", args.layers)
+    chosen = {name: row for name, row in ROWS.items() if name in args.rows and interpreters[row["side"]] is not None}
+    same = {"model": str(model), "work": str(args.work), "threads": args.threads}
+    sides = {name: Side(interpreters[row["side"]], {**row, **same}) for name, row in chosen.items()}
+    found: dict[str, dict[int, tuple[list[float], list[float]]]] = {
+        name: {length: ([], []) for length in args.prompts} for name in sides
+    }
+    for turn in range(args.rounds):
+        for length in args.prompts:
+            for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
+                first, steps = sides[name].run(length, args.new)
+                found[name][length][0].append(first)
+                found[name][length][1].extend(steps)
+    for side in sides.values():
+        side.close()
+    rows = {name: {length: summary(*times) for length, times in lengths.items()} for name, lengths in found.items()}
+    for length in args.prompts:
+        print(f"\nprompt of {length}\n{'':24}first ms    best   tokens/s    best")
+        for name, lengths in rows.items():
+            one = lengths[length]
+            print(
+                f"{name:24}{one['first_ms']:8.0f}{one['best_first_ms']:8.0f}{one['tokens_per_s']:11.1f}"
+                f"{one['best_twentieth_tokens_per_s']:8.1f}"
+            )
+    if args.out is not None:
+        result = {"processors": args.threads, "layers": args.layers, "load": os.getloadavg()[0], "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
