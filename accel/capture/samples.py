@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
@@ -113,12 +114,10 @@ def text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tu
 
 def tokenizer_names(folder: Path | None) -> Sequence[str]:
     """What the tokenizer in a folder returns; nothing without one."""
-    from transformers import AutoTokenizer
-
     if folder is None or not any(folder.glob("*token*")):
         return ()
     try:
-        names: Sequence[str] = AutoTokenizer.from_pretrained(folder, local_files_only=True).model_input_names
+        names: Sequence[str] = open_companion("AutoTokenizer", folder).model_input_names
     # Tokenizers of the model's own code and broken ones: the export goes on without.
     except Exception:  # noqa: BLE001
         return ()

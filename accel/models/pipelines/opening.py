@@ -19,6 +19,7 @@ from ...tasks.infer import all_tasks, specs_for, task_spec
 from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
+from ..companions import companion_of
 from .sorting import sorted_class
 
 logger = logging.getLogger(__name__)
@@ -121,15 +122,15 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
 
 def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
     """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them."""
-    folder, found = model.artifact.path, {}
+    found = {}
     main, reads = model.main_input_name, model.input_names
     sounds = main in ("input_values", "input_features")
     if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
-        found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found["tokenizer"] = companion_of(model, "AutoTokenizer")
     if "pixel_values" in reads:
-        found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        found["image_processor"] = companion_of(model, "AutoImageProcessor")
     if sounds:
-        found["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        found["feature_extractor"] = companion_of(model, "AutoFeatureExtractor")
     return found
 
 
