@@ -135,10 +135,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder; empty when there is none.
 
     Raises:
-        IntegrityError: It is not a JSON object, or too large.
+        IntegrityError: It is no regular file, not a JSON object, or too large.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         return {}
     return read_json(path)
 

@@ -140,7 +140,7 @@ def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[P
     make(made)
     values = values_of(artifact)
     values["files"] = [{"name": "more.json", "bytes": made.stat().st_size, "sha256": "0" * 64}]
-    with pytest.raises(IntegrityError, match="is no file"):
+    with pytest.raises(IntegrityError, match="is no regular file"):
         Artifact.load(rewritten(artifact, values))
 
 
