@@ -332,6 +332,19 @@ def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_who_comes_second_is_told_so(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OutputFolderError, match="Another process wrote to") as error, staging(out) as temporary:
+        (temporary / "file").write_text("ours")
+        if kind == "folder":
+            out.mkdir()
+        (out / "file" if kind == "folder" else out).write_text("theirs")
+    assert "Errno" not in str(error.value)
+    assert error.value.fix
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["theirs"]
+
+
 def test_a_fork_removes_nothing_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with contextlib.ExitStack() as stack:
