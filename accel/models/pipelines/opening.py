@@ -20,6 +20,7 @@ from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
 from ..companions import companion_of
+from .given import check_given, opened_processors
 from .sorting import sorted_class
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,11 @@ def pipeline(
         **kwargs: Arguments of the stock pipeline; `dtype`, `device_map` and `attn_implementation` as in `from_pretrained`.
 
     Raises:
-        ConfigError: No model was given, and the task has no usual one.
+        ConfigError: No model was given, and the task has no usual one; or an argument that cannot be.
+        ArtifactNotFoundError: A model or tokenizer that is not there.
         TaskError: The task is unknown, or the model does another one.
     """
+    check_given(task, model, batch_size=batch_size, model_kwargs=model_kwargs, num_workers=kwargs.get("num_workers"))
     if model is None:
         model, revision = usual_model(task, revision)
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
@@ -87,10 +90,12 @@ def pipeline(
         _check_model(task, model)
     ours = _ours(task)
     impl: Any = ours or _stock(task)
-    given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
+    given = opened_processors(
+        {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor},
+        token=token, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     if isinstance(model, ORTModel):
-        given = {**_processors(model, impl), **{name: value for name, value in given.items() if value is not None}}
-    given = {name: value for name, value in given.items() if value is not None}
+        given = {**_processors(model, impl), **given}
     if batch_size is not None:
         given["batch_size"] = batch_size
     if ours is not None:
