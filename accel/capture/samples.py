@@ -259,11 +259,17 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
     sizes: dict[str, int] = {}
     for name, named in axes.items():
         if name not in sample:
-            raise InputError(f"axes names {name!r}, which the sample {sorted(sample)} does not hold.")
+            raise InputError(
+                f"axes names {name!r}, which the sample {sorted(sample)} does not hold.",
+                fix="name inputs that the sample holds.",
+            )
         for position, axis in named.items():
             size = int(sample[name].shape[position])
             if sizes.setdefault(axis, size) != size:
-                raise InputError(f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.")
+                raise InputError(
+                    f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.",
+                    fix="give axes that differ names that differ, or pass a sample in which they agree.",
+                )
     taken: set[int] = set()
     for axis, size in sizes.items():
         size = max(size, 3 if axis == "sequence" else 2)

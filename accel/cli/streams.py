@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from .exit_codes import FAILED, PIPE_CLOSED
 
@@ -54,8 +54,8 @@ def watch_output() -> Watched:
         if getattr(sys, name) is None:
             _redirect(number, mode)
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
-    watched: Any = Watched(sys.stdout)
-    sys.stdout = watched
+    watched = Watched(sys.stdout)
+    sys.stdout = cast(TextIO, watched)
     return watched
 
 

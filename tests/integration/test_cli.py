@@ -290,3 +290,17 @@ def test_errors_of_the_system_without_a_file_are_told(capsys: pytest.CaptureFixt
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "Error: [Errno 12] Cannot allocate memory."
     assert "--verbose" in told[1]
+
+
+@pytest.mark.parametrize("options", [("--ssl-certfile",), ("--ssl-keyfile",), ("--ssl-certfile", "--ssl-keyfile")])
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_certificates_that_cannot_be_used(
+    options: tuple[str, ...], content: str | None, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    file = tmp_path / "file.pem"
+    if content is not None:
+        file.write_text(content)
+    result = run("serve", tiny_artifact().path, "--port", 0, *(word for option in options for word in (option, file)))
+    assert result.exit_code == 2
+    assert "Error: The certificate" in result.stderr
+    assert "Fix: " in result.stderr
