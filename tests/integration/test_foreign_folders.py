@@ -565,6 +565,42 @@ def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
     assert [name for name in stored if name.endswith("one.data")]
 
 
+def test_weights_of_any_size_beside_a_graph_are_optimized_with_it(foreign: Path) -> None:
+    graph = foreign / "model.onnx"
+    model = onnx.load(graph)
+    for path in foreign.glob("*.data"):
+        path.unlink()
+    onnx.save(model, graph, save_as_external_data=True, location="own.data", size_threshold=64)
+    (foreign / "one.data").write_bytes(np.float32(7).tobytes())
+    edited(graph, lambda model: model.graph.node.append(_constant("one.data")))
+    made = optimize(foreign, foreign.parent / "out")
+    assert not [path.name for path in made.path.iterdir() if path.name in ("own.data", "one.data")]
+
+
+def _dims(tensor: onnx.TensorProto) -> None:
+    tensor.dims[0] = 10**12
+
+
+def _negative(tensor: onnx.TensorProto) -> None:
+    tensor.dims[0] = -1
+
+
+def _unknown(tensor: onnx.TensorProto) -> None:
+    tensor.data_type = 99
+
+
+@pytest.mark.parametrize("change", [_dims, _negative, _unknown])
+@pytest.mark.parametrize("external", [False, True])
+def test_tensors_that_cannot_be(change: Callable[[onnx.TensorProto], None], external: bool, foreign: Path) -> None:
+    graph = foreign / "model.onnx"
+    onnx.save(onnx.load(graph), graph, save_as_external_data=external, location="own.data", size_threshold=0)
+    edited(graph, lambda model: change(next(one for one in model.graph.initializer if one.dims)))
+    for act in (adopt_onnx, functools.partial(optimize, out=foreign.parent / "out")):
+        with pytest.raises(IntegrityError) as error:
+            act(foreign)
+        assert error.value.fix
+
+
 @pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file_is_not_read(name: str, make: Callable[[Path], None], foreign: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -42,6 +43,8 @@ _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("bat
 # Of no more digits than Python reads.
 _NUMBER = re.compile(r"\d{1,18}\Z")
 _LONGEST = 400
+_PACKED = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
+"""Bits of the types of which a byte holds several."""
 _COPY = "copy the file itself into the folder, or export the model again."
 
 
@@ -69,7 +72,37 @@ def read_onnx(folder: Path, name: str) -> onnx.ModelProto:
     # What is no UTF-8 comes as bytes.
     if not all(isinstance(text, str) for text in _texts(model)):
         raise IntegrityError(f"{path} has names that are no text: damaged?", fix="copy or export the file again.")
+    for tensor in tensors_in(model):
+        if tensor.raw_data and len(tensor.raw_data) != _bytes_of(tensor):
+            raise IntegrityError(
+                f"The tensor {tensor.name[:_LONGEST]!r} in {path} has {len(tensor.raw_data)} bytes and not {_bytes_of(tensor)}, as its "
+                "shape says.",
+                fix="copy or export the file again.",
+            )
     return model
+
+
+def _bytes_of(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor, by its shape and type.
+
+    Raises:
+        IntegrityError: It has none: a negative size, or a type that nothing here knows.
+    """
+    import onnx
+
+    try:
+        name = onnx.TensorProto.DataType.Name(tensor.data_type)
+        bits = _PACKED[name] if name in _PACKED else 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (ValueError, KeyError, TypeError):
+        bits = 0
+    if not bits or any(size < 0 for size in tensor.dims):
+        raise IntegrityError(
+            f"The tensor {tensor.name[:_LONGEST]!r} has the shape {list(tensor.dims)[:8]} and the type {tensor.data_type}, which "
+            "cannot be.",
+            fix="copy or export the file again.",
+        )
+    count: int = math.prod(tensor.dims)
+    return (count * bits + 7) // 8
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[Any]:
@@ -145,7 +178,13 @@ def external_files(model: onnx.ModelProto, folder: Path, name: str) -> list[str]
                 f"{folder / name} keeps weights in {place[:_LONGEST]!r}, which is not beside it.",
                 fix="use a model that keeps its weights beside the graph.",
             )
-        ends[place] = max(ends.get(place, 0), offset + length)
+        needed = _bytes_of(tensor)
+        if length and length < needed:
+            raise IntegrityError(
+                f"{folder / name} keeps {length} bytes of the weight {tensor.name[:_LONGEST]!r}, whose shape takes {needed}.",
+                fix="copy or export the file again.",
+            )
+        ends[place] = max(ends.get(place, 0), offset + max(length, needed))
     for place, end in ends.items():
         path = folder / parent / place
         try:
