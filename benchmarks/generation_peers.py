@@ -16,6 +16,7 @@ Ours and optimum-intel's are timed by a streamer of transformers' `generate`, ge
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -84,10 +85,15 @@ def by_generate(model: Any) -> Callable[[list[int], int], Timed]:
     def run(prompt: list[int], new: int) -> Timed:
         ids, clock, started = torch.tensor([prompt]), Clock(), time.perf_counter()
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=clock
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            streamer=clock,
         )
         first, *rest = clock.times[1:]
-        return first - started, [after - before for before, after in zip([first, *rest], rest, strict=False)]
+        return first - started, [after - before for before, after in itertools.pairwise([first, *rest])]
 
     return run
 
@@ -154,7 +160,7 @@ def genai(spec: dict[str, Any]) -> Any:
         for _ in range(new):
             generator.generate_next_token()
             times.append(time.perf_counter())
-        first, *rest = [after - before for before, after in zip(times, times[1:], strict=False)]
+        first, *rest = [after - before for before, after in itertools.pairwise(times)]
         return first, rest
 
     return run
@@ -194,7 +200,8 @@ class Side:
             raise SystemExit(f"{spec} failed; its error is above")
 
     def run(self, length: int, new: int) -> Timed:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(f"{length} {new}\n")
         self._process.stdin.flush()
         first, rest = json.loads(self._process.stdout.readline())

@@ -4,7 +4,7 @@ In: a path or a Hub id. Out: an `Artifact`, whose manifest says which file is wh
 The next thing that belongs here describes, finds, verifies or writes a folder, and knows no model and no backend.
 """
 
-from .checksums import FileRecord, record_files
+from .checksums import FileRecord, check_file, record_files
 from .home import accel_home
 from .hub import HubOptions, Location
 from .manifest import (
@@ -38,6 +38,7 @@ __all__ = [
     "Step",
     "TensorSpec",
     "accel_home",
+    "check_file",
     "copy_companions",
     "lost_manifest",
     "record_files",

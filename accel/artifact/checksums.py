@@ -58,15 +58,7 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
     for record in records:
         path = folder / _checked_name(folder, record.name)
         fix = f"{_REMEDY}." if path.suffix in _GRAPH_SUFFIXES else _ON_PURPOSE
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise IntegrityError(f"{path} is missing.", fix=fix) from error
-        if not S_ISREG(stat.st_mode):
-            # A pipe would be read for ever.
-            raise IntegrityError(f"{path} is no file.", fix=fix)
-        if not is_inside(path, folder):
-            raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
+        stat = check_file(path, folder, fix=fix)
         if stat.st_size != record.bytes:
             raise IntegrityError(
                 f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
@@ -86,6 +78,25 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             found[key] = checksum
     if found:
         remember(_VERIFIED, found)
+
+
+def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
+    """What the system says of a file that belongs to a folder; it is not opened.
+
+    Raises:
+        IntegrityError: It is missing, no regular file, or a link that leaves the folder.
+    """
+    try:
+        stat = path.stat()
+    # A name that no file can have is a `ValueError`.
+    except (OSError, ValueError) as error:
+        raise IntegrityError(f"{path} is missing.", fix=fix) from error
+    if not S_ISREG(stat.st_mode):
+        # A pipe would be read for ever.
+        raise IntegrityError(f"{path} is no regular file.", fix=fix)
+    if not is_inside(path, folder):
+        raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
+    return stat
 
 
 def _checked_name(folder: Path, name: str) -> str:

@@ -301,7 +301,10 @@ class Artifact:
         for component in self.components:
             if component.name == name:
                 return component
-        raise ArtifactNotFoundError(f"{self.path} has no component {name!r}, only {[c.name for c in self.components]}.")
+        raise ArtifactNotFoundError(
+            f"{self.path} has no component {name!r}, only {[c.name for c in self.components]}.",
+            fix="name one of these.",
+        )
 
     def file(self, component: str = "model") -> Path:
         """The graph file of a component."""

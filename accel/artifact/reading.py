@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import IntegrityError, SchemaError
@@ -33,6 +34,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes:
     try:
+        if not S_ISREG(path.stat().st_mode):
+            # A pipe would be read for ever.
+            raise IntegrityError(f"{path} is no regular file.", fix=_AGAIN)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:

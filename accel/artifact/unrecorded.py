@@ -13,8 +13,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": (
         "tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "vocab.txt", "vocab*.json", "merges.txt",
-        "bpe.codes", "*.model", "*.tokenizer", "*.tiktoken", "tekken.json", "byte_maps.json", "emoji.json", "entity_vocab.json",
-        "normalizer.json", "word_*.json",
+        "bpe.codes", "*.model", "*.spm", "*.vocab", "*.tokenizer", "*.tiktoken", "tekken.json", "byte_maps.json", "emoji.json",
+        "entity_vocab.json", "normalizer.json", "word_*.json",
     ),
     "processor": (
         "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json",

@@ -28,6 +28,8 @@ STAGING_PREFIX = ".accel-staging-"
 _NO_ROOM = 64 << 10
 _FICLONE = 0x40049409  # linux/fs.h: the blocks of one file become those of another, copied when written to
 _TRIES = 20  # names that are taken, or file systems that keep no locks
+# What `rename` says of a target that holds files, or is one.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # NumPy's errors of a write have no number.
 _SHORT_WRITES = ("problem writing element", "requested and")
 
@@ -184,7 +186,13 @@ def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
     try:
         temporary.replace(target)
     except OSError as error:
-        raise OutputFolderError(f"{target} appeared while it was being made: {error}.", fix="use that one.") from error
+        if error.errno not in _TAKEN:
+            raise _cannot_be_made(target, error) from error
+        raise OutputFolderError(
+            f"Another process wrote to {target} while this one was making it; what that wrote was kept, and what this made was "
+            "removed.",
+            fix="use what is there, or run it again with another output folder.",
+        ) from error
 
 
 def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
@@ -113,12 +114,10 @@ def text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tu
 
 def tokenizer_names(folder: Path | None) -> Sequence[str]:
     """What the tokenizer in a folder returns; nothing without one."""
-    from transformers import AutoTokenizer
-
     if folder is None or not any(folder.glob("*token*")):
         return ()
     try:
-        names: Sequence[str] = AutoTokenizer.from_pretrained(folder, local_files_only=True).model_input_names
+        names: Sequence[str] = open_companion("AutoTokenizer", folder).model_input_names
     # Tokenizers of the model's own code and broken ones: the export goes on without.
     except Exception:  # noqa: BLE001
         return ()
@@ -260,11 +259,17 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
     sizes: dict[str, int] = {}
     for name, named in axes.items():
         if name not in sample:
-            raise InputError(f"axes names {name!r}, which the sample {sorted(sample)} does not hold.")
+            raise InputError(
+                f"axes names {name!r}, which the sample {sorted(sample)} does not hold.",
+                fix="name inputs that the sample holds.",
+            )
         for position, axis in named.items():
             size = int(sample[name].shape[position])
             if sizes.setdefault(axis, size) != size:
-                raise InputError(f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.")
+                raise InputError(
+                    f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.",
+                    fix="give axes that differ names that differ, or pass a sample in which they agree.",
+                )
     taken: set[int] = set()
     for axis, size in sizes.items():
         size = max(size, 3 if axis == "sequence" else 2)

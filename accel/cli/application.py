@@ -19,6 +19,7 @@ from .._version import __version__
 from ..chatter import hush_imports
 from ..errors import AccelError, ConfigError
 from .exit_codes import FAILED, INTERRUPTED, exit_code
+from .streams import lost_output, watch_output
 
 _QUOTES = "'\""
 _SETTING = re.compile(rf"\b([a-z_]+)=(\.\.\.|True|[{_QUOTES}][^{_QUOTES}]*[{_QUOTES}])(?! \(--)")
@@ -36,7 +37,19 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `accel` command."""
-    app()
+    output = watch_output()
+    ended: int | str | None = 0
+    try:
+        app()
+    except SystemExit as error:
+        ended = error.code
+    except OSError:
+        ended = lost_output(output)
+        if ended is None:
+            raise
+    # Short output is written only now.
+    lost = lost_output(output)
+    sys.exit(ended if lost is None else lost)
 
 
 def print_line(text: str = "") -> None:
@@ -76,9 +89,14 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
             raise
         raise typer.Exit(exit_code(error)) from error
     except OSError as error:
-        if verbose or error.filename is None:
+        lost = lost_output()
+        if lost is not None:
+            raise typer.Exit(lost) from error
+        if verbose:
             raise
-        _tell(type(error).__name__, f"{error}.", "check that path, and who may read and write it.", as_json)
+        named = "check that path, and who may read and write it."
+        fix = named if error.filename is not None else "run it again with --verbose, which shows where it happened."
+        _tell(type(error).__name__, f"{error}.", fix, as_json)
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; nothing was left half-written.\n")

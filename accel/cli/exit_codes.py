@@ -8,6 +8,8 @@ FAILED = 1
 """It did not do what it promised."""
 USAGE = 2
 """An option or a value that cannot work."""
+PIPE_CLOSED = 141
+"""Whoever read the output wants no more of it; what a shell says of tools that the signal SIGPIPE ends."""
 INTERRUPTED = 130
 """Ctrl-C."""
 

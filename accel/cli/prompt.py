@@ -47,12 +47,13 @@ def generate(
             raise ConfigError("temperature, top-k, top-p and seed need sampling.", fix="add --sample.")
         import transformers
 
+        from ..models.companions import companion_of
         from ..models.prompting import answer, open_generator, prompt_inputs
 
         opened = open_generator(
             model, task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(opened.artifact.path, local_files_only=True)
+        tokenizer = companion_of(opened, "AutoTokenizer")
         inputs = prompt_inputs(opened, tokenizer, text, system=system, chat=chat, image=image, audio=audio)
         if seed is not None:
             transformers.set_seed(seed)

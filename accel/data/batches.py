@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
 from ..artifact.tensors import TensorSpec
 from ..backends.interfaces import Feeds
 from ..chatter import quiet
 from ..config import QuantizeConfig
-from ..errors import ConfigError, InputError, QuantizeError
+from ..errors import ArtifactNotFoundError, BackendUnavailableError, ConfigError, InputError, QuantizeError
 from ..tasks.infer import task_spec
 from ..tasks.spec import Modality, load
 from .columns import is_text, map_columns
@@ -46,19 +47,18 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
 
     Raises:
         InputError: The folder has none.
+        IntegrityError: It has one, which is damaged.
     """
-    import transformers
-
     spec = task_spec(task)
     loader, kind = _PROCESSORS.get(spec.modalities, ("AutoProcessor", "processor"))
     loader = spec.processor or loader
     try:
         with quiet():
-            return getattr(transformers, loader).from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"{folder} has no {kind} that can be loaded: {error}", fix="pass processor=...") from error
+            return open_companion(loader, folder, trust_remote_code=trust_remote_code)
+    except (ArtifactNotFoundError, BackendUnavailableError) as error:
+        raise InputError(
+            f"{folder} has no {kind} that can be loaded: {error.message}", fix="pass processor=..."
+        ) from error
 
 
 def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:

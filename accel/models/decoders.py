@@ -15,8 +15,9 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
-from ..errors import ConfigError, InputError
+from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache
 from .decoding import decode, fits
@@ -37,8 +38,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def __init__(self, artifact: Artifact, **settings: Any) -> None:
         super().__init__(artifact, **settings)
         try:
-            self.generation_config = GenerationConfig.from_pretrained(artifact.path, local_files_only=True)
-        except OSError:
+            self.generation_config = open_companion("GenerationConfig", artifact.path)
+        except ArtifactNotFoundError:
             self.generation_config = GenerationConfig.from_model_config(self.config)
 
     def _open(self) -> None:

@@ -18,6 +18,7 @@ from ..errors import AccelError, ConfigError, InputError, TaskError
 from ..stages.resolving import resolve
 from ..tasks.infer import task_spec
 from .base import ORTModel
+from .companions import companion_of
 from .decoders import ORTModelForCausalLM
 from .opening import open_model
 from .vision_language import ORTModelForImageTextToText
@@ -112,20 +113,19 @@ def prompt_inputs(
         ConfigError: A chat was asked for and the tokenizer has no template, or a file is missing.
         InputError: An empty prompt.
     """
-    folder = model.artifact.path
     if model.main_input_name == "pixel_values":
         if image is None:
             raise ConfigError("This model describes an image and was given none.", fix="pass --image FILE.")
-        processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        processor = companion_of(model, "AutoImageProcessor")
         return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt"))
     if model.main_input_name == "input_features":
         if audio is None:
             raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
-        extractor = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        extractor = companion_of(model, "AutoFeatureExtractor")
         samples = transformers.audio_utils.load_audio(str(audio), sampling_rate=extractor.sampling_rate)
         return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
     if isinstance(model, ORTModelForImageTextToText) and image is not None:
-        return _image_prompt(folder, prompt, image, system=system, chat=chat)
+        return _image_prompt(model, prompt, image, system=system, chat=chat)
     if not prompt.strip():
         raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -142,10 +142,10 @@ def prompt_inputs(
 
 
 def _image_prompt(
-    folder: Path, prompt: str, image: Path, *, system: str | None, chat: bool | None
+    model: ORTModel, prompt: str, image: Path, *, system: str | None, chat: bool | None
 ) -> Mapping[str, torch.Tensor]:
     """A prompt with a picture before the text, as the model's processor makes it."""
-    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    processor = companion_of(model, "AutoProcessor")
     picture = transformers.image_utils.load_image(str(image))
     template = bool(getattr(processor, "chat_template", None))
     if (chat or system) and not template:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-import transformers
 from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
 from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError, TaskError, did_you_mean
 from ..models.base import ORTModel
+from ..models.companions import companion_of
 from ..models.pipelines.opening import pipeline, pipeline_tasks
 from ..models.pipelines.words import known_options
 from .job import Prepared, Row
@@ -63,7 +63,7 @@ def tokenizer_of(model: ORTModel) -> Any:
     """A tokenizer of its own for a thread; `None` for models of something else than text."""
     if "input_ids" not in model.input_names or not (model.artifact.path / "tokenizer_config.json").is_file():
         return None
-    return transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
+    return companion_of(model, "AutoTokenizer")
 
 
 def can_pad(model: ORTModel) -> bool:

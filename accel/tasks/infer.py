@@ -136,10 +136,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder; empty when there is none.
 
     Raises:
-        IntegrityError: It is not a JSON object, too large, or has more labels than any model.
+        IntegrityError: It is no regular file, not a JSON object, too large, or has more labels than any model.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         return {}
     values = read_json(path)
     # transformers makes a name for each label, of the configs inside of it as well.

@@ -20,6 +20,7 @@ from accel.artifact import (
     Origin,
     Quantization,
     TensorSpec,
+    check_file,
     lost_manifest,
 )
 from accel.backends.specs import GENERATING
@@ -70,7 +71,7 @@ def adopt(folder: Path, *, task: str) -> Artifact:
         named = DECODE
         _check_decode(folder)
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
-    read = {name: _read(folder, file) for name, file in models.items()}
+    read = {name: _read(folder, file, root) for name, file in models.items()}
     made = {"encoder": _encoder, "model": _decoder if generates else _single, "decoder": _decoder}
     components = []
     for name, model in read.items():
@@ -115,7 +116,7 @@ def _check_decode(folder: Path) -> None:
         )
 
 
-def _read(folder: Path, file: str) -> ov.Model:
+def _read(folder: Path, file: str, root: Path) -> ov.Model:
     path = folder / file
     if not path.is_file():
         have = ", ".join(sorted(p.name for p in folder.glob("*.xml"))) or "none"
@@ -124,6 +125,8 @@ def _read(folder: Path, file: str) -> ov.Model:
         )
     if not path.with_suffix(".bin").is_file():
         raise missing_weights(path)
+    for one in (path, path.with_suffix(".bin")):
+        check_file(one, root, fix="copy the file itself into the folder.")
     try:
         model = core().read_model(str(path))
     except READ_ERRORS as error:

@@ -25,7 +25,7 @@ INTRODUCTION = """\
 <!-- Written by docs/tools/cli_reference.py; run it again after changing a command. -->
 
 Exit codes: 0 when the command did what it promised, 2 for an option that is wrong or a backend that does not exist,
-1 for everything else. With `--json`, stdout holds one JSON value and nothing else; an error is
+1 for everything else, 141 where whoever read the output has gone. With `--json`, stdout holds one JSON value and nothing else; an error is
 `{"error": ..., "type": ..., "fix": ...}`. Progress goes to stderr, and only on a terminal.
 """
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from accel import __version__
 from accel.artifact import Artifact
 from accel.cli import app
 from accel.cli.application import command
+from accel.cli.exit_codes import PIPE_CLOSED
 from accel.demo import running
 from accel.errors import ConfigError
 
@@ -235,3 +240,67 @@ def test_sampling_that_cannot_be(wrong: tuple[str, object], tmp_path: Path) -> N
     result = run("generate", tmp_path, "--prompt", "x", "--sample", *wrong)
     assert result.exit_code == 2
     assert wrong[0] in result.output
+
+
+def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line with `accel`, as a shell runs it; the exit code is that of `accel`."""
+    script = f'set -o pipefail; accel() {{ {shlex.quote(sys.executable)} -m accel "$@"; }}; {words}'
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": "", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("words", ["doctor --json", "--version", "doctor --help", "export ./nowhere out --json"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None:
+    done = _shell(f"accel {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 1
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["doctor --json", "--version"])
+def test_output_that_is_closed_is_one_error(words: str) -> None:
+    done = _shell(f"accel {words} >&-")
+    assert done.returncode == 1
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
+
+
+@pytest.mark.parametrize("words", ["doctor --json", "doctor --help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words: str, unbuffered: str) -> None:
+    # The reader has gone before anything is written.
+    done = _shell(f"accel {words} | exec 0<&-", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == PIPE_CLOSED
+    assert done.stderr == ""
+
+
+def test_closed_standard_error_is_no_error() -> None:
+    done = _shell("accel --version 2>&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_errors_of_the_system_without_a_file_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, command(as_json=False, verbose=False):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert ended.value.exit_code == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "Error: [Errno 12] Cannot allocate memory."
+    assert "--verbose" in told[1]
+
+
+@pytest.mark.parametrize("options", [("--ssl-certfile",), ("--ssl-keyfile",), ("--ssl-certfile", "--ssl-keyfile")])
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_certificates_that_cannot_be_used(
+    options: tuple[str, ...], content: str | None, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    file = tmp_path / "file.pem"
+    if content is not None:
+        file.write_text(content)
+    result = run("serve", tiny_artifact().path, "--port", 0, *(word for option in options for word in (option, file)))
+    assert result.exit_code == 2
+    assert "Error: The certificate" in result.stderr
+    assert "Fix: " in result.stderr

@@ -5,9 +5,12 @@ The folders are those tools' own, of tiny models: see tests/fixtures/foreign.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,9 @@ from accel.errors import (
     SessionError,
 )
 from accel.stages.foreign import adopt_onnx
+from accel.stages.optimize import optimize
 from accel.stages.validate import validate
+from accel.testing.folders import as_foreign
 from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
@@ -457,6 +462,177 @@ def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
     edited(path / "model.onnx", change)
     with pytest.raises(IntegrityError, match=word):
         accel.ORTModelForCausalLM.from_pretrained(path)
+
+
+@pytest.fixture
+def foreign(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
+    """A folder with a graph that keeps its weights in it, and its config."""
+    return as_foreign(tiny_artifact().path, tmp_path / "folder" / "model")
+
+
+def _external(tensor: onnx.TensorProto, place: str) -> onnx.TensorProto:
+    tensor.data_type, tensor.data_location = tensor.FLOAT, tensor.EXTERNAL
+    tensor.dims[:] = [1]
+    del tensor.external_data[:]
+    tensor.ClearField("raw_data")
+    tensor.external_data.add(key="location", value=place)
+    tensor.external_data.add(key="length", value="4")
+    return tensor
+
+
+def _initializer(model: onnx.ModelProto, place: str) -> None:
+    _external(model.graph.initializer.add(name="more"), place)
+
+
+def _sparse(model: onnx.ModelProto, place: str) -> None:
+    _external(model.graph.sparse_initializer.add(dims=[8]).values, place)
+
+
+def _constant(place: str) -> onnx.NodeProto:
+    node = onnx.helper.make_node("Constant", [], ["more"])
+    value = node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
+    _external(value.t, place)
+    return node
+
+
+def _attribute(model: onnx.ModelProto, place: str) -> None:
+    model.graph.node.append(_constant(place))
+
+
+def _inner_attribute(model: onnx.ModelProto, place: str) -> None:
+    inner = onnx.helper.make_graph([_constant(place)], "inner", [], [])
+    model.graph.node.append(onnx.helper.make_node("If", ["input_ids"], ["more"], then_branch=inner, else_branch=inner))
+
+
+def _function(model: onnx.ModelProto, place: str) -> None:
+    model.functions.append(onnx.helper.make_function("own", "More", [], ["more"], [_constant(place)], []))
+
+
+PLACES = [_initializer, _sparse, _attribute, _inner_attribute, _function]
+
+
+def _absent(folder: Path) -> str:
+    return "absent.data"
+
+
+def _above(folder: Path) -> str:
+    return "../secret.data"
+
+
+def _linked(folder: Path) -> str:
+    (folder / "linked.data").symlink_to(folder.parent / "secret.data")
+    return "linked.data"
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "pipe.data")
+    return "pipe.data"
+
+
+def _no_name(folder: Path) -> str:
+    return "a\0b"
+
+
+def _long_name(folder: Path) -> str:
+    return "x" * 5000
+
+
+@pytest.mark.parametrize("put", PLACES)
+@pytest.mark.parametrize("place", [_absent, _above, _linked, _pipe, _no_name, _long_name])
+def test_all_weights_lie_in_the_folder(put: Any, place: Callable[[Path], str], foreign: Path) -> None:
+    (foreign.parent / "secret.data").write_bytes(b"1234")
+    name = place(foreign)
+    edited(foreign / "model.onnx", lambda model: put(model, name))
+    for act in (adopt_onnx, functools.partial(optimize, out=foreign.parent / "out")):
+        with pytest.raises(IntegrityError, match="keeps weights in") as error:
+            act(foreign)
+        assert error.value.fix
+        assert len(str(error.value)) < 2000
+    assert not (foreign.parent / "out").exists()
+
+
+def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
+    """Also where the graph is written anew."""
+    path = copied("optimum/gpt2-pair")
+    (path / "one.data").write_bytes(np.float32(7).tobytes())
+    for graph in path.glob("*.onnx"):
+        edited(graph, lambda model: model.functions.append(
+            onnx.helper.make_function("own", "More", [], ["more"], [_constant("one.data")], [])
+        ))  # fmt: skip
+    artifact = adopt_onnx(path)
+    assert artifact.path != path
+    stored = [file.name for component in artifact.components for file in component.files]
+    assert [name for name in stored if name.endswith("one.data")]
+
+
+def test_weights_of_any_size_beside_a_graph_are_optimized_with_it(foreign: Path) -> None:
+    graph = foreign / "model.onnx"
+    model = onnx.load(graph)
+    for path in foreign.glob("*.data"):
+        path.unlink()
+    onnx.save(model, graph, save_as_external_data=True, location="own.data", size_threshold=64)
+    (foreign / "one.data").write_bytes(np.float32(7).tobytes())
+    edited(graph, lambda model: model.graph.node.append(_constant("one.data")))
+    made = optimize(foreign, foreign.parent / "out")
+    assert not [path.name for path in made.path.iterdir() if path.name in ("own.data", "one.data")]
+
+
+def _dims(tensor: onnx.TensorProto) -> None:
+    tensor.dims[0] = 10**12
+
+
+def _negative(tensor: onnx.TensorProto) -> None:
+    tensor.dims[0] = -1
+
+
+def _unknown(tensor: onnx.TensorProto) -> None:
+    tensor.data_type = 99
+
+
+@pytest.mark.parametrize("change", [_dims, _negative, _unknown])
+@pytest.mark.parametrize("external", [False, True])
+def test_tensors_that_cannot_be(change: Callable[[onnx.TensorProto], None], external: bool, foreign: Path) -> None:
+    graph = foreign / "model.onnx"
+    onnx.save(onnx.load(graph), graph, save_as_external_data=external, location="own.data", size_threshold=0)
+    edited(graph, lambda model: change(next(one for one in model.graph.initializer if one.dims)))
+    for act in (adopt_onnx, functools.partial(optimize, out=foreign.parent / "out")):
+        with pytest.raises(IntegrityError) as error:
+            act(foreign)
+        assert error.value.fix
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_read(name: str, make: Callable[[Path], None], foreign: Path) -> None:
+    (foreign / name).unlink()
+    make(foreign / name)
+    started = time.monotonic()
+    with pytest.raises(AccelError) as error:
+        accel.pipeline("text-classification", foreign)
+    assert error.value.fix
+    assert time.monotonic() - started < 10
+    if name != "tokenizer.json":
+        assert "no regular file" in error.value.message
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json", "export.json", "genai_config.json"])
+def test_what_a_folder_says_of_itself_is_in_it(name: str, foreign: Path) -> None:
+    other = foreign.parent / name
+    (foreign / name).rename(other) if (foreign / name).exists() else other.write_text("{}")
+    (foreign / name).symlink_to(other)
+    with pytest.raises(IntegrityError, match="outside of the folder") as error:
+        accel.ORTModelForSequenceClassification.from_pretrained(foreign)
+    assert str(other) in error.value.message
+    assert error.value.fix
+
+
+def test_weights_of_ir_lie_in_the_folder(copied: Any) -> None:
+    path = copied("intel/gpt2-ir")
+    weights = path / "openvino_model.bin"
+    weights.rename(path.parent / "secret.bin")
+    weights.symlink_to(path.parent / "secret.bin")
+    with pytest.raises(IntegrityError, match="outside of the folder"):
+        accel.ORTModel.from_pretrained(path)
 
 
 @pytest.mark.parametrize("name", [b"input_ids", b"past_key_values.0.key", b"logits", b"MatMul"])

@@ -14,7 +14,7 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.errors import ConfigError, InputError, TaskError
+from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.models.log_filter import FILTER
 from accel.models.pipelines.opening import pipeline_class
 from accel.models.pipelines.words import check_words, loading_words
@@ -279,3 +279,71 @@ def test_no_pipeline_passes_over_a_word_that_nobody_knows(task: str) -> None:
 def test_weights_are_not_quantized_while_they_are_loaded(tiny_folder: Callable[..., Path], word: str) -> None:
     with pytest.raises(ConfigError, match="accel quantize"):
         accel.pipeline("text-classification", tiny_folder(), **{word: True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "word"),
+    [
+        ({"batch_size": "a"}, ConfigError, "batch_size is 'a'"),
+        ({"batch_size": 0}, ConfigError, "at least 1"),
+        ({"batch_size": -1}, ConfigError, "at least 1"),
+        ({"batch_size": True}, ConfigError, "batch_size is True"),
+        ({"batch_size": 1.5}, ConfigError, "whole number"),
+        ({"num_workers": "a"}, ConfigError, "num_workers is 'a'"),
+        ({"task": 5}, TaskError, "by its name, not by 5"),
+        ({"task": b"x"}, TaskError, "by its name"),
+        ({"model": 5}, ConfigError, "5 is not a model"),
+        ({"model_kwargs": 5}, ConfigError, "no mapping"),
+        ({"tokenizer": 5}, ConfigError, "5 is no tokenizer"),
+        ({"tokenizer": []}, ConfigError, "no tokenizer"),
+        ({"tokenizer": "/nope"}, ArtifactNotFoundError, "/nope has no tokenizer"),
+        ({"tokenizer": Path("/nope")}, ArtifactNotFoundError, "/nope has no tokenizer"),
+        ({"tokenizer": "no/such"}, ArtifactNotFoundError, "no/such has no tokenizer"),
+        ({"feature_extractor": 5}, ConfigError, "no feature extractor"),
+    ],
+)
+def test_arguments_that_cannot_be(
+    arguments: dict[str, Any], kind: type[AccelError], word: str, tiny_artifact: Callable[..., Artifact]
+) -> None:
+    with pytest.raises(kind, match=word) as error:
+        accel.pipeline(**{"task": "text-classification", "model": tiny_artifact().path, **arguments})
+    assert error.value.fix
+
+
+def test_a_tokenizer_by_its_folder(tiny_artifact: Callable[..., Artifact]) -> None:
+    folder = tiny_artifact().path
+    answers = [accel.pipeline("text-classification", folder, tokenizer=one)("words") for one in (folder, str(folder))]
+    assert answers[0] == answers[1] == accel.pipeline("text-classification", folder)("words")
+
+
+@pytest.mark.parametrize("size", ["a", 0, -1, 1.5, True])
+def test_batch_sizes_of_a_call_that_cannot_be(size: Any, tiny_artifact: Callable[..., Artifact]) -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        accel.pipeline("text-classification", tiny_artifact().path)(["a", "b"], batch_size=size)
+
+
+@pytest.mark.parametrize("odd", [None, 5, b"x", [None], ["a", 5], [["a"]], [[]], object(), {"x": 1}, {"a"}])
+def test_odd_inputs_are_what_they_are_in_the_stock_pipeline(
+    odd: Any, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    stock = transformers.pipeline("text-classification", model=str(tiny_folder()))
+    with pytest.raises(Exception) as theirs:  # noqa: PT011  # whatever it is
+        stock(odd)
+    with pytest.raises(theirs.type) as ours:
+        accel.pipeline("text-classification", tiny_artifact().path)(odd)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("odd", [None, 5, b"x", [None], ["a", 5], [["a"]], {"x": 1}, ""])
+def test_odd_inputs_of_pipelines_that_transformers_has_not(odd: Any, generator: Callable[..., Artifact]) -> None:
+    with pytest.raises(InputError) as error:
+        accel.pipeline("text2text-generation", generator("t5").path)(odd)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("odd", [5, b"x", [5], [["a"]], [None], [{}]])
+def test_odd_questions(odd: Any, answer: Any) -> None:
+    for call in (lambda: answer(odd), lambda: answer(question=odd, context="a"), lambda: answer("a", odd)):
+        with pytest.raises(InputError) as error:
+            call()
+        assert error.value.fix

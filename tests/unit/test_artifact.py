@@ -143,7 +143,7 @@ def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[P
     make(made)
     values = values_of(artifact)
     values["files"] = [{"name": "more.json", "bytes": made.stat().st_size, "sha256": "0" * 64}]
-    with pytest.raises(IntegrityError, match="is no file"):
+    with pytest.raises(IntegrityError, match="is no regular file"):
         Artifact.load(rewritten(artifact, values))
 
 
@@ -384,6 +384,19 @@ def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -
         folder.rmdir()
         folder.mkdir()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_who_comes_second_is_told_so(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OutputFolderError, match="Another process wrote to") as error, staging(out) as temporary:
+        (temporary / "file").write_text("ours")
+        if kind == "folder":
+            out.mkdir()
+        (out / "file" if kind == "folder" else out).write_text("theirs")
+    assert "Errno" not in str(error.value)
+    assert error.value.fix
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["theirs"]
 
 
 def test_a_fork_removes_nothing_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

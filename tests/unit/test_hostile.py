@@ -17,10 +17,13 @@ import pytest
 import torch
 import transformers
 
+import accel
 from accel import ORTModel, ORTModelForSequenceClassification, SessionOptions
 from accel.artifact import Artifact
+from accel.artifact.companions import open_companion
 from accel.artifact.manifest import sealed
-from accel.errors import AccelError
+from accel.data.batches import load_processor
+from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
 
 _SECONDS, _BYTES = 10.0, 2 << 30
 # Values that made something somewhere hang, allocate, or raise what it liked.
@@ -210,3 +213,90 @@ def test_what_is_no_json_object(text: str, tiny_artifact: Callable[..., Artifact
         folder = shutil.copytree(tiny_artifact().path, tmp_path / name)
         (folder / name).write_text(text, encoding="latin-1")
         assert not tried(functools.partial(ORTModelForSequenceClassification.from_pretrained, folder))
+
+
+DAMAGED = ["", '{"a": ', "[]", "5", "null", '"x"', "\xff\xfe"]
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, "{}"])
+def test_a_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Its checksum fits: the artifact was made of it, or it was accepted."""
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    for name in ("tokenizer.json",) if text == "{}" else ("tokenizer.json", "tokenizer_config.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_text(text, encoding="latin-1")
+        Artifact.accept_files(folder)
+        for opening in (
+            functools.partial(accel.pipeline, "text-classification", folder),
+            functools.partial(load_processor, folder, "text-classification"),
+        ):
+            with pytest.raises(IntegrityError, match=r"tokenizer") as error:
+                opening()
+            assert error.value.fix
+            assert text == "{}" or name in error.value.message
+        (folder / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizers(name: str, count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    values = json.loads((folder / name).read_text())
+    chance = random.Random(count)
+    transformers.logging.set_verbosity_error()
+    for _ in range(count):
+        (folder / name).write_text(json.dumps(mutated(values, chance)))
+        tried(lambda: open_companion("AutoTokenizer", folder))
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_generation_config_is_named(text: str, generator: Callable[..., Artifact], tmp_path: Path) -> None:
+    folder = shutil.copytree(generator("gpt2").path, tmp_path / "artifact")
+    (folder / "generation_config.json").write_text(text, encoding="latin-1")
+    Artifact.accept_files(folder)
+    with pytest.raises(IntegrityError, match=r"generation_config\.json") as error:
+        accel.ORTModelForCausalLM.from_pretrained(folder)
+    assert error.value.fix
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ArtifactNotFoundError):
+        open_companion("GenerationConfig", folder)
+
+
+@pytest.mark.parametrize("loader", ["AutoImageProcessor", "AutoFeatureExtractor"])
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_processor_is_named(loader: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(IntegrityError, match=r"preprocessor_config\.json"):
+        open_companion(loader, tmp_path)
+
+
+class PanicException(BaseException):
+    """As tokenizers' library raises it."""
+
+
+def test_a_panic_of_tokenizers_is_an_error_of_ours(
+    tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    with pytest.raises(IntegrityError, match="unwrap"):
+        open_companion("AutoTokenizer", tiny_artifact().path)
+
+
+def test_a_folder_without_a_tokenizer_is_not_given_one_without_words(
+    tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact", ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(ArtifactNotFoundError, match="no tokenizer"):
+        open_companion("AutoTokenizer", folder)
+
+
+def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokens.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own_tokens.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="code that comes with the model"):
+        open_companion("AutoTokenizer", tmp_path)

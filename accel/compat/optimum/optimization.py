@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import transformers
-
+from ...artifact.companions import open_companion
 from ...artifact.writing import scratch
 from ...config import OptimizeConfig
 from ...errors import ConfigError, did_you_mean
@@ -205,7 +204,7 @@ class ORTOptimizer:
     @property
     def normalized_config(self) -> Any:
         """The model's config; of a model of texts and images, that of the images."""
-        config = transformers.AutoConfig.from_pretrained(self._source.path, local_files_only=True)
+        config = open_companion("AutoConfig", self._source.path)
         return config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
 
     def optimize(

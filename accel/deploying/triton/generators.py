@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...errors import ConfigError, TaskError
+from ...artifact.companions import open_companion
+from ...errors import ArtifactNotFoundError, ConfigError, TaskError
 from .services import Facts
 from .settings import TritonConfig
 
@@ -109,8 +110,8 @@ def _generation(facts: Facts) -> dict[str, Any]:
     import transformers
 
     try:
-        config = transformers.GenerationConfig.from_pretrained(facts.artifact.path, local_files_only=True)
-    except OSError:
+        config = open_companion("GenerationConfig", facts.artifact.path)
+    except ArtifactNotFoundError:
         config = transformers.GenerationConfig.from_model_config(facts.config)
     said = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}
     unheard = sorted(set(said) - set(_FOLLOWED) - _HARMLESS)

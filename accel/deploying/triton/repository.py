@@ -13,10 +13,11 @@ from typing import Any
 
 from ... import progress
 from ...artifact.checksums import sha256
+from ...artifact.companions import open_companion
 from ...artifact.manifest import Artifact
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
-from ...errors import ConfigError, TaskError
+from ...errors import ArtifactNotFoundError, ConfigError, TaskError
 from ...stages.resolving import artifact_of
 from ...tasks.infer import task_spec
 from ...tasks.spec import load
@@ -384,14 +385,12 @@ def _facts(artifact: Artifact) -> Facts:
     Raises:
         TaskError: There is no tokenizer that works without transformers.
     """
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(artifact.path, local_files_only=True)
+    config = open_companion("AutoConfig", artifact.path)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        tokenizer = open_companion("AutoTokenizer", artifact.path)
+    except ArtifactNotFoundError as error:
         raise TaskError(
-            f"{artifact.path} has no tokenizer that can be loaded: {error}.", fix="deploy it with --layout graph."
+            f"{artifact.path} has no tokenizer that can be loaded.", fix="deploy it with --layout graph."
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(

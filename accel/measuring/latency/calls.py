@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...artifact.companions import open_companion
 from ...config import SessionOptions
 from .variants import Block, Loaded, Traffic, Variant, Workload, resolved_variant
 
@@ -127,10 +128,8 @@ class _Served:
         self._workloads[workload.name] = (call, cases)
 
     def _tokenizing(self, workload: Workload, model: Callable[..., Any]) -> Callable[..., Any]:
-        import transformers
-
         assert workload.tokenizer is not None
-        tokenizer = transformers.AutoTokenizer.from_pretrained(workload.tokenizer, local_files_only=True)
+        tokenizer = open_companion("AutoTokenizer", workload.tokenizer)
         names, where, limit = self._names, self._model.device, workload.max_length
 
         def call(texts: Sequence[str]) -> Any:

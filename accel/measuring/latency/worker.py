@@ -96,7 +96,11 @@ class Worker:
                 patience = min(patience, max(self._until - time.perf_counter(), 0.1))
             if not self._pipe.poll(patience):
                 self._process.kill()
-                raise WorkerLostError(f"{self.variant.name} did not answer for {patience:.0f} s.", late=True)
+                raise WorkerLostError(
+                    f"{self.variant.name} did not answer for {patience:.0f} s.",
+                    fix="measure it alone, or with smaller batches and shorter sequences.",
+                    late=True,
+                )
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._died() from error

@@ -19,6 +19,8 @@ from ...tasks.infer import all_tasks, specs_for, task_spec
 from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
+from ..companions import companion_of
+from .given import check_given, opened_processors
 from .sorting import sorted_class
 from .words import check_words, loading_words
 
@@ -58,9 +60,11 @@ def pipeline(
         **kwargs: Arguments of the stock pipeline and of `from_pretrained`.
 
     Raises:
-        ConfigError: No model was given, and the task has no usual one; or an argument that neither has.
+        ConfigError: No model was given, and the task has no usual one; or an argument that neither has, or that cannot be.
+        ArtifactNotFoundError: A model or tokenizer that is not there.
         TaskError: The task is unknown, or the model does another one.
     """
+    check_given(task, model, batch_size=batch_size, model_kwargs=model_kwargs, num_workers=kwargs.get("num_workers"))
     if model is None:
         model, revision = usual_model(task, revision)
     loading = {name: kwargs.pop(name) for name in loading_words() & kwargs.keys()}
@@ -86,10 +90,12 @@ def pipeline(
     ours = _ours(task)
     impl: Any = pipeline_class(task)
     check_words(task, impl, kwargs)
-    given = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor}
+    given = opened_processors(
+        {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor},
+        token=token, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     if isinstance(model, ORTModel):
-        given = {**_processors(model, impl), **{name: value for name, value in given.items() if value is not None}}
-    given = {name: value for name, value in given.items() if value is not None}
+        given = {**_processors(model, impl), **given}
     if batch_size is not None:
         given["batch_size"] = batch_size
     if ours is not None:
@@ -121,15 +127,15 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
 
 def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
     """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them."""
-    folder, found = model.artifact.path, {}
+    found = {}
     main, reads = model.main_input_name, model.input_names
     sounds = main in ("input_values", "input_features")
     if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
-        found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found["tokenizer"] = companion_of(model, "AutoTokenizer")
     if "pixel_values" in reads:
-        found["image_processor"] = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        found["image_processor"] = companion_of(model, "AutoImageProcessor")
     if sounds:
-        found["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        found["feature_extractor"] = companion_of(model, "AutoFeatureExtractor")
     return found
 
 

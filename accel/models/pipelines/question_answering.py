@@ -161,6 +161,18 @@ def _masked_softmax(logits: np.ndarray[Any, Any], keep: np.ndarray[Any, Any]) ->
 
 def _examples(inputs: Any, question: Any, context: Any) -> tuple[list[dict[str, str]], bool]:
     """All forms of a call as a list of examples, and whether a list was asked for."""
+    try:
+        return _listed(inputs, question, context)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"Of these inputs no questions and contexts can be taken: {error}.",
+            fix='pass {"question": ..., "context": ...}, a list of such, or question=... and context=...',
+        ) from error
+
+
+def _listed(inputs: Any, question: Any, context: Any) -> tuple[list[dict[str, str]], bool]:
     if inputs is None:
         if question is None or context is None:
             raise InputError("A question and a context are needed.", fix="pass question=... and context=...")

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from transformers.pipelines.base import Pipeline
 
+from .given import check_count
+
 WINDOW_BATCHES = 64
 """Batches that share one sort: enough for little padding, few enough that a stream starts early."""
+
+
+_NONE: Any = object()
 
 
 class LengthSorted:
@@ -24,8 +29,13 @@ class LengthSorted:
 
     _batch_size: int | None
 
-    def __call__(self, inputs: Any = None, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """As the stock pipeline; lists, generators and data sets are sorted window by window."""
+    def __call__(self, inputs: Any = _NONE, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """As the stock pipeline; lists, generators and data sets are sorted window by window.
+
+        Raises:
+            ConfigError: A batch size that is none.
+        """
+        check_count("batch_size", batch_size, 1)
         if isinstance(inputs, tuple) or type(inputs).__module__.startswith("datasets."):
             inputs = list(inputs)
         if isinstance(inputs, list) and not inputs:
@@ -39,7 +49,7 @@ class LengthSorted:
                 return self._windows(iter(inputs), size, args, kwargs)
         elif batch_size is not None:
             kwargs["batch_size"] = batch_size
-        return super().__call__(*(() if inputs is None else (inputs,)), *args, **kwargs)  # type: ignore[misc]
+        return super().__call__(*(() if inputs is _NONE else (inputs,)), *args, **kwargs)  # type: ignore[misc]
 
     def _windows(
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]

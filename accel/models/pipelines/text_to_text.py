@@ -39,8 +39,9 @@ class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transforme
             InputError: Something else, or an empty text.
         """
         texts = [inputs] if isinstance(inputs, str) else inputs
-        if isinstance(texts, list) and not all(isinstance(text, str) and text.strip() for text in texts):
-            raise InputError("Every input must be a text that is not empty.", fix="pass a string or a list of strings.")
+        if isinstance(texts, list):
+            for text in texts:
+                _check_text(text)
         results = super().__call__(inputs, **kwargs)
         # One text with one answer is a list of one, as it was in transformers 4.
         if isinstance(inputs, list) and all(isinstance(result, list) and len(result) == 1 for result in results):
@@ -55,7 +56,12 @@ class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transforme
     def preprocess(
         self, text: str, truncation: bool | str = False, max_length_input: int | None = None
     ) -> Mapping[str, Any]:
-        """Tokenize one text, behind the model's prefix for the task (T5's "summarize: ")."""
+        """Tokenize one text, behind the model's prefix for the task (T5's "summarize: ").
+
+        Raises:
+            InputError: It is no text.
+        """
+        _check_text(text)
         encoded = self.tokenizer(
             self.prefix + text, truncation=truncation, max_length=max_length_input, return_tensors="pt"
         )
@@ -84,6 +90,16 @@ class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transforme
             )
             records.append({f"{self.return_name}_text": text})
         return records
+
+
+def _check_text(text: Any) -> None:
+    """Refuse what is no text, or an empty one.
+
+    Raises:
+        InputError: It is one of these.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise InputError("Every input must be a text that is not empty.", fix="pass a string or a list of strings.")
 
 
 class SummarizationPipeline(Text2TextGenerationPipeline):
@@ -121,7 +137,9 @@ class TranslationPipeline(Text2TextGenerationPipeline):
 
         Raises:
             ConfigError: Languages were named and the tokenizer knows none.
+            InputError: It is no text.
         """
+        _check_text(text)
         build = getattr(self.tokenizer, "_build_translation_inputs", None)
         if build is not None:
             encoded = build(text, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang)

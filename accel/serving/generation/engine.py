@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
-import transformers
-
-from ...errors import ConfigError, InputError
+from ...errors import ArtifactNotFoundError, ConfigError, InputError
+from ...models.companions import companion_of
 from .options import GenerationLimits, GenerationOptions
 from .requests import Finish, Generation, Token
 from .scheduler import Scheduler
@@ -203,8 +202,8 @@ def _whole(generation: Generation, pieces: Sequence[TextPiece]) -> GeneratedText
 
 def _tokenizer_of(model: Any) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(model.artifact.path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return companion_of(model, "AutoTokenizer")
+    except ArtifactNotFoundError as error:
         raise ConfigError(
             f"{model.artifact.path.name} has no tokenizer.", fix="pass tokenizer=... to the engine."
         ) from error

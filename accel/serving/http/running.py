@@ -89,6 +89,25 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _check_certificate(config: uvicorn.Config) -> None:
+    """Load the certificate, which uvicorn would do once the models are open.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the key is not the certificate's.
+    """
+    if not config.is_ssl:
+        return
+    try:
+        config.load()
+    # uvicorn asserts that there is a certificate beside a key.
+    except (OSError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"The certificate {config.ssl_certfile!s} with the key {config.ssl_keyfile!s} cannot be used: "
+            f"{error or 'the one needs the other'}.",
+            fix="pass files in PEM format that can be read: ssl_certfile=... and the key that belongs to it, ssl_keyfile=...",
+        ) from error
+
+
 def serve(
     front: Front,
     *,
@@ -107,12 +126,13 @@ def serve(
         **options: Of `uvicorn.Config`, such as `ssl_certfile` and `ssl_keyfile`.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or a certificate cannot be used.
     """
     config = uvicorn.Config(
         front, host=host, port=port, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=True,
         timeout_keep_alive=75, proxy_headers=False, **options,  # type: ignore[arg-type]
     )  # fmt: skip
+    _check_certificate(config)
     door = _bound(host, port)
     secure = "https" if config.is_ssl or options.get("ssl_certfile") else "http"
     shown, number = door.getsockname()[:2]

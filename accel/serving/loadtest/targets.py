@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from ...artifact.companions import open_companion
 from ...errors import ConfigError, InputError, SessionError
 from ..asking import check_options, find_columns, inputs_of
 from ..tables import Broken, scan
@@ -163,9 +164,7 @@ async def _tensors(client: Client, path: str, tokenizer: str | None) -> Body:
     if tokenizer is None:
         told = ", ".join(f"{one['name']} {one['datatype']}" for one in inputs)
         raise ConfigError(f"The model takes {told}, no text.", fix="name the folder of its tokenizer: --tokenizer.")
-    from transformers import AutoTokenizer
-
-    read: Any = AutoTokenizer.from_pretrained(tokenizer)
+    read = open_companion("AutoTokenizer", tokenizer, local_files_only=False)
     names = [one["name"] for one in inputs]
 
     def body(text: str) -> dict[str, Any]:

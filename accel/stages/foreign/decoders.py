@@ -98,7 +98,7 @@ def adopt_decoders(
         )
     read: dict[Part, _Read] = {}
     for part, file in files.items():
-        model = read_onnx(folder / file)
+        model = read_onnx(folder, file)
         read[part] = _Read(file, model, external_files(model, folder, file), (folder / file).parent)
     settings = _Settings.of(config, encoder=encoder)
     if encoder:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...artifact.checksums import check_file
 from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError
 from ...tasks.infer import infer_task, read_config
 from .files import Part, checked_file
 
-EXPORT, GENAI = "export.json", "genai_config.json"
+CONFIG, EXPORT, GENAI = "config.json", "export.json", "genai_config.json"
 # transformers' names of the graphs of a decoder.
 _PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "following"}
 _FORMATS = ("onnx", "openvino")
@@ -46,13 +47,16 @@ def describe(folder: Path) -> Description:
     """The config of a folder, and what a manifest in it names.
 
     Raises:
-        IntegrityError: A file is not JSON.
+        IntegrityError: A file is no regular file, a link that leaves the folder, or not JSON.
         ArtifactNotFoundError: It names graphs that are not there, or of kinds that nothing here reads.
     """
+    present = {name for name in (CONFIG, EXPORT, GENAI) if (folder / name).exists()}
+    for name in present:
+        check_file(folder / name, folder, fix="copy the file itself into the folder.")
     config = read_config(folder)
-    if (folder / EXPORT).is_file():
+    if EXPORT in present:
         return Description(config, _exported(folder))
-    if (folder / GENAI).is_file():
+    if GENAI in present:
         return _genai(folder, config)
     return Description(config)
 

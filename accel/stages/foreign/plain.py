@@ -43,7 +43,7 @@ def adopt_onnx(
     if spec.generates:
         return adopt_decoders(folder, spec, description, file_name=file_name, variant=variant)
     name = one_graph(folder, file_name or description.files.get("model"), variant)
-    model = read_onnx(folder / name)
+    model = read_onnx(folder, name)
     pad = config.get("pad_token_id")
     stored = {tensor.name for tensor in model.graph.initializer}
     axes = axes_of(model.graph.input)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ...artifact.checksums import FileRecord
+from ...artifact.checksums import FileRecord, check_file
 from ...artifact.manifest import MARK, Quantization, lost_manifest
 from ...artifact.tensors import TensorSpec
 from ...errors import IntegrityError
@@ -39,18 +40,25 @@ _TEXT: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")
 )
 _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
-_NUMBER = re.compile(r"\d+\Z")
+# Of no more digits than Python reads.
+_NUMBER = re.compile(r"\d{1,18}\Z")
+_LONGEST = 400
+_PACKED = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
+"""Bits of the types of which a byte holds several."""
+_COPY = "copy the file itself into the folder, or export the model again."
 
 
-def read_onnx(path: Path) -> onnx.ModelProto:
-    """The graph of a file; weights beside it stay there.
+def read_onnx(folder: Path, name: str) -> onnx.ModelProto:
+    """The graph of a file in a folder; weights beside it stay there.
 
     Raises:
-        IntegrityError: It is not ONNX, or one of ours without its manifest.
+        IntegrityError: It is no regular file, a link that leaves the folder, not ONNX, or one of ours without its manifest.
     """
     import onnx
     from google.protobuf.message import DecodeError
 
+    path = folder / name
+    check_file(path, folder, fix=_COPY)
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
@@ -64,7 +72,37 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     # What is no UTF-8 comes as bytes.
     if not all(isinstance(text, str) for text in _texts(model)):
         raise IntegrityError(f"{path} has names that are no text: damaged?", fix="copy or export the file again.")
+    for tensor in tensors_in(model):
+        if tensor.raw_data and len(tensor.raw_data) != _bytes_of(tensor):
+            raise IntegrityError(
+                f"The tensor {tensor.name[:_LONGEST]!r} in {path} has {len(tensor.raw_data)} bytes and not {_bytes_of(tensor)}, as its "
+                "shape says.",
+                fix="copy or export the file again.",
+            )
     return model
+
+
+def _bytes_of(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor, by its shape and type.
+
+    Raises:
+        IntegrityError: It has none: a negative size, or a type that nothing here knows.
+    """
+    import onnx
+
+    try:
+        name = onnx.TensorProto.DataType.Name(tensor.data_type)
+        bits = _PACKED[name] if name in _PACKED else 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (ValueError, KeyError, TypeError):
+        bits = 0
+    if not bits or any(size < 0 for size in tensor.dims):
+        raise IntegrityError(
+            f"The tensor {tensor.name[:_LONGEST]!r} has the shape {list(tensor.dims)[:8]} and the type {tensor.data_type}, which "
+            "cannot be.",
+            fix="copy or export the file again.",
+        )
+    count: int = math.prod(tensor.dims)
+    return (count * bits + 7) // 8
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[Any]:
@@ -77,13 +115,13 @@ def _texts(model: onnx.ModelProto) -> Iterator[Any]:
         for value in (*graph.input, *graph.output, *graph.value_info):
             yield value.name
             yield from (size.dim_param for size in value.type.tensor_type.shape.dim)
-        for tensor in graph.initializer:
-            yield tensor.name
-            for entry in tensor.external_data:
-                yield from (entry.key, entry.value)
         for node in graph.node:
             yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
             yield from (attribute.name for attribute in node.attribute)
+    for tensor in tensors_in(model):
+        yield tensor.name
+        for entry in tensor.external_data:
+            yield from (entry.key, entry.value)
 
 
 def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -91,37 +129,73 @@ def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from graphs_in(inner)
+            yield from _graphs_of(attribute)
+
+
+def _graphs_of(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+    for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+        yield from graphs_in(inner)
+
+
+def tensors_in(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that a model stores: initializers, sparse ones' parts, and attributes of nodes; also those of graphs in nodes,
+    of functions and of training.
+    """
+    attributes = [a for function in model.functions for a in function.attribute_proto]
+    attributes += [a for function in model.functions for node in function.node for a in node.attribute]
+    graphs = [*graphs_in(model.graph), *(graph for attribute in attributes for graph in _graphs_of(attribute))]
+    for info in model.training_info:
+        graphs += [*graphs_in(info.initialization), *graphs_in(info.algorithm)]
+    for graph in graphs:
+        yield from graph.initializer
+        attributes += [attribute for node in graph.node for attribute in node.attribute]
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for sparse in (
+            *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+            *attribute.sparse_tensors,
+        ):
+            yield from (sparse.values, sparse.indices)
 
 
 def external_files(model: onnx.ModelProto, folder: Path, name: str) -> list[str]:
     """Files with the weights, relative to the folder.
 
     Raises:
-        IntegrityError: One of them is missing, too short, or not beside the graph.
+        IntegrityError: One of them is missing, no regular file, too short, or not in the folder.
     """
     parent, ends = PurePosixPath(name).parent, dict[str, int]()
-    for tensor in (one for graph in graphs_in(model.graph) for one in graph.initializer):
+    for tensor in tensors_in(model):
         if tensor.data_location != tensor.EXTERNAL:
             continue
         place, offset, length = external_place(tensor)
         if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts or not place:
             raise IntegrityError(
-                f"{folder / name} keeps its weights in {place!r}, which is not beside it.",
+                f"{folder / name} keeps weights in {place[:_LONGEST]!r}, which is not beside it.",
                 fix="use a model that keeps its weights beside the graph.",
             )
-        ends[place] = max(ends.get(place, 0), offset + length)
+        needed = _bytes_of(tensor)
+        if length and length < needed:
+            raise IntegrityError(
+                f"{folder / name} keeps {length} bytes of the weight {tensor.name[:_LONGEST]!r}, whose shape takes {needed}.",
+                fix="copy or export the file again.",
+            )
+        ends[place] = max(ends.get(place, 0), offset + max(length, needed))
     for place, end in ends.items():
         path = folder / parent / place
-        if not path.is_file():
+        try:
+            size = check_file(path, folder, fix="copy that file itself beside the graph.").st_size
+        except IntegrityError as error:
             raise IntegrityError(
-                f"{folder / name} keeps its weights in {place!r}, which is missing.",
-                fix="copy that file beside the graph.",
-            )
-        if path.stat().st_size < end:
+                f"{folder / name} keeps weights in {place[:_LONGEST]!r}: {error.message[:_LONGEST]}", fix=error.fix
+            ) from error
+        if size < end:
             raise IntegrityError(
-                f"{path} has {path.stat().st_size} bytes; {name} reads {end} of it: truncated?",
+                f"{path} has {size} bytes; {name} reads {end} of it: truncated?",
                 fix="copy or download the file again.",
             )
     return sorted((parent / place).as_posix() for place in ends)
@@ -133,9 +207,28 @@ def external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     numbers = [entries.get(key) or "0" for key in ("offset", "length")]
     if not all(map(_NUMBER.match, numbers)):
         raise IntegrityError(
-            f"The weight {tensor.name!r} lies at {numbers[0]!r}, which is no place.", fix="export the model again."
+            f"The weight {tensor.name[:_LONGEST]!r} begins at {numbers[0][:_LONGEST]!r} and has {numbers[1][:_LONGEST]!r} bytes, "
+            "which is no place.",
+            fix="export the model again.",
         )
     return entries.get("location", ""), int(numbers[0]), int(numbers[1])
+
+
+def array_of(tensor: onnx.TensorProto) -> Any:
+    """The values of a tensor that stands in its graph.
+
+    Raises:
+        IntegrityError: They are not as many as its shape says, or of no known type.
+    """
+    from onnx import numpy_helper
+
+    try:
+        return numpy_helper.to_array(tensor)
+    # onnx says of damaged tensors what NumPy and its own tables say.
+    except Exception as error:
+        raise IntegrityError(
+            f"The tensor {tensor.name[:_LONGEST]!r} cannot be read: {error}.", fix="copy or export the file again."
+        ) from error
 
 
 def stamp(folder: Path, name: str) -> FileRecord:

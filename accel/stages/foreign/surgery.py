@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import IntegrityError
-from .reading import graphs_in
+from .reading import array_of, graphs_in
 from .weights import content, is_large
 
 if TYPE_CHECKING:
@@ -188,14 +188,14 @@ def _with_rows(graph: onnx.GraphProto) -> set[str]:
 
 def _constants(graph: onnx.GraphProto) -> dict[str, int]:
     """Constant whole numbers by name."""
-    from onnx import numpy_helper
-
     tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL}
     for node in graph.node:
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            tensors[node.output[0]] = node.attribute[0].t
+        if node.op_type == "Constant" and node.output and node.attribute and node.attribute[0].name == "value":
+            stored = node.attribute[0].t
+            if stored.data_location != stored.EXTERNAL:
+                tensors[node.output[0]] = stored
     return {
-        name: int(numpy_helper.to_array(tensor))
+        name: int(array_of(tensor))
         for name, tensor in tensors.items()
         if not tensor.dims and tensor.data_type == tensor.INT64
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...artifact.manifest import MANIFEST, MARK
 from ...artifact.writing import copy_file
-from .reading import external_place, graphs_in
+from .reading import array_of, external_place, graphs_in, tensors_in
 
 if TYPE_CHECKING:
     import onnx
@@ -52,9 +52,7 @@ def content(tensor: onnx.TensorProto, folder: Path) -> str:
 
 
 def _bytes(tensor: onnx.TensorProto) -> bytes:
-    from onnx import numpy_helper
-
-    raw: bytes = tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+    raw: bytes = tensor.raw_data or array_of(tensor).tobytes()
     return raw
 
 
@@ -74,14 +72,15 @@ def write_graphs(graphs: Mapping[str, tuple[onnx.ModelProto, Path]], out: Path) 
     with (out / WEIGHTS).open("wb") as file:
         for name, (model, folder) in graphs.items():
             needs = set[str]()
+            # Weights in attributes and functions stay where they stand, but for those that lie beside the graph.
+            for tensor in (one for one in tensors_in(model) if one.data_location == one.EXTERNAL):
+                place, *_ = external_place(tensor)
+                source = (folder / place).resolve()
+                copied.setdefault(source, _beside(source, out, f"{len(copied)}-{Path(place).name}"))
+                _point(tensor, copied[source])
+                needs.add(copied[source])
             for tensor in (one for graph in graphs_in(model.graph) for one in graph.initializer):
-                if tensor.data_location == tensor.EXTERNAL:
-                    place, *_ = external_place(tensor)
-                    source = (folder / place).resolve()
-                    copied.setdefault(source, _beside(source, out, f"{len(copied)}-{Path(place).name}"))
-                    _point(tensor, copied[source])
-                    needs.add(copied[source])
-                elif is_large(tensor):
+                if tensor.data_location != tensor.EXTERNAL and is_large(tensor):
                     key = content(tensor, folder)
                     if key not in places:
                         raw = _bytes(tensor)

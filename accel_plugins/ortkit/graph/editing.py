@@ -23,6 +23,7 @@ from accel.artifact import (
     copy_companions,
     with_files,
 )
+from accel.errors import IntegrityError
 
 MICROSOFT = "com.microsoft"
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
@@ -52,9 +53,30 @@ def load_graph(artifact: Artifact, component: Component) -> ir.Model:
 
 
 def read_graph(path: Path) -> ir.Model:
-    """The graph of a file; weights stay on disk until they are read."""
+    """The graph of a file; weights stay on disk until they are read, but for those in attributes of nodes.
+
+    Raises:
+        IntegrityError: It cannot be read.
+    """
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
-    return ir.load(path)
+    try:
+        model = ir.load(path)
+        for graph in (model.graph, *model.functions.values()):
+            for node in ir.traversal.RecursiveGraphIterator(graph):
+                for name, attribute in node.attributes.items():
+                    if isinstance(attribute.value, ir.ExternalTensor):
+                        node.attributes[name] = ir.AttrTensor(name, _in_memory(attribute.value))
+    # onnx_ir says of damaged graphs what protobuf, NumPy and its own classes say.
+    except Exception as error:
+        raise IntegrityError(
+            f"{path} cannot be read as ONNX: {error}.", fix="copy or export the file again."
+        ) from error
+    return model
+
+
+def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
+    """A weight that lies in a file, read."""
+    return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
 
 
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
@@ -78,6 +100,9 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                 for value in graph.initializers.values():
                     tensor = value.const_value
                     if tensor is None or tensor.nbytes < _INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                        if isinstance(tensor, ir.ExternalTensor):
+                            # Other tools put small ones beside their graphs, too.
+                            value.const_value = _in_memory(tensor)
                         continue
                     key = _identity(tensor)
                     if key not in offsets:
