@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-neighbours test-triton test-ray test-versions gpu-test check docs bench sweep endurance clean
+.PHONY: demo test test-all test-neighbours test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -80,6 +80,21 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/length_sorting.py
 	$(BIN)/python benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv benchmarks/tune-demo.json --tuned build/tuned
 
+# Beside onnxruntime-genai and optimum-intel, each in an environment of its own: half an hour, some gigabytes.
+PEERS := .venv-peers
+bench-peers: $(VENV)/.dev $(PEERS)/.made
+	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers.json --work build/peers \
+		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
+	$(BIN)/python benchmarks/optimum_intel.py --work build/peers --peer-python $(PEERS)/optimum-intel/bin/python
+
+$(PEERS)/.made:
+	$(PYTHON) -m venv $(PEERS)/genai
+	$(PEERS)/genai/bin/python -m pip install -q $(PIP_FLAGS) "onnxruntime-genai==0.18.0" "onnx==1.23.2" onnx_ir "torch==2.13.0" "transformers==5.23.0"
+	$(PYTHON) -m venv $(PEERS)/optimum-intel
+	$(PEERS)/optimum-intel/bin/python -m pip install -q $(PIP_FLAGS) "optimum-intel[openvino]==2.2.0" "huggingface-hub<1.22" "torch==2.13.0"
+	-$(PEERS)/optimum-intel/bin/python -m pip uninstall -q -y torchvision
+	touch $@
+
 # A small model of every architecture of transformers through every backend that is here, into benchmarks/sweep.json and
 # docs/models.md; fails where an answer is wrong. What is known from the same code is skipped. Hours on two processors:
 # make sweep SWEEP="--only 'bert/*'", or SWEEP="--jobs 64" on a large machine.
@@ -93,7 +108,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) $(RAY) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) $(RAY) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'

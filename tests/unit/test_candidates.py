@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accel.backends import registry
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason, SchemeSettings
 from accel.config import SessionOptions
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 
@@ -42,6 +44,23 @@ def test_every_declared_step_is_a_recipe(space: Space) -> None:
     assert [str(r) for r in space.optimizations(export, "float32")] == ["vendor_graph float32 > fast"]
     assert [r.setting for r in space.quantizations(export, "float32")] == ["odd"]
     assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
+
+
+def test_blocks_of_generators_come_in_two_sizes(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Capability(
+        stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
+        settings=(SchemeSettings("weight-4", ("block_size",)),),
+    )  # fmt: skip
+    vendor = replace(VENDOR, capabilities=(*VENDOR.capabilities, weights))
+    monkeypatch.setattr(registry, "describe_all", lambda: ((vendor,), {}))
+    monkeypatch.setattr(registry, "describe", lambda name: vendor)
+    for task, sizes in (
+        ("text-classification", ["weight-4"]),
+        ("text-generation", ["weight-4", "weight-4 block_size=128"]),
+    ):
+        other = Space(task=task, device=None, backends=None, half_exports=False, calibrated=True)
+        found = [str(recipe) for recipe in other.quantizations(other.exports()[0], "float32")]
+        assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
 
 
 def test_what_is_left_out_has_a_reason(space: Space) -> None:
