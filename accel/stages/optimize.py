@@ -127,7 +127,9 @@ def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:
             session = opened.sessions[component.name]
-            make = _continued_case if component.stateful else _single_case
+            # A decoder without a cache computes all tokens again, which its session's state holds.
+            continued = component.stateful or component.continues == "none"
+            make = _continued_case if continued else _single_case
             shapes = [(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]
             cases[component.name] = [make(parent, component, session, shape, seed) for seed, shape in enumerate(shapes)]
         return cases
@@ -159,7 +161,7 @@ def _continued_case(
         past = state.length
         sizes = {"batch": batch, "sequence": new, "total": past + new, "kept": 1, "encoder_sequence": 6}
         feeds = capture.feeds_for(stateless, sizes, seed=seed, folder=parent.path)
-        feeds["attention_mask"] = torch.ones_like(feeds["attention_mask"])
+        feeds["attention_mask"] = torch.ones((batch, past + new), dtype=feeds["attention_mask"].dtype)
         if "position_ids" in feeds:
             feeds["position_ids"] = torch.arange(past, past + new).expand(batch, new).contiguous()
         if "logits_to_keep" in feeds:

@@ -135,3 +135,11 @@ def test_a_model_that_sees_what_is_behind_a_token_is_refused(tmp_path: Path) -> 
     )
     with pytest.raises(ExportError, match=r"is_decoder=False.*\n?.*is_decoder=True"):
         export(transformers.RobertaForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
+
+
+def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: Path) -> None:
+    made = optimize(generator("openai-gpt"), tmp_path / "optimized", level="O2")
+    rows = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    expected = tiny_generator("openai-gpt").generate(rows, max_new_tokens=4, do_sample=False)
+    with ORTModelForCausalLM.from_pretrained(made) as model:
+        assert torch.equal(model.generate(rows, max_new_tokens=4, do_sample=False), expected)
