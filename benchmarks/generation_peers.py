@@ -45,6 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "optimum-intel int4": {"side": "optimum-intel", "bits": 4},
     "optimum-intel int8": {"side": "optimum-intel", "bits": 8},
     "genai int4": {"side": "genai", "precision": "int4"},
+    "genai int4, blocks of 128": {"side": "genai", "precision": "int4", "block_size": 128},
 }
 
 
@@ -152,12 +153,15 @@ def optimum_intel(spec: dict[str, Any]) -> Any:
 def genai(spec: dict[str, Any]) -> Any:
     import onnxruntime_genai as og
 
-    folder = Path(spec["work"]) / f"genai-{spec['precision']}"
+    blocks = spec.get("block_size", 32)
+    folder = Path(spec["work"]) / f"genai-{spec['precision']}-{blocks}"
     if not (folder / "genai_config.json").is_file():
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", spec["model"], "-o", str(folder)]
         subprocess.run(
-            [*builder, "-p", spec["precision"], "-e", "cpu", "-c", str(folder / "cache")], check=True, stdout=sys.stderr
-        )
+            [*builder, "-p", spec["precision"], "-e", "cpu", "-c", str(folder / "cache"),
+             "--extra_options", f"block_size={blocks}"],
+            check=True, stdout=sys.stderr,
+        )  # fmt: skip
         settings = json.loads((folder / "genai_config.json").read_text())
         settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = spec["threads"]
         (folder / "genai_config.json").write_text(json.dumps(settings))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
 from .home import SEARCHES, accel_home
-from .writing import STAGING_PREFIX, discard, held
+from .writing import STAGING_PREFIX, discard, held, remove_stale
 
 _GATE_S = 60.0
 
@@ -70,6 +70,9 @@ def clear(name: str | None = None) -> list[Entry]:
                 raise OutputFolderError("A search is running, which uses what searches keep.", fix="wait for its end.")
             else:
                 removed.remove(entry)
+    # What a `clear` that was killed had begun to remove.
+    for folder in (accel_home(), accel_home() / "exports", accel_home() / SEARCHES / "artifacts"):
+        remove_stale(folder)
     if name is None:
         for remembered in ("verified.json", "forms.json"):
             (accel_home() / remembered).unlink(missing_ok=True)

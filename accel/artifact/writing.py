@@ -121,7 +121,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
     """A folder beside the target, what it was when it was made, and a clear error where there is no room for what goes in."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(target.parent)
+        remove_stale(target.parent)
         temporary, lock = _locked(target.parent)
         temporary.mkdir()
         # Held open: the number of a folder that was removed is not given to another one meanwhile.
@@ -210,7 +210,7 @@ def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:
 def scratch() -> Iterator[Path]:
     """A folder for files that nobody is to see, in the system's folder for such; what killed runs left there is removed, too."""
     parent = Path(tempfile.gettempdir())
-    _remove_stale(parent)
+    remove_stale(parent)
     folder, lock = _locked(parent)
     owner = os.getpid()
     try:
@@ -311,7 +311,7 @@ def _unlock(lock: FileLock) -> None:
     lock.release()
 
 
-def _remove_stale(folder: Path) -> None:
+def remove_stale(folder: Path) -> None:
     """Remove what interrupted runs left beside: folders and locks that nobody holds."""
     for entry in folder.glob(f"{STAGING_PREFIX}*"):
         temporary = entry.with_name(entry.name.removesuffix(".lock"))

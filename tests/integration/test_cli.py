@@ -150,6 +150,16 @@ def test_doctor() -> None:
     assert "ONNX Runtime on the CPU" in run("doctor").stdout
 
 
+def test_what_an_interrupted_clear_left_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    begun = [tmp_path / ".accel-staging-0", tmp_path / "exports" / ".accel-staging-1"]
+    for folder in begun:
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("an entry")
+    assert run("cache", "clear").exit_code == 0
+    assert not any(folder.exists() for folder in begun)
+
+
 def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Callable[..., Path]) -> None:
     import accel
 

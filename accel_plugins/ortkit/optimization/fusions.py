@@ -10,7 +10,7 @@ import onnx_ir as ir
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, did_you_mean
 
-from . import activations, attention, embeddings, gpu_attention, gpu_decoders, gpu_layers, rotary, simplifications
+from . import activations, attention, embeddings, gpu_attention, decoder_layers, gpu_layers, rotary, simplifications
 
 _LEVELS = ("O1", "O2", "O3", "O4")
 _CPU, _GPU, _ALL = ("cpu",), ("gpu",), ("cpu", "gpu")
@@ -88,14 +88,14 @@ FUSIONS = (
     ),
     Fusion("skip-layer-norm", "O2", "SkipLayerNormalization", gpu_layers.fuse_skip_norms, _GPU, True),
     Fusion("rms-norm", "O2", "spelled-out RMSNorm as one operator", activations.fuse_rms_norms, _ALL, True),
-    Fusion("skip-rms-norm", "O2", "SkipSimplifiedLayerNormalization", gpu_decoders.fuse_skip_rms_norms, _GPU, True),
+    Fusion("skip-rms-norm", "O2", "SkipSimplifiedLayerNormalization", decoder_layers.fuse_skip_rms_norms, _ALL, True),
     Fusion("silu", "O2", "x * sigmoid(x) as one operator", activations.fuse_silus, _ALL, True),
     Fusion("rotary", "O2", "rotary positions as one operator", rotary.fuse_rotary, _ALL, True),
     Fusion("attention", "O2", "whole attentions as MultiHeadAttention", attention.fuse_attention, _CPU, True),
     Fusion("masked-rows", "O2", "zeroes fully masked rows by a product", attention.multiply_masked_rows, _CPU),
     Fusion("attention-scores", "O2", "scale and transpose inside query times key", attention.fuse_scores, _CPU, True),
-    Fusion("merged-products", "O2", "query, key and value in one product", gpu_decoders.merge_products, _GPU),
-    Fusion("head-order", "O2", "transposes of heads that undo each other", gpu_decoders.cancel_transposes, _GPU),
+    Fusion("merged-products", "O2", "query, key and value in one product", decoder_layers.merge_products),
+    Fusion("head-order", "O2", "transposes of heads that undo each other", decoder_layers.cancel_transposes),
     Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gpu_layers.fuse_bias_gelus, _GPU, True),
     Fusion("one-token", "O2", "computes only the token that a head reads", gpu_layers.compute_one_token, _GPU),
     Fusion("fast-gelu", "O3", "GELU by its tanh form", activations.approximate_gelus, _CPU, True),

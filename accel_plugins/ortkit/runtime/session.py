@@ -33,7 +33,7 @@ from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, S
 
 from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
-from .values import as_ort_value, ort_value_as_tensor
+from .values import VERSION, as_ort_value, ort_value_as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ DISABLED_OPTIMIZERS = "disabled_optimizers"
 """Key of `SessionOptions.native` with names of ONNX Runtime's graph optimizers to leave out."""
 
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
-_SPINS_SHORTLY = tuple(int(part) for part in ort.__version__.split(".")[:2]) >= (1, 26)
+_SPINS_SHORTLY = VERSION >= (1, 26)
 """Whether threads can be told how long to spin; earlier versions spin for milliseconds."""
 _SPIN_US = "50"
 """Longer than the gaps within a call, shorter than those between calls. MiniLM 1x14, two threads: 0.61 ms a call instead of 0.85,

@@ -9,6 +9,11 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_native
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
+"""Of ONNX Runtime: major and minor."""
+_BOOLS_ARE_BYTES = VERSION < (1, 32)
+"""Whether DLPack's tensors of bytes are said to be booleans; from 1.32 on DLPack's own booleans are."""
+
 
 def as_ort_value(tensor: torch.Tensor) -> Any:
     """The memory of a torch tensor of any shape as an `OrtValue`; it must outlive the value."""
@@ -27,6 +32,8 @@ def native_as_tensor(value: Any) -> torch.Tensor:
 
 
 def _native(tensor: torch.Tensor) -> Any:
+    if not _BOOLS_ARE_BYTES:
+        return ort_native.OrtValue.from_dlpack(to_dlpack(tensor))
     is_bool = tensor.dtype is torch.bool
     return ort_native.OrtValue.from_dlpack(to_dlpack(tensor.view(torch.uint8) if is_bool else tensor), is_bool)
 

@@ -1,4 +1,4 @@
-"""Layers of decoders in the form that ONNX Runtime's CUDA kernels compute with few launches."""
+"""Layers of decoders as few operators: for a single token a GPU waits for launches, and a CPU for its threads."""
 
 from __future__ import annotations
 
