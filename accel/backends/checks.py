@@ -39,13 +39,20 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
         dtypes: What the graph takes.
 
     Raises:
-        InputError: Missing or extra names, or floating-point values where integers are declared.
+        InputError: Missing or extra names, floating-point values where integers are declared, or a tensor without its values.
     """
+    import torch
+
     tensors = {}
     for name, dtype in dtypes.items():
         tensor = feeds.get(name)
         if tensor is None:
             raise wrong_names(feeds, dtypes)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            what = (
+                "on the device meta, which holds no values" if tensor.is_meta else f"a sparse tensor ({tensor.layout})"
+            )
+            raise InputError(f"Input {name!r} is {what}.", fix="pass a dense tensor with values.")
         if tensor.dtype is not dtype:
             # A cast would drop what does not fit without a word: fractions, imaginary parts.
             if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():

@@ -19,7 +19,7 @@ from ..artifact.manifest import Origin
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..config import ExportConfig
-from ..errors import AccelError, ExportError, TaskError
+from ..errors import AccelError, ExportError, IntegrityError, TaskError
 from ..tasks.infer import infer_task, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
 from .answering import Answering
@@ -311,7 +311,7 @@ def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple
     normalize = config.normalize
     modules = folder / "modules.json" if folder else None
     if modules is not None and modules.is_file() and spec.pooling:
-        for entry in json.loads(modules.read_text(encoding="utf-8")):
+        for entry in _modules(modules):
             kind = entry["type"].rsplit(".", 1)[-1]
             if kind == "Pooling" and pooling is None:
                 pooling = _sentence_transformers_pooling(modules.parent / entry["path"] / "config.json")
@@ -325,6 +325,21 @@ def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple
     if pooling is None and (spec.pooling or normalize):
         pooling = spec.pooling or "mean"
     return pooling, bool(normalize)
+
+
+def _modules(path: Path) -> list[dict[str, str]]:
+    """The modules that a sentence-transformers folder names.
+
+    Raises:
+        IntegrityError: They are none.
+    """
+    try:
+        return [{"type": str(entry["type"]), "path": str(entry["path"])} for entry in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise IntegrityError(
+            f"{path} is no list of modules: {type(error).__name__}: {error}",
+            fix="copy the file again from where it came.",
+        ) from error
 
 
 def _sentence_transformers_pooling(path: Path) -> str:

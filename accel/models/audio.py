@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import InputError
 from .base import ORTModel
 
 
@@ -13,11 +14,25 @@ class _SoundEncoder(ORTModel):
     Without `attention_mask: (batch, samples)` or `(batch, frames)` no row is padded, as in transformers.
     """
 
+    def _open(self) -> None:
+        super()._open()
+        kernels, strides = (getattr(self.config, name, None) or () for name in ("conv_kernel", "conv_stride"))
+        samples = 1
+        for kernel, stride in reversed([*zip(kernels, strides, strict=False)]):
+            samples = (samples - 1) * stride + kernel
+        self._fewest = samples
+
     def forward(
         self, input_values: Any = None, attention_mask: Any = None, input_features: Any = None, **inputs: Any
     ) -> Any:
         """Run the graph on whichever of the two it takes; the first argument is either, by position."""
         sounds = input_values if input_features is None else input_features
+        shape: tuple[int, ...] = getattr(sounds, "shape", ())
+        if self.main_input_name == "input_values" and len(shape) == 2 and shape[-1] < self._fewest:
+            raise InputError(
+                f"The sounds have {shape[-1]} samples; the model's convolutions take {self._fewest} at least.",
+                fix="pad them: feature_extractor(..., padding='max_length', max_length=...).",
+            )
         given = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
         if input_values is not None and input_features is not None:
             given["input_values"] = input_values

@@ -108,6 +108,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
         if asked is not None and asked < 1:
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
+        if self.main_input_name == "input_ids":
+            _check_prompt(kwargs.get("input_ids") if inputs is None else inputs)
         # Before anything reads the encoder or the cache.
         self._check_fork()
         theirs = kwargs.get("past_key_values")
@@ -196,6 +198,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         if "position_ids" in self._takes:
             if position_ids is None:
                 position_ids = self._positions(mask, past, total)
+            else:
+                self._check_positions(position_ids, mask, new)
             feeds["position_ids"] = position_ids
         kept = None
         if "logits_to_keep" in self._takes:
@@ -204,6 +208,24 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             kept = self._kept(new, logits_to_keep)
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept.to(logits.device))
+
+    def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor, new: int) -> None:
+        """Refuse positions that the model does not have: runtimes read another one's, or nothing, in silence. On a GPU nobody looks."""
+        if positions.is_floating_point() or positions.is_complex() or positions.ndim != 2 or positions.shape[1] != new:
+            raise InputError(
+                f"position_ids are {tuple(positions.shape)} {positions.dtype}; there are {new} new tokens.",
+                fix="pass (batch, new) integers, or leave them out.",
+            )
+        if not positions.is_cpu:
+            return
+        least, most = (int(value) for value in positions.aminmax())
+        # What padding is counted as does not matter.
+        hidden = least >= 0 or bool(((positions >= 0) | (mask[:, -new:] == 0)).all())
+        if not hidden or (self._limit and most >= self._limit):
+            raise InputError(
+                f"position_ids run from {least} to {most}; the model has {f'0 to {self._limit - 1}' if self._limit else 'none below 0'}.",
+                fix="leave them out, or count the tokens of each row from 0.",
+            )
 
     def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
         """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""
@@ -250,10 +272,24 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
         """Positions of the new tokens whose logits are wanted; 0 for all, as in transformers."""
         if isinstance(logits_to_keep, torch.Tensor):
+            self._check_kept(new, logits_to_keep)
             return logits_to_keep
+        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise InputError(
+                f"logits_to_keep is {logits_to_keep!r:.80}.",
+                fix="pass how many of the last tokens, 0 for all, or a tensor of their places.",
+            )
         if new == 1:
             return self._last
         return torch.arange(new - logits_to_keep if 0 < logits_to_keep < new else 0, new)
+
+    def _check_kept(self, new: int, places: torch.Tensor) -> None:
+        wrong = places.ndim != 1 or places.is_floating_point() or places.is_complex() or not places.numel()
+        if wrong or (places.is_cpu and not bool(((places >= 0) & (places < new)).all())):
+            raise InputError(
+                f"logits_to_keep names other places than those of the {new} new tokens.",
+                fix=f"pass a tensor (kept,) of integers from 0 to {new - 1}, or how many of the last tokens.",
+            )
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         """Refuse what the graph cannot follow."""
@@ -268,6 +304,28 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             if name == "labels":
                 raise InputError("The graph computes no loss.", fix="leave labels out.")
             raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")
+
+
+def _check_prompt(ids: Any) -> None:
+    """Refuse what are no tokens; none at all are transformers' to judge.
+
+    Raises:
+        InputError: No tensor of integers, or not of two axes, or an empty one.
+    """
+    if ids is None:
+        return
+    if not isinstance(ids, torch.Tensor):
+        what = f"a {type(ids).__name__}"
+    elif ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        what = f"a tensor of {ids.dtype}"
+    elif ids.ndim != 2 or not ids.numel():
+        what = f"a tensor of shape {tuple(ids.shape)}"
+    else:
+        return
+    raise InputError(
+        f"The prompt is {what}, where (batch, tokens) ids belong.",
+        fix="pass the tokenizer's output, made with return_tensors='pt'.",
+    )
 
 
 class ORTModelForCausalLM(Generator):

@@ -196,7 +196,8 @@ class OpenVinoSession(SessionDescription):
             else:
                 results = self._run_new_shapes(request, arrays, alone=alone)
         except RuntimeError as error:
-            request.shapes = None
+            # What a call that failed left in it must not be in a later one.
+            request = self._replaced(request)
             raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
         finally:
             pool.put(request)
@@ -244,6 +245,12 @@ class OpenVinoSession(SessionDescription):
 
     def _new_request(self) -> _Request:
         return _Request(self.runtime.create_infer_request())
+
+    def _replaced(self, request: _Request) -> _Request:
+        """A new request in the place of one that failed."""
+        made = self._new_request()
+        self._requests[self._requests.index(request)] = made
+        return made
 
     def _run_unusual(
         self,
@@ -350,7 +357,10 @@ class _ClosedPool:
 
 
 def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
-    return SessionError(f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}")
+    return SessionError(
+        f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}",
+        fix="check the shapes of the inputs and the memory that is left; for shapes that the model takes, export it again.",
+    )
 
 
 def _concurrency(compiled: ov.CompiledModel) -> int:

@@ -27,7 +27,7 @@ from accel.backends.specs import DeviceSpec
 from accel.capture import Source, cache_argument
 from accel.errors import InputError
 
-from .session import ModuleSession
+from .session import ModuleSession, failures
 
 _ENCODER_MASK = "encoder_attention_mask"
 
@@ -145,7 +145,7 @@ class DecoderSession(ModuleSession):
             wanted_outputs(outputs, list(self._output_dtypes))
         tensors = self._placed(feeds, self._dtypes)
         new = self._check_step(tensors, state.batch, state.length)
-        with torch.inference_mode():
+        with torch.inference_mode(), failures(tensors):
             if self._cross:
                 logits = self._decode(model, tensors, state)
             elif self._component.croppable:

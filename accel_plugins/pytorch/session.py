@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import graph_name, named_tensors
+from accel.errors import AccelError, SessionError
 
 Module = Callable[..., Any]
 
@@ -73,7 +75,7 @@ class ModuleSession(SessionDescription):
         names = list(self._output_dtypes) if outputs is None else wanted_outputs(outputs, list(self._output_dtypes))
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)
-        with torch.inference_mode():
+        with torch.inference_mode(), failures(tensors):
             found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
             values = {name: self._declared(name, found[name]) for name in names}
         for name, buffer in (out or {}).items():
@@ -150,3 +152,25 @@ class CapturedModule:
         with torch.cuda.graph(graph):
             result = self._module(**buffers, **settings)
         return graph, buffers, result
+
+
+@contextmanager
+def failures(tensors: Feeds) -> Iterator[None]:
+    """What PyTorch raises of a call as an error of the session.
+
+    Args:
+        tensors: The inputs of the call, whose shapes the error names.
+
+    Raises:
+        SessionError: It failed.
+    """
+    try:
+        yield
+    except AccelError:
+        raise
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        raise SessionError(
+            f"PyTorch failed on inputs {shapes}: {' '.join(str(error).split())[:600]}",
+            fix="check the shapes and values of the inputs, and the memory that is left.",
+        ) from error

@@ -424,3 +424,46 @@ def test_a_changed_generation_config_travels(generator: Artifacts, tmp_path: Pat
     assert pickle.loads(pickle.dumps(model)).generation_config.max_new_tokens == 3
     model.save_pretrained(tmp_path / "saved")
     assert ORTModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config.max_new_tokens == 3
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_and_places_that_the_model_has_not(
+    family: str, backend: str, generator: Callable[..., Artifact]
+) -> None:
+    artifact = generator(family, "openvino" if backend == "openvino" else "cpu")
+    source = artifact.path.parent / f"generator-{family}"
+    model: Any = ORTModelForCausalLM.from_pretrained(source if backend == "pytorch" else artifact, backend=backend)
+    ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
+    expected = model(input_ids=ids).logits
+    wrong: list[dict[str, Any]] = [
+        {"position_ids": torch.tensor([[0, 1, -5], [0, 1, 2]])},
+        {"position_ids": torch.tensor([[0, 1], [0, 1]])},
+        {"position_ids": torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])},
+        {"logits_to_keep": -1},
+        {"logits_to_keep": "all"},
+        {"logits_to_keep": torch.tensor([3])},
+        {"logits_to_keep": torch.tensor([[0]])},
+        {"logits_to_keep": torch.tensor([0.5])},
+    ]
+    if family == "gpt2":
+        wrong.append({"position_ids": torch.tensor([[0, 1, 100_000], [0, 1, 2]])})
+    for given in wrong:
+        with pytest.raises(InputError) as error:
+            model(input_ids=ids, **given)
+        assert error.value.fix
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[[5, 6]], torch.tensor([5, 6]), torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64), torch.ones(1, 2),
+     torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, dtype=torch.bool), "words", 5],
+)  # fmt: skip
+def test_prompts_that_are_none(prompt: Any, generator: Callable[..., Artifact]) -> None:
+    for family in ("llama", "t5"):
+        model: Any = accel.ORTModel.from_pretrained(generator(family))
+        for call in (lambda model=model: model.generate(prompt), lambda model=model: model.generate(input_ids=prompt)):
+            with pytest.raises(InputError, match="The prompt is") as error:
+                call()
+            assert error.value.fix

@@ -602,3 +602,34 @@ def test_arguments_of_transformers_that_ask_for_nothing_else(artifact: Artifact)
 def test_trainer_is_told_what_works_instead(artifact: Artifact) -> None:
     with pytest.raises(InputError, match=r"accel\.evaluate"):
         transformers.Trainer(model=Classifier(artifact))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [torch.tensor([99, 0]), torch.tensor([-5, 0]), torch.tensor([0]), torch.tensor([[0, 1], [1, 0]]), torch.tensor([0.5, 0.1]), ["a", "b"],
+     {"a": 1}],
+)  # fmt: skip
+def test_labels_that_do_not_fit(labels: Any, tiny_artifact: Callable[..., Artifact]) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact())
+    ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
+    with pytest.raises(InputError, match="No loss can be computed of labels") as error:
+        model(input_ids=ids, labels=labels)
+    assert error.value.fix
+    assert torch.isfinite(model(input_ids=ids, labels=torch.tensor([1, -100])).loss)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
+def test_tensors_without_their_values(
+    backend: str,
+    tiny_folder: Callable[..., Path],
+    tiny_artifact: Callable[..., Artifact],
+    tiny_ir: Callable[..., Artifact],
+) -> None:
+    source = {"cpu": tiny_artifact, "openvino": tiny_ir, "pytorch": tiny_folder}[backend]()
+    model = accel.ORTModelForSequenceClassification.from_pretrained(source, backend=backend)
+    ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
+    expected = model(input_ids=ids).logits
+    for odd, word in ((ids.to_sparse(), "sparse"), (ids.to("meta"), "meta")):
+        with pytest.raises(InputError, match=word):
+            model(input_ids=odd, attention_mask=torch.ones_like(ids), token_type_ids=torch.zeros_like(ids))
+        assert torch.equal(model(input_ids=ids).logits, expected)

@@ -240,3 +240,12 @@ def test_inputs_that_are_no_sound(artifact: Callable[..., Artifact]) -> None:
     rows: list[Mapping[str, Any]] = [{"audio": "nowhere.wav", "text": "a"}]
     with pytest.raises(InputError, match="no sound file"):
         accel.evaluate(model, copy.deepcopy(rows))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sounds_that_are_too_short(backend: str, artifact: Callable[..., Artifact]) -> None:
+    model: Any = accel.ORTModelForCTC.from_pretrained(path_of(artifact("wav2vec2", "ctc", backend)), backend=backend)
+    with pytest.raises(InputError, match="samples; the model's convolutions take") as error:
+        model(torch.zeros(1, model._fewest - 1))
+    assert error.value.fix
+    assert model(torch.zeros(1, model._fewest)).logits.shape[:2] == (1, 1)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, did_you_mean
 
-from . import activations, attention, embeddings, gpu_attention, decoder_layers, gpu_layers, rotary, simplifications
+from . import activations, attention, decoder_layers, embeddings, gpu_attention, gpu_layers, rotary, simplifications
 
 _LEVELS = ("O1", "O2", "O3", "O4")
 _CPU, _GPU, _ALL = ("cpu",), ("gpu",), ("cpu", "gpu")

@@ -454,7 +454,10 @@ class OrtSession(SessionDescription):
     @staticmethod
     def _failed(error: Exception, tensors: Feeds) -> SessionError:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return SessionError(f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}")
+        return SessionError(
+            f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}",
+            fix="check the shapes of the inputs and the memory that is left; for shapes that the model takes, export it again.",
+        )
 
     def new_state(self, batch: int) -> State:
         """An empty cache.
