@@ -393,6 +393,30 @@ class BackendConformance:
         assert state.length == 8
         assert (whole - resumed).abs().max() <= self.tolerance
 
+    def test_inputs_of_a_step_that_do_not_agree_are_an_input_error(self, stateful: Session) -> None:
+        feeds = self._left_padded(stateful)
+        state = stateful.new_state(2)
+        self._continue(stateful, state, feeds, slice(0, 5))
+        step = {
+            name: tensor[:1]
+            if name == "logits_to_keep"
+            else tensor[:, :6]
+            if name == "attention_mask"
+            else tensor[:, 5:6]
+            for name, tensor in feeds.items()
+        }
+        for name, tensor in step.items():
+            if name == "logits_to_keep":
+                continue
+            # A row less, a token less in the mask, a token more elsewhere.
+            other = tensor[:, :-1] if name == "attention_mask" else feeds[name][:, 5:7]
+            for wrong in (tensor[:1], other):
+                with pytest.raises(InputError):
+                    stateful.run({**step, name: wrong}, outputs=("logits",), state=state)
+                assert state.length == 5, "a call that was refused must not move its state"
+        expected = self._continue(stateful, stateful.new_state(2), feeds, slice(0, 8))
+        assert (self._continue(stateful, state, feeds, slice(5, 8)) - expected).abs().max() <= self.tolerance
+
     def test_state_clones_and_crops(self, stateful: Session) -> None:
         feeds = self._left_padded(stateful)
         state = stateful.new_state(2)
