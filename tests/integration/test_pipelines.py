@@ -275,6 +275,14 @@ def test_no_pipeline_passes_over_a_word_that_nobody_knows(task: str) -> None:
         check_words(task, pipeline_class(task), ["top_k", "nobodys_word"])
 
 
+def test_words_of_transformers_4_that_ask_for_nothing(tiny_artifact: Callable[..., Artifact]) -> None:
+    expected = accel.pipeline("text-classification", tiny_artifact().path)("card")
+    assert accel.pipeline("text-classification", tiny_artifact().path, framework="pt")("card") == expected
+    for words in ({"framework": "tf"}, {"pipeline_class": transformers.TextClassificationPipeline}):
+        with pytest.raises(ConfigError, match="no argument"):
+            accel.pipeline("text-classification", tiny_artifact().path, **words)
+
+
 @pytest.mark.parametrize("word", ["load_in_8bit", "quantization_config"])
 def test_weights_are_not_quantized_while_they_are_loaded(tiny_folder: Callable[..., Path], word: str) -> None:
     with pytest.raises(ConfigError, match="accel quantize"):

@@ -67,6 +67,9 @@ def pipeline(
     check_given(task, model, batch_size=batch_size, model_kwargs=model_kwargs, num_workers=kwargs.get("num_workers"))
     if model is None:
         model, revision = usual_model(task, revision)
+    if kwargs.get("framework") in (None, "pt"):
+        # transformers 4 had others.
+        kwargs.pop("framework", None)
     loading = {name: kwargs.pop(name) for name in loading_words() & kwargs.keys()}
     if task is not None:
         check_words(task, pipeline_class(task), kwargs)

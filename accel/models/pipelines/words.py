@@ -44,7 +44,7 @@ def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
     rest = next((one for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
     read: Iterable[str] = ()
     if rest is not None and rest.name == "tokenizer_kwargs":
-        read = inspect.signature(PreTrainedTokenizerBase.__call__).parameters.keys() - {"self", "text"}
+        read = _named(PreTrainedTokenizerBase.__call__).keys() - {"self", "text"}
     elif rest is not None and rest.name == "kwargs" and rest.annotation is inspect.Parameter.empty:
         # The names that it looks for are constants of its code.
         read = [name for name in sanitize.__code__.co_consts if isinstance(name, str) and name.isidentifier()]
@@ -62,7 +62,7 @@ def check_words(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
     options = known_options(impl)
     if options is None:
         return
-    made = {*_named(transformers.pipeline), *_named(Pipeline.__init__), *_named(impl.__init__)}
+    made = {*_named(transformers.pipeline), *_named(Pipeline.__init__), *_named(impl.__init__)} - {"pipeline_class"}
     unknown = sorted(set(given) - options - made)
     if unknown:
         known = sorted(options | loading_words())
