@@ -7,7 +7,7 @@ A plugin's own tests are five lines:
     class TestMyBackend(BackendConformance):
         backend = "mine"
 
-Tests that the backend does not claim the capability for are skipped with that reason.
+Tests that the backend does not claim the capability for are skipped with that reason. Long because a plugin inherits one class.
 """
 
 from __future__ import annotations

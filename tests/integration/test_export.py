@@ -25,6 +25,7 @@ from accel.errors import (
     ConfigError,
     ExportError,
     InputError,
+    IntegrityError,
     OutputFolderError,
     TaskError,
     UnknownBackendError,
@@ -236,6 +237,9 @@ def test_sentence_transformers_folder(tmp_path: Path) -> None:
     (saved / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 5, "do_lower_case": True}))
     prompts = {"prompts": {"query": "Find "}, "default_prompt_name": "query"}
     (saved / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with pytest.raises(IntegrityError, match="config_sentence_transformers.json is no file of this artifact"):
+        accel.ORTModelForFeatureExtraction.from_pretrained(saved)
+    Artifact.accept_files(saved)
     cut = accel.ORTModelForFeatureExtraction.from_pretrained(saved)
     # Of five tokens two are special: "find where is".
     assert (cut.encode("Where is my card") == model.encode("find where is")).all()
