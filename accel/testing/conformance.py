@@ -1,4 +1,6 @@
-"""The contract of a backend as a test suite. It ships in the wheel, and asks for capabilities, never for vendors.
+"""The contract of a backend as a test suite. Long because a plugin inherits one class of tests.
+
+It ships in the wheel, and asks for capabilities, never for vendors.
 
 A plugin's own tests are five lines:
 
@@ -7,7 +9,7 @@ A plugin's own tests are five lines:
     class TestMyBackend(BackendConformance):
         backend = "mine"
 
-Tests that the backend does not claim the capability for are skipped with that reason. Long because a plugin inherits one class.
+Tests that the backend does not claim the capability for are skipped with that reason.
 """
 
 from __future__ import annotations
