@@ -52,6 +52,9 @@ def _loggers_of_a_new_process() -> None:
     logging.disable(logging.NOTSET)
     if logging.root.level > logging.WARNING:
         logging.root.setLevel(logging.WARNING)
+    for handler in logging.root.handlers:
+        # A library that is quiet for a while makes every handler so, pytest's too, and forgets it.
+        handler.setLevel(logging.NOTSET)
     for name, one in list(logging.root.manager.loggerDict.items()):
         if isinstance(one, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
             one.disabled, one.propagate = False, True
