@@ -298,10 +298,11 @@ def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Combinations that are refused, and a piece of the error's message."""
+    """Combinations that are refused, a piece of the error's message, and where nothing is left out on some machines."""
 
     when: Callable[[Case], bool]
     message: str
+    unless: str = ""
 
 
 def _ort(case: Case) -> bool:
@@ -380,6 +381,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
         "does not compute in",
+        unless="this processor computes in every dtype",
     ),
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
     Refusal(

@@ -110,6 +110,8 @@ def left_out() -> dict[Refusal, Case]:
 def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path) -> None:
     wanted = REFUSALS[number]
     case = left_out().get(wanted)
+    if case is None and wanted.unless:
+        pytest.skip(wanted.unless)
     assert case is not None, "nothing declares it any more: leave the refusal out"
     with pytest.raises(AccelError, match=wanted.message):
         answers(chains.opened(case, chains.made(case), tmp_path), case.task)
