@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,14 @@ _TARGETS: Mapping[str, tuple[ir.DataType, float]] = {
     "bfloat16": (ir.DataType.BFLOAT16, 3.38e38),
 }
 """Types and their largest finite numbers. Constants beyond these are cut to them."""
-ISLANDS = ("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "Pow", "Exp", "Log", "CumSum", "Range", "Resize")
-"""Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it."""
-_MOST_POSITION_NODES = 64
+ISLANDS = (
+    *("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "Pow", "Exp", "Log", "CumSum"),
+    *("Softplus", "Range", "Resize"),
+)
+"""Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it (ONNX
+Runtime's Softplus of float16 is 5e-3 off on a GPU).
+"""
+_MOST_NODES = 64
 # What takes values elsewhere and computes none.
 _MOVES = ("Slice", "Gather", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity")
 # A score that is added to a larger number loses digits that its Softmax would tell apart: float16 moves numbers beyond 8 by 0.004.
@@ -170,7 +175,8 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     in place.
 
     What stays float32: what makes or reads a value in `out_of_range`, `ISLANDS`, sums that scatter, what positions are
-    computed by, scores that large numbers are added to, what has no half-precision form, and what holds a subgraph.
+    computed by, what chooses experts, scores that large numbers are added to, what has no half-precision form, and what holds
+    a subgraph.
 
     Returns:
         How many nodes were converted, and the names of those kept.
@@ -180,7 +186,7 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     graph = model.graph
     opset = model.opset_imports.get("") or 18
     kept = {id(node) for node in graph if _stays(node, out_of_range, opset, target)}
-    kept |= _position_nodes(model) | _biased_scores(model)
+    kept |= _position_nodes(model) | _biased_scores(model) | _routers(model)
     names = [str(node.name) for node in graph if id(node) in kept and _touches_float(node)]
     is_float = {id(v) for node in graph for v in node.outputs if v.dtype == _FLOAT}
     # Values as the other precision, made once.
@@ -274,20 +280,34 @@ def _position_nodes(model: ir.Model) -> set[int]:
     it falls into another bucket.
     """
     integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in INTEGERS]
-    found: set[int] = set()
-    for end in (*nodes(model, "Sin", "Cos"), *integers):
-        behind: set[int] = set()
-        waiting = [end]
-        while waiting and len(behind) <= _MOST_POSITION_NODES:
-            node = waiting.pop()
-            if id(node) in behind:
-                continue
-            behind.add(id(node))
+    return {found for end in (*nodes(model, "Sin", "Cos"), *integers) for found in _behind(end)}
+
+
+def _routers(model: ir.Model) -> set[int]:
+    """What experts are chosen by, by identity: from the product that scores them up to the choice.
+
+    A token that a rounding sends to another expert has another answer; transformers scores in float32, too.
+    """
+    return {found for end in nodes(model, "TopK", "ArgMax") for found in _behind(end, ("MatMul", "Gemm"))}
+
+
+def _behind(end: ir.Node, last: Sequence[str] = ()) -> set[int]:
+    """A node and what computes the floats that it reads, by identity, up to the first operators of the types `last`;
+    nothing where these are many.
+    """
+    behind: set[int] = set()
+    waiting = [end]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in behind:
+            continue
+        behind.add(id(node))
+        if len(behind) > _MOST_NODES:
+            return set()
+        if node.op_type not in last:
             makers = [v.producer() for v in node.inputs if v is not None and v.dtype == _FLOAT]
             waiting += [maker for maker in makers if maker is not None]
-        if len(behind) <= _MOST_POSITION_NODES:
-            found |= behind
-    return found
+    return behind
 
 
 def _biased_scores(model: ir.Model) -> set[int]:
