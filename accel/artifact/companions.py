@@ -22,6 +22,47 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """What each of transformers' classes is called here, and which files it reads of a folder."""
 _OWN_FILES = ("AutoTokenizer", "GenerationConfig")
+_SEVERAL = (
+    "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+_GENERATION: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        int,
+        "integer",
+        (
+            *_SEVERAL,
+            *(
+                "max_length",
+                "max_new_tokens",
+                "min_length",
+                "min_new_tokens",
+                "num_beams",
+                "num_return_sequences",
+                "top_k",
+            ),
+            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id", "forced_bos_token_id"),
+        ),
+    ),
+    (
+        int | float,
+        "number",
+        (
+            *(
+                "temperature",
+                "top_p",
+                "min_p",
+                "typical_p",
+                "epsilon_cutoff",
+                "eta_cutoff",
+                "max_time",
+                "guidance_scale",
+            ),
+            *("repetition_penalty", "encoder_repetition_penalty", "length_penalty"),
+        ),
+    ),
+    (bool, "boolean", ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")),
+)
+"""What values of a generation config are, and which of them may be several in a list."""
 _AGAIN = "copy the original model's file over it; in an artifact of accel, record that with: accel validate FOLDER --accept-files."
 _LONGEST = 300
 
@@ -71,7 +112,26 @@ def open_companion(
             f"{path / 'tokenizer_config.json'} says {made.model_max_length!r} for model_max_length, which is no number.",
             fix=_AGAIN,
         )
+    if loader == "GenerationConfig":
+        _check_generation(path / "generation_config.json", made)
     return made
+
+
+def _check_generation(file: Path, made: Any) -> None:
+    """Hold a generation config against the kinds of values that transformers has; it looks at few of them itself.
+
+    Raises:
+        IntegrityError: A value of another kind.
+    """
+    for kind, word, names in _GENERATION:
+        for name in names:
+            value: Any = getattr(made, name, None)
+            if value is None:
+                continue
+            items: list[Any] = value if name in _SEVERAL and isinstance(value, list) else [value]
+            for one in items:
+                if not isinstance(one, kind) or (isinstance(one, bool) and kind is not bool):
+                    raise IntegrityError(f"{file} says {one!r:.100} for {name}, which is no {word}.", fix=_AGAIN)
 
 
 def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, patterns: Sequence[str]) -> NoReturn:

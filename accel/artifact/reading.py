@@ -32,6 +32,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(_read(path), path)
 
 
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The JSON list of objects in a file of at most 64 MiB.
+
+    Raises:
+        IntegrityError: It cannot be read, is not JSON, too large, nested too deeply, or something else than such a list.
+    """
+    values = _parsed(_read(path), path)
+    if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
+        raise IntegrityError(f"{path} holds {_named(values)} where a list of objects belongs.", fix=_AGAIN)
+    return values
+
+
 def _read(path: Path) -> bytes:
     try:
         if not S_ISREG(path.stat().st_mode):
@@ -48,6 +60,14 @@ def _read(path: Path) -> bytes:
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
     """The JSON object in the content of a file, which errors name; see `read_json`."""
+    values = _parsed(content, path)
+    if not isinstance(values, dict):
+        raise IntegrityError(f"{path} holds {_named(values)} where an object belongs.", fix=_AGAIN)
+    return values
+
+
+def _parsed(content: bytes, path: Path) -> Any:
+    """The JSON value in the content of a file."""
     try:
         values = json.loads(content.decode("utf-8"))
         if _HALF_A_LETTER.search(content):
@@ -58,8 +78,6 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
         raise IntegrityError(f"{path} is not valid JSON: {why}.", fix=_AGAIN) from error
     if _depth(values) > _MAX_DEPTH:
         raise IntegrityError(f"{path} is not valid JSON for a model: it is nested too deeply.", fix=_AGAIN)
-    if not isinstance(values, dict):
-        raise IntegrityError(f"{path} holds {_named(values)} where an object belongs.", fix=_AGAIN)
     return values
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..errors import ConfigError, InputError
-from .checks import ShapeCheck, no_state, wrong_names
+from .checks import ShapeCheck, check_readable, no_state, wrong_names
 from .description import SessionDescription
 from .forms import Form, FormChecks, FormVerdict
 from .interfaces import Feeds, Names, Session, State
@@ -114,6 +114,8 @@ class BucketedSession(SessionDescription):
             )
         if feeds.keys() != self._taken.keys():
             raise wrong_names(feeds, self._taken)
+        for name, tensor in feeds.items():
+            check_readable(name, tensor)
         # Before padding, which would hide a mask that is too short.
         self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
         length = self._length(feeds)

@@ -1,4 +1,4 @@
-"""The contract of a session as functions: what every backend's `run` and states check, with the same errors everywhere.
+"""What every backend's `run` and states check, with the same errors everywhere. Long because it is a session's whole contract.
 
 A session calls them on the way of its slow path, and keeps a fast path for calls that are plainly right: declared names,
 declared types, shapes that passed before (`ShapeCheck`).
@@ -39,20 +39,15 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
         dtypes: What the graph takes.
 
     Raises:
-        InputError: Missing or extra names, floating-point values where integers are declared, or a tensor without its values.
+        InputError: Missing or extra names, something else than tensors of values, or floating-point values where integers are
+            declared.
     """
-    import torch
-
     tensors = {}
     for name, dtype in dtypes.items():
         tensor = feeds.get(name)
         if tensor is None:
             raise wrong_names(feeds, dtypes)
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            what = (
-                "on the device meta, which holds no values" if tensor.is_meta else f"a sparse tensor ({tensor.layout})"
-            )
-            raise InputError(f"Input {name!r} is {what}.", fix="pass a dense tensor with values.")
+        check_readable(name, tensor)
         if tensor.dtype is not dtype:
             # A cast would drop what does not fit without a word: fractions, imaginary parts.
             if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
@@ -64,6 +59,28 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
     if len(feeds) != len(tensors):
         raise wrong_names(feeds, dtypes)
     return tensors
+
+
+def check_readable(name: str, tensor: object) -> None:
+    """Check that an input is a tensor that holds one value behind the other.
+
+    Raises:
+        InputError: It is none, holds no values (device `meta`), or holds them in another form (sparse, nested, quantized).
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"Input {name!r} is a {type(tensor).__name__}, not a tensor.", fix="pass a torch tensor.")
+    if tensor.is_meta:
+        raise InputError(
+            f"Input {name!r} is on the device 'meta', where tensors have no values.", fix="pass a tensor with values."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        form = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise InputError(
+            f"Input {name!r} is a tensor of another form ({form}) than one value behind the other.",
+            fix="call its to_dense(), dequantize() or to_padded_tensor() first.",
+        )
 
 
 def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputError:
@@ -126,9 +143,9 @@ class ShapeCheck:
 
 
 class ValueCheck:
-    """Checks that values are within the bounds that inputs declare: ids of tokens that a model does not have are an error of
-    the caller's, which runtimes answer by wrapping, clamping or crashing. About 2 microseconds for each such input with warm caches, 10
-    after a model's matrix products; values on a GPU are not read back for it, unless asked for (`waiting`).
+    """Checks that values are within the bounds that inputs declare: ids of tokens and positions that a model does not have are an
+    error of the caller's, which runtimes answer by wrapping, clamping or crashing. About 2 microseconds for each such input with
+    warm caches, 10 after a model's matrix products; values on a GPU are not read back for it, unless asked for (`waiting`).
 
     Args:
         inputs: What the graph takes.
@@ -202,7 +219,9 @@ class ValueCheck:
         if found[0] < least or found[1] > most:
             raise InputError(
                 f"Input {name!r} holds {found[0] if found[0] < least else found[1]}; the model has {least} to {most}.",
-                fix="use the tokenizer that belongs to the model; -100 is for labels alone.",
+                fix="leave them out, or count the tokens from 0."
+                if "position" in name
+                else "use the tokenizer that belongs to the model; -100 is for labels alone.",
             )
 
 
@@ -240,8 +259,8 @@ class MaskCheck:
 
     @staticmethod
     def _check(mask: np.ndarray[Any, Any], name: str) -> None:
-        # Most begin with a token.
-        if mask.ndim != 2 or (len(mask) == 1 and mask.item(0)) or mask[:, 0].all():
+        # Most begin with a token. Of no columns, what checks the shapes tells.
+        if mask.ndim != 2 or not mask.size or (len(mask) == 1 and mask.item(0)) or mask[:, 0].all():
             return
         rows = mask.any(1)
         if not rows.all():
@@ -351,7 +370,7 @@ class StepCheck:
         IntegrityError: It takes no tokens.
     """
 
-    __slots__ = ("_others", "_ranks", "_tokens", "mask")
+    __slots__ = ("_kept", "_others", "_ranks", "_tokens", "mask")
 
     def __init__(self, component: Component) -> None:
         own = [spec for spec in component.inputs if spec.pair is None]
@@ -360,7 +379,8 @@ class StepCheck:
             raise IntegrityError(f"The decoder {component.name!r} takes no tokens.", fix="make the artifact again.")
         # Decoders of other tools behind an encoder take no mask of their own.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
-        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask)}
+        self._kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
+        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask, self._kept)}
         by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
         self._others = [spec for spec in by_token if spec.name != self._tokens]
 
@@ -373,7 +393,8 @@ class StepCheck:
             length: Tokens that it holds.
 
         Raises:
-            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, or inputs that do not agree.
+            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, inputs that do not agree, or
+                logits asked for of tokens that are not there.
         """
         for name, declared in self._ranks.items():
             if feeds[name].ndim != len(declared):
@@ -398,6 +419,13 @@ class StepCheck:
                 raise InputError(
                     f"Input {spec.name!r} has shape {tuple(shape)}; {spec.shape} is {sizes} here.",
                     fix="give each input as many rows and tokens as the ids have.",
+                )
+        if self._kept is not None and feeds[self._kept].is_cpu:
+            kept = feeds[self._kept].tolist()
+            if not kept or min(kept) < 0 or max(kept) >= new:
+                raise InputError(
+                    f"{self._kept!r} holds {f'{min(kept)} to {max(kept)}' if kept else 'nothing'}; the new tokens are 0 to {new - 1}.",
+                    fix="name at least one of the new tokens, by their places.",
                 )
         return int(new)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from ..artifact.checksums import folder_digest
 from ..artifact.hub import HubOptions, Location
 from ..artifact.manifest import Origin
-from ..artifact.reading import read_json
+from ..artifact.reading import read_json, read_json_list
 from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, IntegrityError, TaskError
@@ -311,7 +310,12 @@ def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple
     normalize = config.normalize
     modules = folder / "modules.json" if folder else None
     if modules is not None and modules.is_file() and spec.pooling:
-        for entry in _modules(modules):
+        for entry in read_json_list(modules):
+            if not isinstance(entry.get("type"), str) or not isinstance(entry.get("path"), str):
+                raise IntegrityError(
+                    f"{modules} has a module without its type or path: {entry!r:.200}.",
+                    fix="copy the file again from where it came, or pass pooling=... for a folder without it.",
+                )
             kind = entry["type"].rsplit(".", 1)[-1]
             if kind == "Pooling" and pooling is None:
                 pooling = _sentence_transformers_pooling(modules.parent / entry["path"] / "config.json")
@@ -325,21 +329,6 @@ def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple
     if pooling is None and (spec.pooling or normalize):
         pooling = spec.pooling or "mean"
     return pooling, bool(normalize)
-
-
-def _modules(path: Path) -> list[dict[str, str]]:
-    """The modules that a sentence-transformers folder names.
-
-    Raises:
-        IntegrityError: They are none.
-    """
-    try:
-        return [{"type": str(entry["type"]), "path": str(entry["path"])} for entry in json.loads(path.read_bytes())]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise IntegrityError(
-            f"{path} is no list of modules: {type(error).__name__}: {error}",
-            fix="copy the file again from where it came.",
-        ) from error
 
 
 def _sentence_transformers_pooling(path: Path) -> str:

@@ -23,6 +23,8 @@ SAMPLE_CHOICES = 3
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
+# Positions that are looked up nowhere may be as large as 32 bits hold.
+_FARTHEST = 2**31 - 1
 # What the parts of a model read that see no tokens.
 _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
@@ -394,6 +396,29 @@ def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]
         for name, child in module.named_modules()
         if not any(name == tower or name.startswith(f"{tower}.") for tower in towers)
     }
+
+
+def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
+    """The smallest and the largest of the `position_ids` that a model of texts has.
+
+    Those that are looked up have the rows of their table. Angles are computed of any position; of those below 0 they are
+    no text's.
+    """
+    least, most = 0, _FARTHEST
+    for name, child in _parts_that_read_text(module).items():
+        tables = {name: child.weight.shape[0]} if isinstance(child, torch.nn.Embedding) else {}
+        # Computed once and kept: GPT-J's and CodeGen's buffers, M2M100's and XGLM's modules, CTRL's tensor.
+        kept = {**vars(child), **child._buffers}
+        for own, held in kept.items():
+            if isinstance(held, torch.Tensor) and held.ndim == 2:
+                tables[name if own == "weights" else own] = held.shape[0]
+        for table, rows in tables.items():
+            if table == "pos_encoding" or _POSITIONS.fullmatch(table.rpartition(".")[2]):
+                # OPT's and BART's tables have rows in front, which padded tokens read: their positions are negative.
+                offset = getattr(child, "offset", 0)
+                offset = offset if isinstance(offset, int) else 0
+                least, most = min(least, -offset), min(most, rows - 1 - offset)
+    return least, most
 
 
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:

@@ -95,10 +95,15 @@ def _window(config: Any, main: str | None) -> tuple[int, int] | None:
 
 def _samples(config: Any) -> int:
     """Samples of a waveform that an encoder of strided convolutions sees as `_ENCODED` positions."""
+    return samples_for(_ENCODED * _stride_of_adapter(config), config) or _SECOND
+
+
+def samples_for(positions: int, config: Any) -> int | None:
+    """The fewest samples of a waveform that strided convolutions make so many positions of; `None` for a model without them."""
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     if not isinstance(kernels, list | tuple) or not isinstance(strides, list | tuple):
-        return _SECOND
-    length = _ENCODED * _stride_of_adapter(config)
+        return None
+    length = positions
     for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
         length = (length - 1) * int(stride) + int(kernel)
     return length

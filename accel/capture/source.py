@@ -13,7 +13,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from .inner import TracedPlainly
 from .quantized import record_of
-from .samples import IMAGE_AXES, Axes, resize, usual_sizes
+from .samples import IMAGE_AXES, Axes, position_bounds, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
@@ -81,24 +81,29 @@ class Source:
         return resize(self.example, self.axes, sizes, self.config, seed)
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
-        """Smallest and largest value of inputs that are looked up in a table: ids of tokens and of token types.
+        """Smallest and largest value of inputs that are looked up in a table: ids of tokens and of token types, positions.
 
-        Empty for a model that reads images or sounds, too, whose prompts hold ids that are in no table.
+        Positions alone for a model that reads images or sounds, too, whose prompts hold ids that are in no table.
 
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
         """
         model: Any = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
         config = getattr(model, "config", None)
-        if config is None or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        if config is None:
             return {}
+        encodes = bool(getattr(config, "is_encoder_decoder", False))
+        positions = {"position_ids": position_bounds(model.get_decoder() if encodes and stateful else model)}
+        if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+            return positions
         types = _named_table(model, "token_type_embeddings")
         tables = {"input_ids": _table(model), "token_type_ids": types}
-        if getattr(config, "is_encoder_decoder", False):
+        if encodes:
             tables["decoder_input_ids"] = _table(model.get_decoder())
             if stateful:
                 tables["input_ids"] = tables["decoder_input_ids"]
-        return {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
+        ids = {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
+        return ids | positions
 
     def with_plain_attention(self) -> Source | None:
         """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..capture.sounds import samples_for
 from ..errors import InputError
 from .base import ORTModel
 
@@ -16,22 +17,22 @@ class _SoundEncoder(ORTModel):
 
     def _open(self) -> None:
         super()._open()
-        kernels, strides = (getattr(self.config, name, None) or () for name in ("conv_kernel", "conv_stride"))
-        samples = 1
-        for kernel, stride in reversed([*zip(kernels, strides, strict=False)]):
-            samples = (samples - 1) * stride + kernel
-        self._fewest = samples
+        self._least = samples_for(1, self.config) or 0
 
     def forward(
         self, input_values: Any = None, attention_mask: Any = None, input_features: Any = None, **inputs: Any
     ) -> Any:
-        """Run the graph on whichever of the two it takes; the first argument is either, by position."""
+        """Run the graph on whichever of the two it takes; the first argument is either, by position.
+
+        Raises:
+            InputError: Inputs that are no sounds, or waveforms of fewer samples than the model's convolutions read.
+        """
         sounds = input_values if input_features is None else input_features
-        shape: tuple[int, ...] = getattr(sounds, "shape", ())
-        if self.main_input_name == "input_values" and len(shape) == 2 and shape[-1] < self._fewest:
+        shape = sounds.shape if hasattr(sounds, "shape") else ()
+        if shape and 0 < shape[-1] < self._least:
             raise InputError(
-                f"The sounds have {shape[-1]} samples; the model's convolutions take {self._fewest} at least.",
-                fix="pad them: feature_extractor(..., padding='max_length', max_length=...).",
+                f"A sound of {shape[-1]} samples came; the model reads at least {self._least}.",
+                fix=f"pad with zeros: feature_extractor(..., padding='max_length', max_length={self._least}).",
             )
         given = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
         if input_values is not None and input_features is not None:

@@ -8,6 +8,7 @@ transformers' own `generate`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
+from ..backends.checks import check_readable
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache
@@ -25,6 +27,9 @@ from .outputs import fast_output, numpy_too
 
 # Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
 _COUNTS_BY_MASK = ("opt",)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
+_SENSED = ("input_features", "pixel_values")
 # What `generate` may pass that changes nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
@@ -103,13 +108,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         it is. NumPy in gives NumPy out.
 
         Raises:
-            InputError: Nothing to generate, a prompt longer than the positions, a cache that does not fit.
+            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit.
         """
+        self._check_prompt(inputs, kwargs)
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
         if asked is not None and asked < 1:
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
-        if self.main_input_name == "input_ids":
-            _check_prompt(kwargs.get("input_ids") if inputs is None else inputs)
         # Before anything reads the encoder or the cache.
         self._check_fork()
         theirs = kwargs.get("past_key_values")
@@ -119,6 +123,27 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         made = super().generate(inputs, generation_config, **kwargs)
         cache.write_to(theirs)
         return made
+
+    def _check_prompt(self, inputs: Any, given: Mapping[str, Any]) -> None:
+        """Refuse prompts that transformers' code would stumble over, each for a reason of its own."""
+        found = {self.main_input_name: inputs} if inputs is not None else {}
+        found |= {name: given[name] for name in (*_IDS, *_MASKS, *_SENSED) if given.get(name) is not None}
+        for name, value in found.items():
+            check_readable(name, value)
+            if name in _SENSED:
+                if not value.numel() or not value.is_floating_point():
+                    raise InputError(
+                        f"{name} is a tensor {tuple(value.shape)} of {value.dtype}.",
+                        fix="pass what the model's processor returns.",
+                    )
+                continue
+            if value.ndim != 2 or not value.numel():
+                raise InputError(
+                    f"{name} has shape {tuple(value.shape)}; prompts are (batch, sequence), with a token each at least.",
+                    fix="pass the tokenizer's output for a list of texts: tokenizer([text], return_tensors='pt').",
+                )
+            if name in _IDS and value.dtype not in _INTEGERS:
+                raise InputError(f"{name} is {value.dtype}; tokens are integers.", fix="pass the tokenizer's output.")
 
     def _sample(
         self,
@@ -198,34 +223,14 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         if "position_ids" in self._takes:
             if position_ids is None:
                 position_ids = self._positions(mask, past, total)
-            else:
-                self._check_positions(position_ids, mask, new)
             feeds["position_ids"] = position_ids
         kept = None
         if "logits_to_keep" in self._takes:
             feeds["logits_to_keep"] = self._kept(new, logits_to_keep)
-        elif not isinstance(logits_to_keep, int) or logits_to_keep:
+        elif type(logits_to_keep) is not int or logits_to_keep:
             kept = self._kept(new, logits_to_keep)
         logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
         return logits if kept is None else logits.index_select(1, kept.to(logits.device))
-
-    def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor, new: int) -> None:
-        """Refuse positions that the model does not have: runtimes read another one's, or nothing, in silence. On a GPU nobody looks."""
-        if positions.is_floating_point() or positions.is_complex() or positions.ndim != 2 or positions.shape[1] != new:
-            raise InputError(
-                f"position_ids are {tuple(positions.shape)} {positions.dtype}; there are {new} new tokens.",
-                fix="pass (batch, new) integers, or leave them out.",
-            )
-        if not positions.is_cpu:
-            return
-        least, most = (int(value) for value in positions.aminmax())
-        # What padding is counted as does not matter.
-        hidden = least >= 0 or bool(((positions >= 0) | (mask[:, -new:] == 0)).all())
-        if not hidden or (self._limit and most >= self._limit):
-            raise InputError(
-                f"position_ids run from {least} to {most}; the model has {f'0 to {self._limit - 1}' if self._limit else 'none below 0'}.",
-                fix="leave them out, or count the tokens of each row from 0.",
-            )
 
     def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
         """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""
@@ -272,24 +277,15 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
         """Positions of the new tokens whose logits are wanted; 0 for all, as in transformers."""
         if isinstance(logits_to_keep, torch.Tensor):
-            self._check_kept(new, logits_to_keep)
-            return logits_to_keep
-        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            return _places(new, logits_to_keep)
+        if not isinstance(logits_to_keep, Integral) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
             raise InputError(
-                f"logits_to_keep is {logits_to_keep!r:.80}.",
-                fix="pass how many of the last tokens, 0 for all, or a tensor of their places.",
+                f"logits_to_keep is {logits_to_keep!r}.",
+                fix="pass how many of the last logits to compute, 0 for all; or a tensor of their places.",
             )
         if new == 1:
             return self._last
-        return torch.arange(new - logits_to_keep if 0 < logits_to_keep < new else 0, new)
-
-    def _check_kept(self, new: int, places: torch.Tensor) -> None:
-        wrong = places.ndim != 1 or places.is_floating_point() or places.is_complex() or not places.numel()
-        if wrong or (places.is_cpu and not bool(((places >= 0) & (places < new)).all())):
-            raise InputError(
-                f"logits_to_keep names other places than those of the {new} new tokens.",
-                fix=f"pass a tensor (kept,) of integers from 0 to {new - 1}, or how many of the last tokens.",
-            )
+        return torch.arange(new - int(logits_to_keep) if 0 < logits_to_keep < new else 0, new)
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         """Refuse what the graph cannot follow."""
@@ -306,26 +302,21 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")
 
 
-def _check_prompt(ids: Any) -> None:
-    """Refuse what are no tokens; none at all are transformers' to judge.
-
-    Raises:
-        InputError: No tensor of integers, or not of two axes, or an empty one.
-    """
-    if ids is None:
-        return
-    if not isinstance(ids, torch.Tensor):
-        what = f"a {type(ids).__name__}"
-    elif ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        what = f"a tensor of {ids.dtype}"
-    elif ids.ndim != 2 or not ids.numel():
-        what = f"a tensor of shape {tuple(ids.shape)}"
-    else:
-        return
-    raise InputError(
-        f"The prompt is {what}, where (batch, tokens) ids belong.",
-        fix="pass the tokenizer's output, made with return_tensors='pt'.",
-    )
+def _places(new: int, asked: torch.Tensor) -> torch.Tensor:
+    """The places of new tokens whose logits are wanted, those counted from the end as from the beginning."""
+    check_readable("logits_to_keep", asked)
+    if asked.ndim != 1 or not asked.numel() or asked.dtype not in _INTEGERS:
+        raise InputError(
+            f"logits_to_keep is a tensor {tuple(asked.shape)} of {asked.dtype}.",
+            fix="pass a number, or places: (kept,) integers.",
+        )
+    least, most = int(asked.min()), int(asked.max())
+    if least < -new or most >= new:
+        raise InputError(
+            f"logits_to_keep holds {least if least < -new else most}; {new} tokens are new.",
+            fix=f"name places from 0 to {new - 1}.",
+        )
+    return asked if least >= 0 else asked % new
 
 
 class ORTModelForCausalLM(Generator):

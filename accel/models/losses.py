@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from ..backends.checks import check_readable
 from ..errors import InputError
 
 TARGETS = ("labels", "start_positions", "end_positions")
 """Arguments that a loss is computed from."""
+_SPANS = ("start_positions", "end_positions")
+_OF_TOKENS = ("ForTokenClassification", "ForMaskedLM")
+_PASSED_OVER = -100
 
 
 def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, Any], config: Any) -> torch.Tensor:
@@ -26,35 +31,87 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
         config: The model's transformers config.
 
     Raises:
-        InputError: They do not fit the outputs.
+        InputError: Targets of another task, or of a shape, type or class that the outputs do not have.
     """
     logits = next(iter(outputs.values()))
-    try:
-        return _loss(kind, outputs, logits, targets, config)
-    # Whatever torch makes of other shapes, types and classes.
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        shapes = ", ".join(f"{name}: {_shape(value)}" for name, value in targets.items())
+    wanted = _SPANS if kind == "ForQuestionAnswering" else ("labels",)
+    if set(targets) != set(wanted):
         raise InputError(
-            f"No loss can be computed of {shapes} and logits {tuple(logits.shape)}: {' '.join(str(error).split())[:200]}",
-            fix=f"pass a class below {logits.shape[-1]} for each row or token that the model answers, -100 for those that do not count; "
-            "or leave them out.",
-        ) from error
-
-
-def _shape(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{tuple(shape)} {value.dtype}"
-
-
-def _loss(
-    kind: str, outputs: Mapping[str, torch.Tensor], logits: torch.Tensor, targets: Mapping[str, Any], config: Any
-) -> torch.Tensor:
-    given = {name: torch.as_tensor(value).to(logits.device) for name, value in targets.items()}
+            f"The loss of this task is computed from {' and '.join(wanted)}; {' and '.join(sorted(targets))} came.",
+            fix=f"pass {' and '.join(wanted)}, or none of them.",
+        )
+    given = {name: _as_tensor(name, value).to(logits.device) for name, value in targets.items()}
+    for name, tensor in given.items():
+        _check(kind, name, tensor, logits, config)
     function = LOSS_MAPPING[kind]
     known = {
         # transformers notes in the config which kind of labels came first, and holds later calls to it.
         **outputs, **given, "pooled_logits": logits, "config": copy.copy(config), "vocab_size": logits.shape[-1],
     }  # fmt: skip
-    wanted = [name for name in inspect.signature(function).parameters if name in known]
-    loss: torch.Tensor = function(**{name: known[name] for name in wanted})
+    taken = [name for name in inspect.signature(function).parameters if name in known]
+    loss: torch.Tensor = function(**{name: known[name] for name in taken})
     return loss
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Targets as a tensor, integers of any width as those that PyTorch's losses take."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} is a {type(value).__name__}, not a tensor.", fix="pass a tensor of numbers."
+        ) from error
+    check_readable(name, tensor)
+    if tensor.is_complex() or tensor.dtype is torch.bool:
+        raise InputError(f"{name} is {tensor.dtype}.", fix="pass integers, or floating-point values.")
+    return tensor if tensor.is_floating_point() else tensor.long()
+
+
+def _check(kind: str, name: str, given: torch.Tensor, logits: torch.Tensor, config: Any) -> None:
+    """Check targets against the outputs that they are for.
+
+    Raises:
+        InputError: Another shape or type, or a class that is not there; `-100` is one that is passed over.
+    """
+    classes = logits.shape[-1]
+    shape: tuple[int, ...] = tuple(logits.shape[:1])
+    if kind in _OF_TOKENS:
+        shape = tuple(logits.shape[:-1])
+    elif kind != "ForQuestionAnswering":
+        problem = getattr(config, "problem_type", None)
+        if problem == "regression" or (problem is None and classes == 1):
+            shape = tuple(logits.shape[:1] if classes == 1 else logits.shape)
+            _check_shape(name, given, shape)
+            return
+        if problem == "multi_label_classification" or (problem is None and given.is_floating_point()):
+            _check_shape(name, given, tuple(logits.shape), exactly=True)
+            if not given.is_floating_point():
+                raise InputError(
+                    f"{name} is {given.dtype}; the labels of several classes at once are floating-point values.",
+                    fix=f"pass {name}.float().",
+                )
+            return
+    _check_shape(name, given, shape)
+    if given.is_floating_point():
+        raise InputError(
+            f"{name} is {given.dtype}; they are numbers of classes or tokens.", fix="pass integers (int64)."
+        )
+    if kind == "ForQuestionAnswering":
+        # Those outside of the text are passed over.
+        return
+    counted = given[given != _PASSED_OVER]
+    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= classes):
+        wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+        raise InputError(
+            f"{name} holds {wrong}; the model has the classes 0 to {classes - 1}.",
+            fix=f"use the model's own (config.id2label), and {_PASSED_OVER} for what does not count.",
+        )
+
+
+def _check_shape(name: str, given: torch.Tensor, shape: tuple[int, ...], *, exactly: bool = False) -> None:
+    """Check a shape; transformers' losses take the same values in one row or column, too."""
+    flat = given.ndim <= 1 or tuple(given.shape) == (*shape, 1)
+    if tuple(given.shape) != shape and (exactly or not flat or given.numel() != math.prod(shape)):
+        raise InputError(
+            f"{name} has shape {tuple(given.shape)}; {shape} belongs to these inputs.", fix="pass one for each."
+        )

@@ -1,4 +1,4 @@
-"""The contract of a backend as a test suite. Long because a plugin inherits one class of tests.
+"""The contract of a backend as a test suite. Long because a plugin's author reads it from one end to the other.
 
 It ships in the wheel, and asks for capabilities, never for vendors.
 
@@ -395,30 +395,6 @@ class BackendConformance:
         assert state.length == 8
         assert (whole - resumed).abs().max() <= self.tolerance
 
-    def test_inputs_of_a_step_that_do_not_agree_are_an_input_error(self, stateful: Session) -> None:
-        feeds = self._left_padded(stateful)
-        state = stateful.new_state(2)
-        self._continue(stateful, state, feeds, slice(0, 5))
-        step = {
-            name: tensor[:1]
-            if name == "logits_to_keep"
-            else tensor[:, :6]
-            if name == "attention_mask"
-            else tensor[:, 5:6]
-            for name, tensor in feeds.items()
-        }
-        for name, tensor in step.items():
-            if name == "logits_to_keep":
-                continue
-            # A row less, a token less in the mask, a token more elsewhere.
-            other = tensor[:, :-1] if name == "attention_mask" else feeds[name][:, 5:7]
-            for wrong in (tensor[:1], other):
-                with pytest.raises(InputError):
-                    stateful.run({**step, name: wrong}, outputs=("logits",), state=state)
-                assert state.length == 5, "a call that was refused must not move its state"
-        expected = self._continue(stateful, stateful.new_state(2), feeds, slice(0, 8))
-        assert (self._continue(stateful, state, feeds, slice(5, 8)) - expected).abs().max() <= self.tolerance
-
     def test_state_clones_and_crops(self, stateful: Session) -> None:
         feeds = self._left_padded(stateful)
         state = stateful.new_state(2)
@@ -440,6 +416,35 @@ class BackendConformance:
         found = self._continue(stateful, state, swapped, slice(5, 8))
         expected = self._continue(stateful, stateful.new_state(2), swapped, slice(0, 8))
         assert (found - expected).abs().max() <= self.tolerance
+
+    def test_inputs_of_a_step_agree(self, stateful: Session) -> None:
+        """Rows, tokens, positions and the logits asked for; and the state goes on from where it was."""
+        feeds = self._left_padded(stateful)
+        state = stateful.new_state(2)
+        self._continue(stateful, state, feeds, slice(0, 5))
+        expected = self._continue(stateful, state.clone(), feeds, slice(5, 8))
+        step = {name: tensor[:, 5:8] if tensor.ndim > 1 else tensor[:3] for name, tensor in feeds.items()}
+        if "attention_mask" in step:
+            step["attention_mask"] = feeds["attention_mask"]
+        for spec in stateful.inputs:
+            if spec.pair is not None:
+                continue
+            right = step[spec.name]
+            wrong = []
+            if spec.name == "logits_to_keep":
+                wrong = [torch.tensor([3]), torch.tensor([-1])]
+            elif spec.shape[:2] in (("batch", "sequence"), ("batch", "total")):
+                longer = torch.cat([right, right[:, :1]], dim=1)
+                wrong = [right[:, :0], right[:, :-1], longer, right[:1], right[[0, 1, 1]], right[0]]
+            for value in () if spec.bounds is None else (spec.bounds[0] - 1, spec.bounds[1] + 1):
+                beyond = right.clone()
+                beyond[-1, -1] = value
+                wrong.append(beyond)
+            for tensor in wrong:
+                with pytest.raises(InputError):
+                    stateful.run({**step, spec.name: tensor}, outputs=("logits",), state=state)
+        assert (state.batch, state.length) == (2, 5)
+        assert (self._continue(stateful, state, feeds, slice(5, 8)) - expected).abs().max() <= self.tolerance
 
     def _alone(self, session: Session, feeds: Mapping[str, torch.Tensor], row: int, length: int) -> torch.Tensor:
         """The logits behind a row's first tokens, in a call of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -196,7 +197,6 @@ class OpenVinoSession(SessionDescription):
             else:
                 results = self._run_new_shapes(request, arrays, alone=alone)
         except RuntimeError as error:
-            # What a call that failed left in it must not be in a later one.
             request = self._replaced(request)
             raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
         finally:
@@ -246,10 +246,15 @@ class OpenVinoSession(SessionDescription):
     def _new_request(self) -> _Request:
         return _Request(self.runtime.create_infer_request())
 
-    def _replaced(self, request: _Request) -> _Request:
-        """A new request in the place of one that failed."""
+    def _replaced(self, failed: _Request) -> _Request:
+        """A new request in the place of one whose call failed: nothing of that call may reach the next."""
+        failed.shapes = None
+        if self._compiled is None:
+            return failed
         made = self._new_request()
-        self._requests[self._requests.index(request)] = made
+        # Beside `close`, which may empty the list, and other calls that fail.
+        with contextlib.suppress(ValueError):
+            self._requests[self._requests.index(failed)] = made
         return made
 
     def _run_unusual(
@@ -359,7 +364,7 @@ class _ClosedPool:
 def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
     return SessionError(
         f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}",
-        fix="check the shapes of the inputs and the memory that is left; for shapes that the model takes, export it again.",
+        fix="check the sizes of the inputs, and the artifact: `accel validate FOLDER`; with too little memory, use smaller batches.",
     )
 
 

@@ -200,10 +200,27 @@ class OpenVinoState(StateDescription):
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
         request.set_tensor(BEAM_INDEX, ov.Tensor(self._order))
-        request.infer()
+        try:
+            request.infer()
+        except RuntimeError:
+            self._restart()
+            raise
         self._length += new
         self._order = np.arange(self._batch, dtype=np.int32)
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
+
+    def _restart(self) -> None:
+        """A request of its own again behind a call that failed, with what was held before that call."""
+        held = self._values() if self._length else {}
+        self._request = self._compiled.create_infer_request()
+        self._set(
+            {
+                name: value.take(range(self._length), axis)
+                if (axis := _token_axis(name)) and _is_cache(name)
+                else value
+                for name, value in held.items()
+            }
+        )
 
     def read(self) -> dict[str, torch.Tensor]:
         """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""

@@ -25,9 +25,9 @@ from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import Source, cache_argument
-from accel.errors import InputError
+from accel.errors import AccelError, InputError
 
-from .session import ModuleSession, failures
+from .session import RUN_ERRORS, ModuleSession, failed
 
 _ENCODER_MASK = "encoder_attention_mask"
 
@@ -62,16 +62,25 @@ class CacheState(StateDescription):
     def crop(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         check_crop(length, self._length, croppable=self._component.croppable)
+        if length < self._length:
+            self._cut(length)
+        self._length = length
+
+    def take_back(self) -> None:
+        """Forget what a call that failed left in the first layers, where tokens can be taken out of them."""
+        if self._component.croppable or not self._length:
+            self._cut(self._length)
+
+    def _cut(self, length: int) -> None:
         if length == 0:
             self.cache = self._new_cache()
-        elif length < self._length:
-            for layer in self.cache.layers:
-                if not layer.is_initialized:
-                    continue
-                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-                if getattr(layer, "indexer_keys", None) is not None:
-                    layer.indexer_keys = layer.indexer_keys[:, :length]
-        self._length = length
+            return
+        for layer in self.cache.layers:
+            if not layer.is_initialized:
+                continue
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+            if getattr(layer, "indexer_keys", None) is not None:
+                layer.indexer_keys = layer.indexer_keys[:, :length]
 
     def clone(self) -> CacheState:
         """An independent copy."""
@@ -145,15 +154,21 @@ class DecoderSession(ModuleSession):
             wanted_outputs(outputs, list(self._output_dtypes))
         tensors = self._placed(feeds, self._dtypes)
         new = self._check_step(tensors, state.batch, state.length)
-        with torch.inference_mode(), failures(tensors):
-            if self._cross:
-                logits = self._decode(model, tensors, state)
-            elif self._component.croppable:
-                logits = model(**tensors, past_key_values=state.cache, use_cache=True).logits
-            else:
-                logits = self._advance(model, tensors, state, new)
-            state.advance(new)
-            return {"logits": self._declared("logits", logits)}
+        try:
+            with torch.inference_mode():
+                if self._cross:
+                    logits = self._decode(model, tensors, state)
+                elif self._component.croppable:
+                    logits = model(**tensors, past_key_values=state.cache, use_cache=True).logits
+                else:
+                    logits = self._advance(model, tensors, state, new)
+        except AccelError:
+            raise
+        except RUN_ERRORS as error:
+            state.take_back()
+            raise failed(error, tensors) from error
+        state.advance(new)
+        return {"logits": self._declared("logits", logits)}
 
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
         """One call of a model with states of one size.

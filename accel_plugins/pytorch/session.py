@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from accel.capture import graph_name, named_tensors
 from accel.errors import AccelError, SessionError
 
 Module = Callable[..., Any]
+RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError, AssertionError)
+"""What PyTorch and models' code raise of inputs that they cannot compute."""
 
 
 class ModuleSession(SessionDescription):
@@ -75,9 +76,14 @@ class ModuleSession(SessionDescription):
         names = list(self._output_dtypes) if outputs is None else wanted_outputs(outputs, list(self._output_dtypes))
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)
-        with torch.inference_mode(), failures(tensors):
-            found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
-            values = {name: self._declared(name, found[name]) for name in names}
+        try:
+            with torch.inference_mode():
+                found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
+                values = {name: self._declared(name, found[name]) for name in names}
+        except AccelError:
+            raise
+        except RUN_ERRORS as error:
+            raise failed(error, tensors) from error
         for name, buffer in (out or {}).items():
             check_buffer_shape(name, buffer, values[name].shape)
             values[name] = buffer.copy_(values[name])
@@ -107,6 +113,15 @@ class ModuleSession(SessionDescription):
     def close(self) -> None:
         """Let the module go; its memory is free when nothing else holds it."""
         self._module = None
+
+
+def failed(error: Exception, tensors: Feeds) -> SessionError:
+    """The error of a call that PyTorch, or the model's code, could not compute."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return SessionError(
+        f"PyTorch failed on inputs {shapes}: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
+        fix="check the inputs against what the model takes; with too little memory, use smaller batches.",
+    )
 
 
 class CapturedModule:
@@ -152,25 +167,3 @@ class CapturedModule:
         with torch.cuda.graph(graph):
             result = self._module(**buffers, **settings)
         return graph, buffers, result
-
-
-@contextmanager
-def failures(tensors: Feeds) -> Iterator[None]:
-    """What PyTorch raises of a call as an error of the session.
-
-    Args:
-        tensors: The inputs of the call, whose shapes the error names.
-
-    Raises:
-        SessionError: It failed.
-    """
-    try:
-        yield
-    except AccelError:
-        raise
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        raise SessionError(
-            f"PyTorch failed on inputs {shapes}: {' '.join(str(error).split())[:600]}",
-            fix="check the shapes and values of the inputs, and the memory that is left.",
-        ) from error

@@ -19,6 +19,7 @@ import torch
 ov = pytest.importorskip("openvino")
 
 from accel import (
+    ORTModelForCausalLM,
     ORTModelForFeatureExtraction,
     ORTModelForImageClassification,
     ORTModelForSequenceClassification,
@@ -239,6 +240,47 @@ def test_ten_threads(tiny_ir: Callable[..., Artifact]) -> None:
         found = list(pool.map(lambda case: session.run(case)["logits"], cases * 10))
     for have, want in zip(found, expected * 10, strict=True):
         assert (have - want).abs().max() <= TOLERANCE
+
+
+def test_a_call_that_failed_leaves_nothing_behind(
+    tiny_ir: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is dropped, also where other calls wait for it."""
+    model = ORTModelForSequenceClassification.from_pretrained(tiny_ir().path, backend="openvino")
+    expected = model(**text()).logits
+    session = model._session
+    before = list(session._requests)
+
+    def broken(request: Any, *, alone: bool) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(before[0]), "compute", broken)
+        for _ in before:
+            with pytest.raises(SessionError, match="OpenVINO failed on inputs.*no memory") as error:
+                model(**text(seed=1))
+            assert error.value.fix
+    assert not set(map(id, before)) & set(map(id, session._requests))
+    assert torch.equal(model(**text()).logits, expected)
+
+
+def test_a_step_that_failed_leaves_the_state_as_it_was(
+    generator: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ORTModelForCausalLM(generator("llama", "openvino"))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    cache = model(input_ids=ids).past_key_values
+    expected = model(input_ids=torch.cat([ids.flip(0), ids[:, :1]], dim=1)).logits[:, -1]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    state = cache.state
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_check_step", lambda *given: 1)
+        wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+        wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
+        with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
+            model._decoder_session.run(wrong, outputs=("logits",), state=state)
+    found = model(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]
+    assert (found - expected).abs().max() < TOLERANCE
 
 
 def test_large_outputs_are_handed_out_and_stay(tiny_ir: Callable[..., Artifact]) -> None:

@@ -14,7 +14,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.config import PrepareConfig, QatConfig, SessionOptions
-from accel.errors import ConfigError
+from accel.errors import ConfigError, InputError, SessionError
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
 from accel.testing.conformance import BackendConformance
@@ -129,6 +129,39 @@ def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
 def test_what_it_does_not_have_is_refused(tiny_folder: Callable[..., Path], options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch", **options)
+
+
+def test_positions_that_the_model_does_not_have(tmp_path: Path) -> None:
+    model = accel.ORTModelForCausalLM(weights_of(resolve(save_generator(tmp_path / "gpt2", "gpt2"))))
+    with pytest.raises(InputError, match="holds 500; the model has 0 to 191"):
+        model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 500]]))
+
+
+def test_what_pytorch_raises_is_an_error_of_ours(
+    tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a cache that the first layers had written to goes on as if the call had not been."""
+    encoder = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
+    monkeypatch.setattr(torch.nn.Linear, "forward", _broken)
+    with pytest.raises(SessionError, match="PyTorch failed on inputs .*input_ids.*IndexError: no such row") as error:
+        encoder(**inputs())
+    assert error.value.fix
+    monkeypatch.undo()
+    model = accel.ORTModelForCausalLM(weights_of(resolve(save_generator(tmp_path / "llama", "llama"))))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    cache = model(input_ids=ids).past_key_values
+    expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[:, -1]
+    last = model._decoder_session.runtime.model.layers[-1]
+    monkeypatch.setattr(last, "forward", _broken)
+    with pytest.raises(SessionError, match="no such row"):
+        model(input_ids=torch.tensor([[9]]), past_key_values=cache)
+    monkeypatch.undo()
+    found = model(input_ids=torch.tensor([[9]]), past_key_values=cache).logits[:, -1]
+    assert (found - expected).abs().max() < 1e-4
+
+
+def _broken(*args: object, **kwargs: object) -> None:
+    raise IndexError("no such row")
 
 
 def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,12 @@ WRONG = {
     "types that nobody has": Wrong(lambda f: {**f, "token_type_ids": f["token_type_ids"] + 2}),
     "negative types": Wrong(lambda f: {**f, "token_type_ids": f["token_type_ids"] - 1}),
     "float mask": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"] * float("nan")}),
+    "sparse ids": Wrong(lambda f: {**f, "input_ids": f["input_ids"].to_sparse()}),
+    "a sparse mask": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"].to_sparse()}),
+    "ids without values": Wrong(lambda f: {**f, "input_ids": f["input_ids"].to("meta")}),
+    "a mask without values": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"].to("meta")}),
+    "lists": Wrong(lambda f: {**f, "input_ids": f["input_ids"].tolist()}),
+    "complex ids": Wrong(lambda f: {**f, "input_ids": f["input_ids"].to(torch.complex64)}),
     "unknown output": Wrong(more={"outputs": ["logit"]}),
     "state without cache": Wrong(more={"state": object()}),
 }

@@ -214,6 +214,17 @@ def test_peft_adapter_is_merged(tmp_path: Path) -> None:
     assert (unadapted - expected).abs().max() > 1e-2, "the adapter changes nothing: the test proves nothing"
 
 
+@pytest.mark.parametrize(
+    "text", ["[{", "{}", "3", "[3]", '[{"idx": 0}]', '[{"type": 3, "path": ""}]', "", "[" * 100_000]
+)
+def test_damaged_modules_of_sentence_transformers(text: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "st", "bert", "feature-extraction")
+    (folder / "modules.json").write_text(text)
+    with pytest.raises(IntegrityError, match=r"modules\.json") as error:
+        accel.export(folder, tmp_path / "out", task="sentence-similarity")
+    assert error.value.fix
+
+
 def test_sentence_transformers_folder(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "st", "bert", "feature-extraction")
     modules = [

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import accel
 from accel import ORTModelForCausalLM, SessionOptions, optimize, quantize, validate
 from accel.artifact import Artifact
+from accel.artifact.manifest import Manifest
 from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.tasks.infer import task_spec
@@ -270,6 +272,61 @@ def test_wrong_input_is_explained(generator: Artifacts) -> None:
         model.generate(ids, max_new_tokens=2, cache_implementation="static")
 
 
+@pytest.mark.parametrize(("family", "most"), [("gpt2", 191), ("llama", 2**31 - 1)])
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_positions_that_the_model_does_not_have(family: str, most: int, backend: str, generator: Artifacts) -> None:
+    """GPT-2 looks them up in a table; Llama computes any from 0 on."""
+    artifact = generator(family, backend)
+    spec = next(spec for spec in artifact.component().inputs if spec.name == "position_ids")
+    assert spec.bounds == (0, most)
+    model, ids = opened(artifact), torch.tensor([[5, 6, 7]])
+    expected = model(input_ids=ids).logits
+    for wrong in (-1, most + 1):
+        with pytest.raises(InputError, match=f"'position_ids' holds {wrong}; the model has 0 to {most}") as error:
+            model(input_ids=ids, position_ids=torch.tensor([[0, 1, wrong]]))
+        assert error.value.fix
+    assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, expected)
+
+
+def test_positions_of_an_earlier_artifact_are_not_looked_at(generator: Artifacts) -> None:
+    """Its manifest says nothing of them."""
+    artifact = generator("llama")
+    component = artifact.component()
+    inputs = tuple(replace(spec, bounds=None) for spec in component.inputs)
+    earlier = replace(artifact.manifest, components=(replace(component, inputs=inputs),))
+    read = Manifest.from_dict(json.loads(json.dumps(earlier.to_dict())), Path("accel.json"))
+    ids = torch.tensor([[5, 6, 7]])
+    found = opened(Artifact(artifact.path, read))(input_ids=ids, position_ids=torch.tensor([[-1, 0, 1]]))
+    # Angles between tokens are the same.
+    assert (found.logits - opened(artifact)(input_ids=ids).logits).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_logits_that_cannot_be_kept(backend: str, generator: Artifacts) -> None:
+    model, ids = opened(generator("llama", backend)), torch.tensor([[5, 6, 7]])
+    every = model(input_ids=ids).logits
+    wrong = (-1, True, "1", 1.0, None, [1], torch.tensor(1), torch.tensor([3]), torch.tensor([-4]), torch.tensor([1.0]))
+    for value in (*wrong, torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(InputError, match="logits_to_keep") as error:
+            model(input_ids=ids, logits_to_keep=value)
+        assert error.value.fix
+    for kept, cut in ((0, slice(None)), (np.int64(2), slice(1, None)), (9, slice(None))):
+        assert (model(input_ids=ids, logits_to_keep=kept).logits - every[:, cut]).abs().max() < 1e-4
+    places = torch.tensor([0, -1])
+    assert (model(input_ids=ids, logits_to_keep=places).logits - every[:, places]).abs().max() < 1e-4
+
+
+def test_sounds_and_images_that_are_none(generator: Artifacts) -> None:
+    for family, name in (("whisper", "input_features"), ("vit-gpt2", "pixel_values")):
+        model, right = opened(generator(family)), inputs_of(family)[name]
+        for value in (right.tolist(), right.long(), right[:0], right.to("meta"), "sound"):
+            with pytest.raises(InputError, match=name) as error:
+                model.generate(**{name: value}, max_new_tokens=2)
+            assert error.value.fix
+        expected = model.generate(right, max_new_tokens=2)
+        assert np.array_equal(model.generate(**{name: right.numpy()}, max_new_tokens=2), expected.numpy())
+
+
 def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:
     """Without one, the decoder reads all of them, as in transformers."""
     original, model = tiny_generator("t5"), opened(generator("t5"))
@@ -426,35 +483,6 @@ def test_a_changed_generation_config_travels(generator: Artifacts, tmp_path: Pat
     assert ORTModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config.max_new_tokens == 3
 
 
-@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_positions_and_places_that_the_model_has_not(
-    family: str, backend: str, generator: Callable[..., Artifact]
-) -> None:
-    artifact = generator(family, "openvino" if backend == "openvino" else "cpu")
-    source = artifact.path.parent / f"generator-{family}"
-    model: Any = ORTModelForCausalLM.from_pretrained(source if backend == "pytorch" else artifact, backend=backend)
-    ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
-    expected = model(input_ids=ids).logits
-    wrong: list[dict[str, Any]] = [
-        {"position_ids": torch.tensor([[0, 1, -5], [0, 1, 2]])},
-        {"position_ids": torch.tensor([[0, 1], [0, 1]])},
-        {"position_ids": torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])},
-        {"logits_to_keep": -1},
-        {"logits_to_keep": "all"},
-        {"logits_to_keep": torch.tensor([3])},
-        {"logits_to_keep": torch.tensor([[0]])},
-        {"logits_to_keep": torch.tensor([0.5])},
-    ]
-    if family == "gpt2":
-        wrong.append({"position_ids": torch.tensor([[0, 1, 100_000], [0, 1, 2]])})
-    for given in wrong:
-        with pytest.raises(InputError) as error:
-            model(input_ids=ids, **given)
-        assert error.value.fix
-        assert torch.equal(model(input_ids=ids).logits, expected)
-
-
 @pytest.mark.parametrize(
     "prompt",
     [[[5, 6]], torch.tensor([5, 6]), torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64), torch.ones(1, 2),
@@ -464,6 +492,6 @@ def test_prompts_that_are_none(prompt: Any, generator: Callable[..., Artifact]) 
     for family in ("llama", "t5"):
         model: Any = accel.ORTModel.from_pretrained(generator(family))
         for call in (lambda model=model: model.generate(prompt), lambda model=model: model.generate(input_ids=prompt)):
-            with pytest.raises(InputError, match="The prompt is") as error:
+            with pytest.raises(InputError, match="prompts are|not a tensor|tokens are integers") as error:
                 call()
             assert error.value.fix

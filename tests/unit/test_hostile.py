@@ -262,6 +262,27 @@ def test_a_damaged_generation_config_is_named(text: str, generator: Callable[...
         open_companion("GenerationConfig", folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", "many"), ("max_length", [3]), ("eos_token_id", {}), ("eos_token_id", [3, "x"]), ("eos_token_id", 1.5),
+        ("pad_token_id", [0]), ("do_sample", "yes"), ("temperature", "hot"), ("num_beams", "3"), ("top_k", True),
+        ("suppress_tokens", "x"), ("decoder_start_token_id", {}), ("length_penalty", {}),
+    ],
+)  # fmt: skip
+def test_a_generation_config_with_values_of_another_kind(name: str, value: Any, tmp_path: Path) -> None:
+    transformers.logging.set_verbosity_error()
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 4], "temperature": 1, name: value})
+    )
+    with pytest.raises(IntegrityError, match="generation.config") as error:
+        open_companion("GenerationConfig", tmp_path)
+    assert error.value.fix
+    right = {"eos_token_id": [3, 4], "temperature": 1, "top_k": 5, "do_sample": True, "suppress_tokens": []}
+    (tmp_path / "generation_config.json").write_text(json.dumps(right))
+    assert open_companion("GenerationConfig", tmp_path).eos_token_id == [3, 4]
+
+
 @pytest.mark.parametrize("loader", ["AutoImageProcessor", "AutoFeatureExtractor"])
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_processor_is_named(loader: str, text: str, tmp_path: Path) -> None:

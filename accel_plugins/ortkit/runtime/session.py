@@ -456,7 +456,7 @@ class OrtSession(SessionDescription):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return SessionError(
             f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}",
-            fix="check the shapes of the inputs and the memory that is left; for shapes that the model takes, export it again.",
+            fix="check the sizes of the inputs, and the artifact: `accel validate FOLDER`; with too little memory, use smaller batches.",
         )
 
     def new_state(self, batch: int) -> State:
