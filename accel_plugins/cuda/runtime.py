@@ -172,7 +172,11 @@ class Runtime:
         self._run_options = ort.RunOptions()
         # Graphs are captured by us, for each shape; ONNX Runtime's own capture stays out of it.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
-        # The order on the stream is all that is needed; nothing waits for the GPU.
+        # The order on the stream is all that is needed; nothing waits for the GPU. A graph that does not run on it as a whole
+        # waits anyway, and would keep the host memory of its kernels until it is closed, where freeing it ends the process
+        # (ONNX Runtime 1.31).
+        self._waiting_options = ort.RunOptions()
+        self._waiting_options.add_run_config_entry("gpu_graph_id", "-1")
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self.session("full" if checked else self.safe_form)
 
@@ -356,8 +360,9 @@ class Runtime:
         return binding
 
     def enqueue(self, form: Form, binding: Any) -> None:
-        """Put a run on `stream`; returns before the GPU is done."""
-        self.session(form).run_with_iobinding(binding, self._run_options)
+        """Put a run on `stream`; returns before the GPU is done where all of the graph runs there."""
+        session = self.session(form)
+        session.run_with_iobinding(binding, self._run_options if self._whole else self._waiting_options)
 
     def refuse_graphs(self, error: SessionError) -> None:
         """Run kernel by kernel from now on."""

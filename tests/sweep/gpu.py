@@ -166,6 +166,7 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
     # PyTorch's own float32 is the reference: without TF32.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or SHAPES[-1][1]
+    limit = limit if limit > 0 else SHAPES[-1][1]  # XLNet says that it has none by -1
     for seed, (batch, longest, padding) in enumerate(SHAPES):
         sequence = min(longest, limit)
         if padding == "left" and not is_decoder(pair) and model.main_input_name != "input_ids":
@@ -183,7 +184,8 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
                 found = opened(**inputs)
                 if call not in (0, _CALLS - 1):
                     continue
-                for name in (n for n in _ANSWERS if n in expected):
+                # Moshi's decoder answers with states beside its logits, which no graph of a decoder returns.
+                for name in (n for n in _ANSWERS if n in expected and (n in found or "logits" not in found)):
                     ours.setdefault(name, []).append(_errors(found[name], expected[name], mask))
                     theirs.setdefault(name, []).append(_errors(eager[name], expected[name], mask))
         for name, errors in ours.items():
