@@ -125,7 +125,8 @@ def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
         assert found["EmbedLayerNormalization"] == 1
 
 
-@pytest.mark.parametrize("family", [pytest.param("deberta-v2", marks=pytest.mark.thorough), "modernbert"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["deberta-v2", "modernbert"])
 def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
     """Attention that the fused operators do not compute stays as it is, or is fused with a bias; it stays right."""
     original = tiny_artifact(family)

@@ -90,7 +90,7 @@ def differences(artifact: Artifact) -> list[float]:
     [
         "qwen3",
         "t5",
-        "qwen3-next",
+        pytest.param("qwen3-next", marks=pytest.mark.thorough),
         pytest.param("bart", marks=pytest.mark.thorough),
         pytest.param("falcon-h1", marks=pytest.mark.thorough),
         pytest.param("granite-4", marks=pytest.mark.thorough),
@@ -101,7 +101,11 @@ def test_spelled_out_attention_is_the_same(generator: Artifacts, family: str) ->
     assert max(differences(generator(family))) < 1e-3
 
 
-@pytest.mark.parametrize(("architecture", "settings"), [CAPPED, WITH_SINKS], ids=["softcap", "sinks"])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [CAPPED, pytest.param(*WITH_SINKS, marks=pytest.mark.thorough)],
+    ids=["softcap", "sinks"],
+)
 def test_caps_and_sinks(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{architecture}Config")(**_SMALL, **settings)
@@ -115,6 +119,7 @@ def test_caps_and_sinks(architecture: str, settings: dict[str, Any], tmp_path: P
     assert max(differences(artifact)) < 1e-3
 
 
+@pytest.mark.thorough
 def test_float16(generator: Artifacts, tmp_path: Path) -> None:
     halved = optimize(generator("falcon-h1"), tmp_path / "halved", backend="cuda", level="O4")
     assert max(differences(halved)) < 0.15

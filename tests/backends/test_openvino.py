@@ -79,7 +79,7 @@ def logits(artifact: Artifact, feeds: Mapping[str, torch.Tensor], **how: Any) ->
 
 
 # One of each kind of position and attention; the others differ from these in their layers only.
-USUAL = ("bert", "deberta-v2", "vit")
+USUAL = ("bert", "vit")
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,7 @@ def test_onnx_artifacts_are_quantized_into_ir(tiny_artifact: Callable[..., Artif
     assert 1e-4 < difference(made, onnx) < 0.5
 
 
+@pytest.mark.thorough
 def test_every_graph_of_an_encoder_decoder_is_quantized(generator: Callable[..., Artifact], tmp_path: Path) -> None:
     whole = generator("bart", "openvino")
     made = quantize(whole, tmp_path / "int8", scheme="weight-int8")

@@ -44,6 +44,9 @@ LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
 # Pages and examples whose blocks take ten seconds and more run with the thorough tests.
 SLOW = {
     "generation.md",
+    "quantization-aware-training.md",
+    "serve-generation.md",
+    "foreign-folders.md",
     "evaluate.md",
     "benchmark.md",
     "images.md",

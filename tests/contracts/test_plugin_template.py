@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template"
 
 
+@pytest.mark.thorough
 def test_template_passes_the_conformance_suite(tmp_path: Path) -> None:
     source = shutil.copytree(TEMPLATE, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
     site = tmp_path / "site"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shlex
@@ -262,8 +263,20 @@ def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-@pytest.mark.parametrize("words", ["doctor --json", "--version", "doctor --help", "export ./nowhere out --json"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("doctor --json", ""),
+        ("export ./nowhere out --json", "1"),
+        *(
+            pytest.param(words, unbuffered, marks=pytest.mark.thorough)
+            for words, unbuffered in itertools.product(
+                ("doctor --json", "--version", "doctor --help", "export ./nowhere out --json"), ("", "1")
+            )
+            if (words, unbuffered) not in (("doctor --json", ""), ("export ./nowhere out --json", "1"))
+        ),
+    ],
+)
 def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None:
     done = _shell(f"accel {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1
@@ -271,15 +284,15 @@ def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None
     assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["doctor --json", "--version"])
+@pytest.mark.parametrize("words", ["doctor --json", pytest.param("--version", marks=pytest.mark.thorough)])
 def test_output_that_is_closed_is_one_error(words: str) -> None:
     done = _shell(f"accel {words} >&-")
     assert done.returncode == 1
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
 
 
-@pytest.mark.parametrize("words", ["doctor --json", "doctor --help"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["doctor --json", pytest.param("doctor --help", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.thorough)])
 def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words: str, unbuffered: str) -> None:
     # The reader has gone before anything is written.
     done = _shell(f"accel {words} | exec 0<&-", PYTHONUNBUFFERED=unbuffered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import subprocess
 import sys
@@ -19,11 +20,23 @@ from accel.demo import running
 _OPENVINO = importlib.util.find_spec("openvino") is not None
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Every fifth query, and a search of seconds: the same job."""
+    texts, labels = demo.read_test_set()
+    monkeypatch.setattr(running, "read_test_set", lambda: (texts[::5], labels[::5]))
+    few = folder / "few.csv"
+    with few.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("text", "category"), *zip(texts[::5], labels[::5], strict=True)])
+    monkeypatch.setattr(running, "TEST_SET", few)
+    monkeypatch.setattr(running, "_SEARCH_S", 25.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backends", ["cpu", pytest.param("all", marks=pytest.mark.thorough)])
 def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if backends != "all":
         monkeypatch.setenv("ACCEL_PLUGINS", backends)
+        shorten(monkeypatch, tmp_path)
     report = running.run(tmp_path / "demo")
     rows = {row.name: row for row in report.rows}
     original = rows["PyTorch eager, float32"]
@@ -50,8 +63,8 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
     for name, row in rows.items():
         if row.compute_dtype == "float32":
             assert row.accuracy == original.accuracy
-        # Measured: 92.63 % in float32, 92.56 % in int8; 0.3 points are nine of the 3,080 queries.
-        assert row.accuracy >= original.accuracy - 0.003, name
+        # Measured: 92.63 % in float32, 92.56 % in int8; 0.3 points are nine of the 3,080 queries, or two of every fifth.
+        assert row.accuracy >= original.accuracy - 0.0035, name
     for int8 in [name for name, dtype in wanted.items() if dtype == "int8"]:
         assert rows[int8].megabytes < 0.6 * rows[f"{int8.partition(',')[0]}, float32"].megabytes
     assert "int8" in running.render(report)

@@ -68,6 +68,13 @@ def test_a_task_is_one_spec(
     assert accel.evaluate(artifact, rows).value == 1.0
     found = accel.pipeline(task, model=artifact.path)("where is my card")
     assert found[0]["label"] == rows[0]["wish"]
+
+
+@pytest.mark.thorough
+def test_a_search_takes_a_task_of_another_distribution(
+    task: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    rows = rows_labelled_by(accel.ORTModelForSequenceClassification(tiny_artifact()))
     made = accel.tune(
         tiny_folder(), tmp_path / "tuned", task=task, data=rows, backends=["pytorch"], sequence=[8], max_drop=20
     )

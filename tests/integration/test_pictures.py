@@ -149,6 +149,7 @@ def test_exported_for_openvino(family: str, tiny_folder: Callable[..., Path], tm
     assert differs(made, reference(image, **options)) <= TOLERANCE
 
 
+@pytest.mark.thorough
 def test_padded_images_of_one_batch(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
     """A detector that is told which pixels are padding answers as it does for each image alone in PyTorch."""
     folder, task = tiny_folder("detr", "object-detection"), "object-detection"

@@ -98,7 +98,10 @@ def test_saved_and_loaded_from_a_subfolder(family: str, how: str, generator: Art
     assert torch.equal(model.generate(**prompt(family), max_new_tokens=6, **CHOICES[how]), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=pytest.mark.thorough) if one in ("vit-gpt2", "whisper") else one for one in FAMILIES],
+)
 def test_rows_do_not_depend_on_their_batch(family: str, generator: Artifacts) -> None:
     model = classed(GENERATORS[family][0])(generator(family))
     feeds = prompt(family)

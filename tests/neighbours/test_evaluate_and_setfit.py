@@ -109,6 +109,7 @@ def test_our_evaluator_of_images(share: Any, tmp_path: Path) -> None:
     assert found["share"] == np.mean(np.array(wanted) == np.arange(3))
 
 
+@pytest.mark.thorough
 def test_our_evaluator_refuses_a_pipeline_for_something_else(share: Any, tmp_path: Path) -> None:
     import datasets
 

@@ -29,7 +29,7 @@ from accel.deploying.triton.served.tokens import Refused
 from .families import FAMILIES, LONG, SHORT, byte_tokenizer, save_family
 from .families import PROMPTS as BYTE_PROMPTS
 
-QUICK = ("bloom", "gemma 2")
+QUICK = ("bloom",)
 PROMPTS = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "a"]
 
 
