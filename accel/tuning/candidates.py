@@ -98,13 +98,15 @@ class Skipped:
     reason: str
 
 
-def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[Skipped]]:
+def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[BackendSpec], list[Skipped]]:
+    """What may be tried, what was not asked for, and all that is not tried with the reason."""
     specs, broken = registry.describe_all()
     skipped = [Skipped(name=name, reason=str(reason)) for name, reason in broken.items()]
     wanted = None if backends is None else {registry.describe(name).name for name in backends}
-    good = []
+    good, others = [], []
     for spec in specs:
         if wanted is not None and spec.name not in wanted:
+            others.append(spec)
             skipped.append(Skipped(name=spec.name, reason="not among the backends asked for"))
             continue
         probe = registry.probe(spec)
@@ -113,7 +115,7 @@ def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[Ski
         else:
             why = "; ".join(str(reason) for reason in probe.reasons) or "it found no device"
             skipped.append(Skipped(name=spec.name, reason=why))
-    return good, skipped
+    return good, others, skipped
 
 
 class Space:
@@ -122,7 +124,7 @@ class Space:
     Args:
         task: The task.
         device: Device type to run on; every one that a backend finds when `None`.
-        backends: Limits the search to these.
+        backends: Limits the search to these. What they run and none of them exports, another one exports.
         half_exports: Whether half-precision exports are worth a try on the host too: they are smaller, and no faster
             there.
         calibrated: Whether there is calibration data.
@@ -139,7 +141,7 @@ class Space:
         self._device = DeviceSpec.parse(device) if device is not None else None
         self._half = half_exports
         self._calibrated = calibrated
-        self._specs, self.skipped = _usable(backends)
+        self._specs, self._others, self.skipped = _usable(backends)
 
     def _fits(self, capability: Capability) -> bool:
         if self._task in capability.excludes or ("*" not in capability.tasks and self._task not in capability.tasks):
@@ -156,7 +158,7 @@ class Space:
     def exports(self) -> list[Recipe]:
         """One export for each format that something here can run; the first backend that makes a format makes it."""
         made: dict[tuple[str, str], Recipe] = {}
-        for spec, capability in self._offers("export", None):
+        for spec, capability in (*self._offers("export", None), *self._lent()):
             format = capability.produces
             if format is None or not any(self._offers("run", format)):
                 continue
@@ -169,6 +171,16 @@ class Space:
                 else:
                     self._skip(f"{spec.name}: {format} {dtype}", "on the host half-precision files save size, not time")
         return list(made.values())
+
+    def _lent(self) -> Iterator[tuple[BackendSpec, Capability]]:
+        """Exports by backends that were not asked for, of formats that those that were run and do not make."""
+        own = {capability.produces for _, capability in self._offers("export", None)}
+        for spec in self._others:
+            for capability in spec.capabilities:
+                if capability.stage != "export" or capability.produces in own or not self._fits(capability):
+                    continue
+                if any(self._offers("run", capability.produces)) and registry.probe(spec).available:
+                    yield spec, capability
 
     def optimizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
         """The optimization levels of an artifact."""

@@ -88,7 +88,7 @@ def tune(
         samples: Rows of `data` at most.
         calibration_samples: Rows of `calibration` at most.
         max_length: Tokens that longer rows are cut to.
-        backends: Limits the search to these.
+        backends: Limits the search to these. What they run and none of them exports, another one exports.
         device: Device type to run on; every one that a backend finds when `None`.
         task: The task; inferred when `None`.
         threads: Threads of PyTorch and of candidates that do not vary them; what the process may use when `None`.

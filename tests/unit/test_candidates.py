@@ -63,6 +63,22 @@ def test_blocks_of_generators_come_in_two_sizes(space: Space, monkeypatch: pytes
         assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
 
 
+def test_what_is_asked_for_and_exports_nothing_is_exported_for(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = next(one for one in VENDOR.capabilities if one.stage == "run")
+    runner = BackendSpec(
+        name="runner", summary="runs alone", extra="runner", impl="nowhere:Nothing", capabilities=(runs,)
+    )
+    specs = {"vendor": VENDOR, "runner": runner}
+    monkeypatch.setattr(registry, "describe_all", lambda: (tuple(specs.values()), {}))
+    monkeypatch.setattr(registry, "describe", lambda name: specs[name])
+    monkeypatch.setattr(registry, "probe", lambda spec: Probe(devices=(DeviceSpec("cpu"),)))
+    asked = Space(task="text-classification", device=None, backends=["runner"], half_exports=False, calibrated=False)
+    (export,) = asked.exports()
+    assert export.backend == "vendor"
+    assert [str(one) for one in asked.candidates(export, "float32")] == ["runner: vendor_graph float32"]
+    assert not asked.optimizations(export, "float32")
+
+
 def test_what_is_left_out_has_a_reason(space: Space) -> None:
     (export,) = space.exports()
     space.quantizations(export, "float32")
