@@ -2,11 +2,12 @@
 
     python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6]
     python benchmarks/serving.py OUT.json --infinity ENVIRONMENT/bin/infinity_emb
+    python benchmarks/serving.py OUT.json --classify [MODEL_FOLDER] --callers 1
     python benchmarks/serving.py OUT.json --int8 FOLDER [--backend openvino] --callers 1
 
 BANKING77's test queries, every server a process of its own, clients in another one on the same machine, variants taking
 turns; answers are compared first. Needs the extra `serve` and, for the other side, FastAPI. Without a folder it takes the
-model that ships with accel, as a model for embeddings.
+model that ships with accel, as a model for embeddings; with `--classify` as the classifier that it is.
 
 With `--infinity` a third one takes its turns, infinity's, in an environment of its own (`pip install torch "transformers<5"
 "infinity_emb[torch,server]"`), with its torch engine in float32.
@@ -161,18 +162,19 @@ def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
             "--no-bettertransformer", "--url-prefix", "/v1", "--host", "127.0.0.1", "--port", "8463", "--log-level", "error")  # fmt: skip
 
 
-def overhead(port: int, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
+def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
     """One caller: HTTP and the same model called in this process, taking turns, 40 calls each."""
     import accel
-
-    model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
     from accel.models.texts import Embedder
 
-    embedder, connection = Embedder(model), Connection(port)
-    ways = {
-        "in_process": lambda text: embedder.embed(embedder.rows([text]))[0].tolist(),
-        "http": lambda text: connection.post("/v1/embeddings", {"input": text}),
-    }
+    connection = Connection(port)
+    ways: dict[str, Any] = {"http": lambda text: connection.post(path, {FIELD[path]: text})}
+    if path == CLASSIFY:
+        ways["in_process"] = accel.pipeline("text-classification", model=folder)
+    else:
+        model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
+        embedder = Embedder(model)
+        ways["in_process"] = lambda text: embedder.embed(embedder.rows([text]))[0].tolist()
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, call in ways.items():
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--workers", default="1")
+    parser.add_argument("--classify", action="store_true")
     parser.add_argument("--int8", type=Path)
     parser.add_argument("--infinity", help="its program")
     parser.add_argument("--backend", default="openvino")
@@ -234,6 +237,8 @@ def main() -> None:
         return
     texts, path, folders = read_test_set()[0], EMBED, (args.model, args.model)
     task = "sentence-similarity"
+    if args.classify:
+        path, task = CLASSIFY, "text-classification"
     if args.int8 is not None:
         folders, path, task = classifiers(args.int8, args.backend), CLASSIFY, "text-classification"
         texts = long_texts(folders[0], texts)
@@ -262,7 +267,7 @@ def main() -> None:
                 result = load(port, process, path, texts, args.callers, args.seconds if turn else 2)
                 if turn:
                     found[name].append(result)
-        one = overhead(servers["accel"][0], args.model, texts, args.rounds) if path == EMBED else None
+        one = overhead(servers["accel"][0], path, folders[1], texts, args.rounds)
     medians = {
         name: {key: statistics.median(one[key] for one in results) for key in results[0] if key != "statuses"}
         for name, results in found.items()

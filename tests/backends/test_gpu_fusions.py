@@ -136,6 +136,7 @@ def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[...
             assert difference(after.run(feeds), before.run(feeds)) < 2e-5, kind
 
 
+@pytest.mark.thorough
 def test_relative_positions_become_a_bias(fused: Fused) -> None:
     nodes = [n for n in load_graphs(fused("mpnet"))["model"].graph if n.op_type == "Attention"]
     assert all(node.inputs[5] is not None for node in nodes)
@@ -211,7 +212,7 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         ("roberta", "text-classification"),
         pytest.param("distilbert", "text-classification", marks=pytest.mark.thorough),
         ("bert", "feature-extraction"),
-        ("bert", "question-answering"),
+        pytest.param("bert", "question-answering", marks=pytest.mark.thorough),
         pytest.param("distilbert", "token-classification", marks=pytest.mark.thorough),
         pytest.param("xlm-roberta", "fill-mask", marks=pytest.mark.thorough),
         pytest.param("electra", "question-answering", marks=pytest.mark.thorough),
@@ -346,6 +347,7 @@ def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tm
     assert made.manifest.steps[-1].validation["max_abs_difference"] < 0.02
 
 
+@pytest.mark.thorough
 def test_a_half_graph_without_convolutions_opens_on_the_host(tmp_path: Path) -> None:
     """One of ONNX Runtime's optimizers, which lays out convolutions, ended the process with XLNet's."""
     torch.manual_seed(0)

@@ -176,6 +176,7 @@ def test_steps_pad_by_at_most_a_half() -> None:
     assert step_up(10**6, LENGTHS) == 10**6
 
 
+@pytest.mark.thorough
 def test_fifty_shapes_make_few_forms(uncompiled: list[Any]) -> None:
     model = tiny_model("bert").eval()
     generator = torch.Generator().manual_seed(0)

@@ -95,7 +95,9 @@ def fused(artifact: Artifact) -> dict[str, int]:
     return dict(artifact.manifest.steps[-1].report["fused"])
 
 
-@pytest.mark.parametrize(("level", "limit"), [("O1", 1e-4), ("O2", 1e-4), ("O3", 1e-2)])
+@pytest.mark.parametrize(
+    ("level", "limit"), [pytest.param("O1", 1e-4, marks=pytest.mark.thorough), ("O2", 1e-4), ("O3", 1e-2)]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, level: str, limit: float) -> None:
     parent = artifact_of(model)

@@ -78,6 +78,7 @@ def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
         assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.thorough
 def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
     """The model computes at any size, in a way that a trace does not keep."""
 

@@ -195,6 +195,7 @@ def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_peft_adapter_is_merged(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
     base = save_tiny(tmp_path / "base", "bert")

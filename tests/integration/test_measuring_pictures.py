@@ -230,7 +230,8 @@ def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None
     assert [len(batch["pixel_values"]) for batch in batches] == ([1, 1, 1] if family == "glpn" else [2, 1])
 
 
-@pytest.mark.parametrize(("family", "limit"), [("clip", 0.6), pytest.param("detr", 0.35, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "limit"), [("clip", 0.6), ("detr", 0.35)])
 def test_eight_bits_calibrated_on_rows(
     family: str, limit: float, tiny_artifact: Callable[..., accel.Artifact], tmp_path: Path
 ) -> None:

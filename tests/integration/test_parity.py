@@ -48,7 +48,10 @@ def worst_difference(model: Any, original: Any, batches: tuple[int, ...] = (1, 2
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=pytest.mark.thorough) if f in ("electra", "xlm-roberta") else f for f in TEXT_FAMILIES],
+    [
+        pytest.param(f, marks=pytest.mark.thorough) if f in ("electra", "modernbert", "xlm-roberta") else f
+        for f in TEXT_FAMILIES
+    ],
 )
 def test_text_families(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
     original = tiny_model(family)

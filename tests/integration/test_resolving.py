@@ -106,6 +106,7 @@ class TestHubArguments:
         assert len(asked) == 2
         assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
 
+    @pytest.mark.thorough
     def test_benchmark(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
         folders, asked = hub
         folders["org/model"] = tiny_folder()

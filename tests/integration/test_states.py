@@ -55,7 +55,9 @@ def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
     assert shapes[1]["past_key_values.1.recurrent"] == ("batch", 1, 8, 64)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "mamba", pytest.param("falcon-h1", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "family", ["mamba", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("lfm2", "falcon-h1"))]
+)
 def test_several_tokens_behind_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     # A later turn may be padded, too.
     mask = rows["attention_mask"].clone()

@@ -21,6 +21,7 @@ def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
     return tiny_artifact()
 
 
+@pytest.mark.thorough
 def test_any_task_by_the_base_class(artifact: Artifact, tiny_folder: Callable[..., Path], generator: Any) -> None:
     assert type(accel.ORTModel.from_pretrained(artifact.path)) is accel.ORTModelForSequenceClassification
     assert type(accel.ORTModel.from_pretrained(generator("gpt2").path)) is accel.ORTModelForCausalLM

@@ -360,6 +360,7 @@ for point in range(1, 40):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of one process, which this system cannot make")
 def test_killed_at_every_kind_of_moment_each_row_is_there_once(
     tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path
