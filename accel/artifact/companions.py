@@ -25,42 +25,19 @@ _OWN_FILES = ("AutoTokenizer", "GenerationConfig")
 _SEVERAL = (
     "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
+_INTEGERS = (
+    *_SEVERAL, "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id", "forced_bos_token_id",
+)  # fmt: skip
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_time", "guidance_scale",
+    "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
+)  # fmt: skip
+_BOOLEANS = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
 _GENERATION: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (
-        int,
-        "integer",
-        (
-            *_SEVERAL,
-            *(
-                "max_length",
-                "max_new_tokens",
-                "min_length",
-                "min_new_tokens",
-                "num_beams",
-                "num_return_sequences",
-                "top_k",
-            ),
-            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id", "forced_bos_token_id"),
-        ),
-    ),
-    (
-        int | float,
-        "number",
-        (
-            *(
-                "temperature",
-                "top_p",
-                "min_p",
-                "typical_p",
-                "epsilon_cutoff",
-                "eta_cutoff",
-                "max_time",
-                "guidance_scale",
-            ),
-            *("repetition_penalty", "encoder_repetition_penalty", "length_penalty"),
-        ),
-    ),
-    (bool, "boolean", ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")),
+    (int, "integer", _INTEGERS),
+    (int | float, "number", _NUMBERS),
+    (bool, "boolean", _BOOLEANS),
 )
 """What values of a generation config are, and which of them may be several in a list."""
 _AGAIN = "copy the original model's file over it; in an artifact of accel, record that with: accel validate FOLDER --accept-files."
