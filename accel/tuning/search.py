@@ -48,6 +48,14 @@ _HELPS = 1.01  # a run option that makes a candidate less than one percent faste
 _EXPORT, _REWRITE, _SCREEN, _COMPOSE, _VARY, _GRADE = 0.6, 0.35, 0.4, 0.2, 0.3, 0.6
 
 
+def in_turns(group: Sequence[Tried]) -> list[Tried]:
+    """In turns of the backends, of each the last ones first: a time limit cuts off plain exports rather than the highest levels."""
+    of: dict[str, list[Tried]] = {}
+    for tried in reversed(group):
+        of.setdefault(tried.candidate.backend, []).append(tried)
+    return [tried for row in itertools.zip_longest(*of.values()) for tried in row if tried is not None]
+
+
 class Search:
     """One search and what it has found so far."""
 
@@ -89,7 +97,7 @@ class Search:
         with self._stage("optimize and quantize"):
             made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
         with self._stage("screen"):
-            self._screen(self._runs(space, made), self._clock.until(_SCREEN))
+            self._screen(self._runs(space, made), self._clock.until(_SCREEN), first=True)
         with self._stage("compose"):
             share = self._clock.until(_COMPOSE)
             more = self._builder.build(self._compositions(space), share)
@@ -197,8 +205,10 @@ class Search:
 
     # Measuring
 
-    def _screen(self, candidates: Sequence[Candidate], share: float) -> None:
-        """Short measurements of candidates that are new; the same artifact made in two ways is measured once."""
+    def _screen(self, candidates: Sequence[Candidate], share: float, *, first: bool = False) -> None:
+        """Short measurements of candidates that are new; the same artifact made in two ways is measured once. The `first` ones
+        are measured in another order than they come in, see `in_turns`.
+        """
         seen = {t.identity: str(t.candidate) for t in self._judge.tried.values()}
         fresh = []
         for candidate in candidates:
@@ -212,7 +222,7 @@ class Search:
             else:
                 seen[tried.identity] = str(candidate)
                 fresh.append(tried)
-        self._timer.screen(fresh, share, hopeless=self._hopeless())
+        self._timer.screen(in_turns(fresh) if first else fresh, share, hopeless=self._hopeless())
         for tried in fresh:
             if tried.screen is not None and tried.screen.error is None:
                 self._judge.tried[str(tried.candidate)] = tried

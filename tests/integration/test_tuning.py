@@ -234,7 +234,7 @@ def test_interrupting_keeps_what_was_measured(
     home = tmp_path / "home"
     monkeypatch.setenv("ACCEL_HOME", str(home))
 
-    def interrupt(self: Search, *args: object) -> None:
+    def interrupt(self: Search, *args: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     how = {**HOW, "backends": ["toy"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +11,8 @@ from accel.backends import registry
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason, SchemeSettings
 from accel.config import SessionOptions
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
+from accel.tuning.search import in_turns
+from accel.tuning.state import Tried
 
 VENDOR = BackendSpec(
     name="vendor",
@@ -138,3 +141,13 @@ def test_combining_takes_every_change() -> None:
 def test_buckets_double() -> None:
     assert buckets_for([32, 100]) == (8, 16, 32, 64, 100)
     assert buckets_for(range(5, 40)) == (8, 16, 32, 39)
+
+
+def test_plain_exports_are_screened_last_and_the_backends_in_turns() -> None:
+    def tried(backend: str, setting: str, *, plain: bool = False) -> Tried:
+        recipe = Recipe(stage="export" if plain else "optimize", backend=backend, format=backend, setting=setting)
+        return Tried(Candidate(recipe=recipe, backend=backend, device="cpu"), cast(Any, None))
+
+    offered = [tried("a", "float32", plain=True), tried("b", "float32", plain=True), tried("a", "O1"), tried("a", "O2")]
+    found = [(one.candidate.backend, one.candidate.recipe.setting) for one in in_turns(offered)]
+    assert found == [("a", "O2"), ("b", "float32"), ("a", "O1"), ("a", "float32")]
