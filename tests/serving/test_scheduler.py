@@ -267,7 +267,8 @@ def test_too_many_wait(engine: Callable[..., GenerationEngine], turnstile: Turns
     served = engine(rows=1, queue=2)
     options = GenerationOptions(max_new_tokens=4)
     running = served.submit(PROMPTS[0], options)
-    next(iter(running))
+    reading = iter(running)  # kept: an answer that nobody reads on is cancelled
+    next(reading)
     waiting = [served.submit(prompt, options) for prompt in PROMPTS[1:3]]
     with pytest.raises(QueueFullError):
         served.submit(PROMPTS[3], options)
@@ -354,7 +355,8 @@ def test_closing_at_once_cancels(engine: Callable[..., GenerationEngine], turnst
     served = engine(rows=1)
     answers = [served.submit(prompt, GenerationOptions(max_new_tokens=90)) for prompt in PROMPTS[:2]]
     turnstile.open(1)
-    next(iter(answers[0]))
+    reading = iter(answers[0])  # kept: an answer that nobody reads on is cancelled, and the next one takes its row
+    next(reading)
     closing = threading.Thread(target=served.close, kwargs={"drain": False})
     closing.start()
     while not served.scheduler._closing:
