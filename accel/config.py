@@ -335,7 +335,9 @@ class SessionOptions(JsonConfig):
             and its cgroup's quota.
         inter_op_threads: Threads that run independent operators at once; 1 runs them in order.
         compute_dtype: What the kernels compute in; `None` is the artifact's own dtype. A backend that cannot refuses.
-        buckets: Lengths that the `sequence` axis is padded up to, smallest first. Empty: no padding.
+        buckets: Lengths that the `sequence` axis is padded up to, smallest first, each compiled for itself. Empty: no padding.
+        pad_to_multiple_of: What the `sequence` axis is padded to a multiple of, with dynamic shapes; 1: no padding. `None`: what
+            the backend prefers, where the model can be padded (OpenVINO compiles each new length, and prefers 16).
         graph_optimization: How much the runtime may rewrite the graph when it loads it.
         spinning: Whether threads that are idle between calls spin: lower latency, and a busy processor.
         profile: Folder that gets the runtime's own profile, or `None`.
@@ -347,6 +349,7 @@ class SessionOptions(JsonConfig):
     inter_op_threads: int = 1
     compute_dtype: Dtype | None = None
     buckets: tuple[int, ...] = ()
+    pad_to_multiple_of: int | None = 1
     graph_optimization: Literal["none", "basic", "extended", "all"] = "all"
     spinning: bool = True
     profile: str | None = None
@@ -364,6 +367,12 @@ class SessionOptions(JsonConfig):
                 f"SessionOptions.buckets is {list(self.buckets)}.",
                 fix="use rising positive lengths, such as (16, 32, 64).",
             )
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ConfigError(
+                f"SessionOptions.pad_to_multiple_of is {self.pad_to_multiple_of}.", fix="use at least 1, or None."
+            )
+        if self.buckets and self.pad_to_multiple_of not in (1, None):
+            raise ConfigError("Lengths are padded to buckets or to multiples.", fix="leave one of the two out.")
 
 
 def available_processors() -> int:

@@ -1,14 +1,15 @@
-"""Shape buckets: pad the `sequence` axis up to one of a few lengths, so that a runtime may compile static shapes.
+"""Sequences padded up to one of a few lengths (buckets, with static shapes) or to a multiple (with dynamic ones).
 
-One wrapper for every backend: it pads with the values that the specs name, runs the session opened for that length, and
-cuts the result. Padding is masked, so results are those of the unpadded call; models for which the export found
-otherwise are refused, and a bucket that differs from dynamic shapes on the device at hand is not used (`forms`).
+Wrappers for every backend: they pad with the values that the specs name, run the session for that length, and cut the
+result. Padding is masked, so results are those of the unpadded call; models for which the export found otherwise are
+refused, and a length that differs from the unpadded call on the device at hand is not used (`forms`).
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..errors import ConfigError, InputError
 from .checks import ShapeCheck, check_readable, no_state, wrong_names
 from .description import SessionDescription
-from .forms import Form, FormChecks, FormVerdict
+from .forms import Form, FormChecks, FormVerdict, HasForms
 from .interfaces import Feeds, Names, Session, State
 
 if TYPE_CHECKING:
@@ -26,7 +27,92 @@ OpenShapes = Callable[[Mapping[str, int] | None], Mapping[str, Session]]
 _AXIS = "sequence"
 
 
-class BucketedSession(SessionDescription):
+def why_unpadded(artifact: Artifact) -> str | None:
+    """Why an artifact's sequences cannot be padded; `None` where they can."""
+    changed = max((float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0)
+    if changed > 0:
+        return f"padding changes what this model answers (by {changed:.2g} of the largest value)"
+    for component in artifact.components:
+        if component.stateful:
+            return f"{component.name!r} keeps a cache that would hold the padding"
+        if not any(spec.role == "mask" and _AXIS in spec.shape for spec in component.inputs):
+            return f"{component.name!r} takes no mask to hide the padding"
+    return None
+
+
+class _PaddedSession(SessionDescription, ABC):
+    """A session whose calls are padded to lengths that a subclass chooses.
+
+    Args:
+        component: What the artifact says about it.
+        described: A session of it.
+        checks: Compares lengths with the unpadded call.
+    """
+
+    def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
+        super().__init__(component.inputs, component.outputs, described.device, described.compute_dtype)
+        self._taken = {spec.name: spec for spec in component.inputs}
+        self._made = {spec.name: spec for spec in component.outputs}
+        self._check_shapes = ShapeCheck(component.inputs)
+        self._forms = checks
+
+    @abstractmethod
+    def _fitting(self, length: int) -> int | None:
+        """The length to pad to, at least `length`; `None` for a call as it is."""
+
+    @abstractmethod
+    def _session(self, size: int | None) -> Session:
+        """What runs calls of that length, or as they are."""
+
+    def run(
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Pad, run, cut; see `Session.run`, also for the shapes."""
+        if feeds.keys() != self._taken.keys():
+            raise wrong_names(feeds, self._taken)
+        for name, tensor in feeds.items():
+            check_readable(name, tensor)
+        # Before padding, which would hide a mask that is too short.
+        self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
+        return self._run_in(self._fitting(self._length(feeds)), feeds, outputs=outputs, state=state)
+
+    def _run_in(
+        self, size: int | None, feeds: Feeds, *, outputs: Sequence[str] | None = None, state: State | None = None
+    ) -> dict[str, torch.Tensor]:
+        length = self._length(feeds)
+        if size is not None and size != length:
+            feeds = {name: self._padded(name, tensor, size) for name, tensor in feeds.items()}
+        result = self._session(size).run(feeds, outputs=outputs, state=state)
+        if size is None or size == length:
+            return result
+        return {name: self._cut(name, tensor, length) for name, tensor in result.items()}
+
+    def _length(self, feeds: Feeds) -> int:
+        for name, spec in self._taken.items():
+            if _AXIS in spec.shape and name in feeds:
+                return int(feeds[name].shape[spec.shape.index(_AXIS)])
+        raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
+
+    def _padded(self, name: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        from torch.nn.functional import pad
+
+        spec = self._taken.get(name)
+        if spec is None or _AXIS not in spec.shape:
+            return tensor
+        axis = spec.shape.index(_AXIS)
+        amount = [0, 0] * (tensor.ndim - axis - 1) + [0, size - int(tensor.shape[axis])]
+        return pad(tensor, amount, value=spec.pad_value)
+
+    def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        spec = self._made[name]
+        return tensor.narrow(spec.shape.index(_AXIS), 0, length) if _AXIS in spec.shape else tensor
+
+    def new_state(self, batch: int) -> State:
+        """Padded sessions keep no state."""
+        raise no_state()
+
+
+class BucketedSession(_PaddedSession):
     """A session that rounds the sequence up to the next bucket. Longer calls run with dynamic shapes."""
 
     def __init__(
@@ -37,27 +123,13 @@ class BucketedSession(SessionDescription):
         open_plain: Callable[[], Mapping[str, Session]],
         checks: Callable[[Session], FormChecks],
     ) -> None:
-        if component.stateful:
-            raise ConfigError(
-                f"Buckets pad the sequence, and {component.name!r} keeps a cache that would hold the padding.",
-                fix="leave buckets out.",
-            )
-        if not any(spec.role == "mask" for spec in component.inputs):
-            raise ConfigError(
-                f"Buckets pad the sequence, and {component.name!r} takes no mask to hide the padding.",
-                fix="leave buckets out.",
-            )
         self._buckets = tuple(buckets)
         self._name = component.name
         self._open = open_bucket
         self._open_plain = open_plain
-        self._first = open_bucket(self._buckets[0])
-        self._sessions: dict[int | None, Session] = {self._buckets[0]: self._first}
-        super().__init__(component.inputs, component.outputs, self._first.device, self._first.compute_dtype)
-        self._taken = {spec.name: spec for spec in component.inputs}
-        self._made = {spec.name: spec for spec in component.outputs}
-        self._check_shapes = ShapeCheck(component.inputs)
-        self._forms = checks(self._first)
+        first = open_bucket(self._buckets[0])
+        self._sessions: dict[int | None, Session] = {self._buckets[0]: first}
+        super().__init__(component, first, checks(first))
         # Which buckets were found right here; asked for each when it is first needed.
         self._right: dict[int, bool] = {}
 
@@ -72,15 +144,12 @@ class BucketedSession(SessionDescription):
             open_shapes: Opens its components with fixed sizes for some axes, or with dynamic ones for `None`.
             buckets: Lengths, rising.
             versions: Of what runs it.
+
+        Raises:
+            ConfigError: Its sequences cannot be padded.
         """
-        changed = max(
-            (float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0
-        )
-        if changed > 0:
-            raise ConfigError(
-                f"Buckets pad the sequence, and padding changes what this model answers (by {changed:.2g} of the largest value).",
-                fix="leave buckets out.",
-            )
+        if (reason := why_unpadded(artifact)) is not None:
+            raise ConfigError(f"Buckets pad the sequence, and {reason}.", fix="leave buckets out.")
         opened: dict[int | None, Mapping[str, Session]] = {}
 
         def open_bucket(name: str, bucket: int | None) -> Session:
@@ -88,18 +157,13 @@ class BucketedSession(SessionDescription):
                 opened[bucket] = open_shapes(None if bucket is None else {_AXIS: bucket})
             return opened[bucket][name]
 
-        def checks(component: Component, session: Session) -> FormChecks:
-            return FormChecks(
-                artifact, component, device=session.device, compute_dtype=session.compute_dtype, versions=versions
-            )
-
         return {
             c.name: cls(
                 c,
                 buckets,
                 functools.partial(open_bucket, c.name),
                 functools.partial(open_shapes, None),
-                functools.partial(checks, c),
+                functools.partial(_checks, artifact, c, versions),
             )
             for c in artifact.components
         }
@@ -107,34 +171,17 @@ class BucketedSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """Pad, run, cut; see `Session.run`, also for the shapes. Buffers in `out` are not supported: their size is the bucket's."""
+        """See `Session.run`. Buffers in `out` are not supported: their size is the bucket's."""
         if out is not None:
             raise InputError(
                 "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
             )
-        if feeds.keys() != self._taken.keys():
-            raise wrong_names(feeds, self._taken)
-        for name, tensor in feeds.items():
-            check_readable(name, tensor)
-        # Before padding, which would hide a mask that is too short.
-        self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
-        length = self._length(feeds)
+        return super().run(feeds, outputs=outputs, state=state)
+
+    def _fitting(self, length: int) -> int | None:
         position = bisect.bisect_left(self._buckets, length)
         bucket = self._buckets[position] if position < len(self._buckets) else None
-        if bucket is not None and not self._is_right(bucket):
-            bucket = None
-        return self._run_in(bucket, feeds, outputs=outputs, state=state)
-
-    def _run_in(
-        self, bucket: int | None, feeds: Feeds, *, outputs: Sequence[str] | None = None, state: State | None = None
-    ) -> dict[str, torch.Tensor]:
-        length = self._length(feeds)
-        if bucket is not None and bucket != length:
-            feeds = {name: self._padded(name, tensor, bucket) for name, tensor in feeds.items()}
-        result = self._session(bucket).run(feeds, outputs=outputs, state=state)
-        if bucket is None or bucket == length:
-            return result
-        return {name: self._cut(name, tensor, length) for name, tensor in result.items()}
+        return bucket if bucket is not None and self._is_right(bucket) else None
 
     def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         """One call with dynamic shapes; sessions that are opened for it alone are closed again."""
@@ -160,36 +207,83 @@ class BucketedSession(SessionDescription):
         """Compare every bucket with dynamic shapes."""
         return [self._verdict(bucket) for bucket in self._buckets]
 
-    def _session(self, bucket: int | None) -> Session:
-        if bucket not in self._sessions:
-            self._sessions[bucket] = self._open(bucket)
-        return self._sessions[bucket]
-
-    def _length(self, feeds: Feeds) -> int:
-        for name, spec in self._taken.items():
-            if _AXIS in spec.shape and name in feeds:
-                return int(feeds[name].shape[spec.shape.index(_AXIS)])
-        raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
-
-    def _padded(self, name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
-        from torch.nn.functional import pad
-
-        spec = self._taken.get(name)
-        if spec is None or _AXIS not in spec.shape:
-            return tensor
-        axis = spec.shape.index(_AXIS)
-        amount = [0, 0] * (tensor.ndim - axis - 1) + [0, bucket - int(tensor.shape[axis])]
-        return pad(tensor, amount, value=spec.pad_value)
-
-    def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        spec = self._made[name]
-        return tensor.narrow(spec.shape.index(_AXIS), 0, length) if _AXIS in spec.shape else tensor
-
-    def new_state(self, batch: int) -> State:
-        """Bucketed sessions keep no state."""
-        raise no_state()
+    def _session(self, size: int | None) -> Session:
+        if size not in self._sessions:
+            self._sessions[size] = self._open(size)
+        return self._sessions[size]
 
     def close(self) -> None:
         """Close the sessions of all buckets."""
         for session in self._sessions.values():
             session.close()
+
+
+class RoundedSession(_PaddedSession):
+    """A session of dynamic shapes that meets fewer of them: sequences are padded to the next multiple of a length.
+
+    For runtimes that compile kernels for each new shape, and whose kernels like round ones (docs/adr/0034-lengths-in-steps.md).
+    """
+
+    def __init__(self, component: Component, multiple: int, session: Session, checks: FormChecks) -> None:
+        super().__init__(component, session, checks)
+        self._multiple = multiple
+        self._plain = session
+        self._longest = component.max_sizes.get(_AXIS)
+        self._right: bool | None = None
+
+    @classmethod
+    def open_all(
+        cls, artifact: Artifact, sessions: Mapping[str, Session], multiple: int, versions: Mapping[str, str]
+    ) -> dict[str, Session]:
+        """An artifact's sessions, rounding.
+
+        Raises:
+            ConfigError: Its sequences cannot be padded.
+        """
+        if (reason := why_unpadded(artifact)) is not None:
+            raise ConfigError(
+                f"pad_to_multiple_of pads the sequence, and {reason}.", fix="leave pad_to_multiple_of out."
+            )
+        return {
+            c.name: cls(c, multiple, sessions[c.name], _checks(artifact, c, versions, sessions[c.name]))
+            for c in artifact.components
+        }
+
+    def run(
+        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
+    ) -> dict[str, torch.Tensor]:
+        """See `Session.run`. What is written into given buffers is not padded: their size is the call's."""
+        if out is not None:
+            return self._plain.run(feeds, outputs=outputs, out=out, state=state)
+        return super().run(feeds, outputs=outputs, state=state)
+
+    def _fitting(self, length: int) -> int | None:
+        size = -(-length // self._multiple) * self._multiple
+        if size == length or (self._longest is not None and size > self._longest):
+            return None
+        if self._right is None:
+            self._right = self._verdict().passed
+        return size if self._right else None
+
+    def _verdict(self) -> FormVerdict:
+        size = self._multiple
+        form = Form(name=f"multiples of {size}", sizes={"batch": 2, _AXIS: size - 1}, padding="right")
+        return self._forms.check(form, functools.partial(self._run_in, size), self._plain.run)
+
+    def check_forms(self) -> list[FormVerdict]:
+        """Compare a padded call with one that is not, and whatever forms the session has."""
+        own = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
+        return [*own, self._verdict()] if self._longest is None or self._multiple <= self._longest else own
+
+    def _session(self, size: int | None) -> Session:
+        return self._plain
+
+    def close(self) -> None:
+        """Close the session."""
+        self._plain.close()
+
+
+def _checks(artifact: Artifact, component: Component, versions: Mapping[str, str], session: Session) -> FormChecks:
+    return FormChecks(
+        artifact, component, device=session.device, compute_dtype=session.compute_dtype, versions=versions
+    )

@@ -1,4 +1,4 @@
-"""Opens an artifact: chooses the backend, applies the artifact's own run settings, adds shape buckets."""
+"""Opens an artifact: chooses the backend, applies the artifact's own run settings, adds what pads sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..artifact.manifest import Artifact, RunRecord
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from . import registry
-from .buckets import BucketedSession
+from .buckets import BucketedSession, RoundedSession, why_unpadded
 from .continuing import continued
 from .interfaces import OpenRequest, Session
 from .specs import BackendSpec, DeviceSpec
@@ -18,7 +18,9 @@ from .specs import BackendSpec, DeviceSpec
 logger = logging.getLogger(__name__)
 
 # Of `SessionOptions`, what an artifact's manifest may set; threads within the machine.
-_RECORDED = ("threads", "inter_op_threads", "compute_dtype", "buckets", "graph_optimization", "spinning")
+_RECORDED = (
+    "threads", "inter_op_threads", "compute_dtype", "buckets", "pad_to_multiple_of", "graph_optimization", "spinning"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,9 @@ def open_artifact(
             artifact.path.name, options.compute_dtype, dict(run.measured) or "no accuracy recorded", artifact.dtype,
         )  # fmt: skip
     implementation = registry.load(spec)
-    plain = replace(options, buckets=())
+    multiple = _multiple(options, spec, artifact)
+    options = replace(options, pad_to_multiple_of=multiple)
+    plain = replace(options, buckets=(), pad_to_multiple_of=1)
     if not options.check_inputs:
         artifact = _without_bounds(artifact)
 
@@ -110,7 +114,10 @@ def open_artifact(
         return continued(implementation.open(artifact, request), artifact.components)
 
     if not options.buckets:
-        return Opened(open_shapes(None), spec, where, options)
+        sessions = open_shapes(None)
+        if multiple != 1:
+            sessions = RoundedSession.open_all(artifact, sessions, multiple, registry.probe(spec).versions)
+        return Opened(sessions, spec, where, options)
     for component in artifact.components:
         limit = component.max_sizes.get("sequence")
         if limit is not None and options.buckets[-1] > limit:
@@ -120,6 +127,16 @@ def open_artifact(
             )
     versions = registry.probe(spec).versions
     return Opened(BucketedSession.open_all(artifact, open_shapes, options.buckets, versions), spec, where, options)
+
+
+def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
+    """What lengths are padded to a multiple of: as asked, else what the backend prefers, where sequences can be padded."""
+    if options.pad_to_multiple_of is not None:
+        return options.pad_to_multiple_of
+    if options.buckets or why_unpadded(artifact) is not None:
+        return 1
+    runs = [c for c in spec.capabilities if c.stage == "run" and c.consumes == artifact.format]
+    return max((c.preferred_multiple for c in runs), default=1)
 
 
 def _without_bounds(artifact: Artifact) -> Artifact:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..artifact.tensors import TensorSpec as TensorSpec
 
-API_VERSION = (2, 2)
+API_VERSION = (2, 3)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"
@@ -101,6 +101,8 @@ class Capability:
         dynamic_shapes: Whether named axes may vary from call to call.
         device_io: Whether inputs and outputs may live on the device.
         thread_safe: Whether one session may be called from several threads at once.
+        preferred_multiple: Of `run`: where lengths vary from call to call, what they are best padded to multiples of, because
+            each new length is compiled, or because kernels are faster there. 1: they are best left alone.
     """
 
     stage: Stage
@@ -117,6 +119,7 @@ class Capability:
     dynamic_shapes: bool = True
     device_io: bool = False
     thread_safe: bool = False
+    preferred_multiple: int = 1
 
     def takes(self, scheme: str) -> tuple[str, ...]:
         """The settings that a scheme has a use for."""

@@ -78,8 +78,9 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
     share = None if whole else max(1, (how.processors or available_processors()) // how.workers)
     if arguments.get("session_options") is not None:
         return _opened(source, arguments, how.workers)
-    # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md).
-    usual = SessionOptions(spinning=False, threads=share)
+    # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md);
+    # lengths vary from call to call, and a runtime may compile each of them (docs/adr/0034-lengths-in-steps.md).
+    usual = SessionOptions(spinning=False, threads=share, pad_to_multiple_of=None)
     first = _opened(source, {**arguments, "session_options": usual}, 1)[0]
     options = usual
     if first.artifact.manifest.run is not None:
@@ -87,7 +88,9 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
         first.close()
         first = _opened(source, arguments, 1)[0]
         recorded = first.session_options
-        options = replace(recorded, spinning=False, threads=recorded.threads or share)
+        options = replace(
+            recorded, spinning=False, threads=recorded.threads or share, pad_to_multiple_of=usual.pad_to_multiple_of
+        )
         first.close()
     elif how.workers == 1:
         return [first]

@@ -28,10 +28,18 @@ SPEC = BackendSpec(
     recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
-        Capability(stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True),
+        Capability(
+            stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True, preferred_multiple=16
+        ),
         # An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
         Capability(
-            stage="run", consumes="onnx", devices=_DEVICES, dtypes=_FLOATS, excludes=GENERATING, thread_safe=True
+            stage="run",
+            consumes="onnx",
+            devices=_DEVICES,
+            dtypes=_FLOATS,
+            excludes=GENERATING,
+            thread_safe=True,
+            preferred_multiple=16,
         ),
         # ONNX that exists already is converted; both levels do the same, exactly.
         Capability(

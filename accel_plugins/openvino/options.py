@@ -62,6 +62,10 @@ OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
         "DYNAMIC_QUANTIZATION_GROUP_SIZE",
         lambda value: _count("dynamic_quantization_group_size", value, 0),
     ),
+    "runtime_cache_capacity": (
+        "CPU_RUNTIME_CACHE_CAPACITY",
+        lambda value: _count("runtime_cache_capacity", value, 0),
+    ),
 }
 """Our options: OpenVINO's property, and what checks and translates a value."""
 
@@ -87,6 +91,8 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
             # It keeps keys and values in half precision or in 8 bits where a graph's file says so.
             "KV_CACHE_PRECISION": PRECISIONS[dtype],
+            # Kernels are kept for each shape of each layer, 5,000 by OpenVINO's default: gigabytes where lengths vary.
+            "CPU_RUNTIME_CACHE_CAPACITY": 1500,
         }
     elif session.threads is not None:
         raise ConfigError(f"{device} has no threads to set.", fix="leave threads out, or use the device 'cpu'.")

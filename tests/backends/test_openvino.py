@@ -43,6 +43,7 @@ from accel.errors import (
 from accel.testing.conformance import BackendConformance
 from accel.testing.folders import as_foreign
 from accel.testing.models import FAMILIES, tiny_model
+from accel_plugins.openvino.options import properties
 
 TOLERANCE = 1e-4
 CAPABILITIES = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -201,6 +202,16 @@ def test_options_reach_the_runtime(tiny_ir: Callable[..., Artifact]) -> None:
     assert compiled.get_property("PERFORMANCE_HINT") == "THROUGHPUT"
     assert compiled.get_property("NUM_STREAMS") == 2
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 2
+
+
+def test_kernels_that_are_kept(tiny_ir: Callable[..., Artifact]) -> None:
+    """OpenVINO's own 5,000 are gigabytes where shapes vary; its sessions do not tell how many it is."""
+    options = SessionOptions()
+    assert properties("CPU", {}, options, "float32")["CPU_RUNTIME_CACHE_CAPACITY"] == 1500
+    assert properties("CPU", {"runtime_cache_capacity": 0}, options, "float32")["CPU_RUNTIME_CACHE_CAPACITY"] == 0
+    assert logits(tiny_ir(), text(), provider_options={"runtime_cache_capacity": 7}).shape[0] == 2
+    with pytest.raises(ConfigError, match="whole number from 0"):
+        logits(tiny_ir(), text(), provider_options={"runtime_cache_capacity": -1})
 
 
 def test_missing_device_lists_the_devices(tiny_ir: Callable[..., Artifact]) -> None:

@@ -90,6 +90,7 @@ def sessions(
         "pytorch": (weights, RunSettings(backend="pytorch")),
         "cpu with buckets": (onnx, RunSettings(backend="cpu", options=SessionOptions(buckets=(8, 16)))),
         "openvino with buckets": (onnx, RunSettings(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
+        "openvino in steps": (onnx, RunSettings(backend="openvino", options=SessionOptions(pad_to_multiple_of=8))),
     }
     opened = {name: open_artifact(artifact, settings) for name, (artifact, settings) in ways.items()}
     yield {name: one.sessions["model"] for name, one in opened.items()}

@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import accel
 from accel import ORTModelForSequenceClassification as Classifier
 from accel.artifact import Artifact, accel_home
 from accel.backends import registry
+from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import (
     ArtifactNotFoundError,
@@ -357,6 +359,50 @@ def test_buckets(artifact: Artifact) -> None:
         Classifier(artifact, session_options=SessionOptions(buckets=(128,)))
 
 
+def test_lengths_in_steps(artifact: Artifact) -> None:
+    """Up to the model's 96 positions and no further, with buffers of the caller as they are."""
+    plain = Classifier(artifact)
+    model = Classifier(artifact, session_options=SessionOptions(pad_to_multiple_of=7))
+    lengths: list[int] = []
+    run = model.sessions["model"]._plain.run  # type: ignore[attr-defined]
+    model.sessions["model"]._plain.run = lambda feeds, **rest: (  # type: ignore[attr-defined]
+        lengths.append(feeds["input_ids"].shape[1]), run(feeds, **rest))[1]  # fmt: skip
+    for length in (1, 7, 8, 90, 95):
+        ids = torch.arange(5, 5 + length).repeat(2, 1)
+        mask = torch.ones_like(ids)
+        mask[1, (length + 1) // 2 :] = 0
+        expected = plain(input_ids=ids, attention_mask=mask).logits
+        assert (model(input_ids=ids, attention_mask=mask).logits - expected).abs().max() < 1e-5
+    assert lengths[-5:] == [7, 7, 14, 91, 95]
+    feeds = {spec.name: INPUTS[spec.name] for spec in artifact.components[0].inputs if spec.name in INPUTS}
+    out = {"logits": torch.zeros_like(plain(**feeds).logits)}
+    model.sessions["model"].run(feeds, out=out)
+    assert (out["logits"] - plain(**feeds).logits).abs().max() < 1e-5
+    assert lengths[-1] == INPUTS["input_ids"].shape[1]
+
+
+def test_what_a_backend_prefers(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SessionOptions(pad_to_multiple_of=None)
+    assert Classifier(artifact, session_options=options).session_options.pad_to_multiple_of == 1
+    spec = registry.describe("cpu")
+    wishes = tuple(replace(c, preferred_multiple=16) if c.stage == "run" else c for c in spec.capabilities)
+    monkeypatch.setattr(
+        "accel.backends.registry.choose", lambda **_: (replace(spec, capabilities=wishes), DeviceSpec("cpu"))
+    )
+    assert Classifier(artifact, session_options=options).session_options.pad_to_multiple_of == 16
+    with_buckets = SessionOptions(pad_to_multiple_of=None, buckets=(8,))
+    assert Classifier(artifact, session_options=with_buckets).session_options.pad_to_multiple_of == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"pad_to_multiple_of": 0}, "at least 1"), ({"pad_to_multiple_of": 8, "buckets": (8,)}, "leave one of the two")],
+)
+def test_steps_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SessionOptions(**options)
+
+
 def test_buckets_where_padding_changes_the_answer(artifact: Artifact, tmp_path: Path) -> None:
     assert artifact.manifest.steps[0].validation["padding_difference"] == 0
     config = transformers.NystromformerConfig(
@@ -367,6 +413,8 @@ def test_buckets_where_padding_changes_the_answer(artifact: Artifact, tmp_path: 
     made = accel.export(model, tmp_path / "onnx", task="text-classification")
     with pytest.raises(ConfigError, match="padding changes what this model answers"):
         Classifier(made, session_options=SessionOptions(buckets=(16,)))
+    with pytest.raises(ConfigError, match="padding changes what this model answers"):
+        Classifier(made, session_options=SessionOptions(pad_to_multiple_of=16))
 
 
 def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -375,6 +423,8 @@ def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> No
     logits = model(**INPUTS).logits
     assert logits.shape == (2, 5, 3)
     assert (logits - accel.ORTModelForTokenClassification(artifact)(**INPUTS).logits)[0].abs().max() < 1e-5
+    model = accel.ORTModelForTokenClassification(artifact, session_options=SessionOptions(pad_to_multiple_of=8))
+    assert torch.equal(model(**INPUTS).logits, logits)
 
 
 def test_close(artifact: Artifact) -> None:

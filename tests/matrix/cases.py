@@ -68,6 +68,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "inter_op_threads": (2,),
     "compute_dtype": get_args(Dtype),
     "buckets": ((8, 16),),
+    "pad_to_multiple_of": (8,),
     "graph_optimization": ("none", "basic", "extended"),
     "spinning": (False,),
     "profile": ("FOLDER",),
@@ -389,10 +390,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "PyTorch has no setting",
     ),
     Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
-    Refusal(lambda c: c.generates and _has(c, "buckets"), "leave buckets out"),
     Refusal(
-        lambda c: not (c.generates or set(task_spec(c.task).modalities) == {"text"}) and _has(c, "buckets"),
-        "buckets",
+        lambda c: c.generates and _has(c, "buckets", "pad_to_multiple_of"), "leave (buckets|pad_to_multiple_of) out"
+    ),
+    Refusal(
+        lambda c: (
+            not (c.generates or set(task_spec(c.task).modalities) == {"text"})
+            and _has(c, "buckets", "pad_to_multiple_of")
+        ),
+        "buckets|pad_to_multiple_of",
     ),
     Refusal(
         lambda c: (c.generates or c.task == "audio-xvector") and c.capture.startswith("output_"),

@@ -125,6 +125,26 @@ def test_a_wrong_bucket_is_not_used(
     monkeypatch.setattr(backend, "open", open_right)
 
 
+def test_wrong_steps_are_not_used(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A runtime that lets padding in is found before the first padded answer."""
+    monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
+    plain = open_artifact(artifact).sessions["model"]
+    session: Any = open_artifact(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8))).sessions["model"]
+    right = session._plain.run
+
+    def run(feeds: dict[str, torch.Tensor], **rest: Any) -> dict[str, torch.Tensor]:
+        found = right(feeds, **rest)
+        return {n: t + 0.5 for n, t in found.items()} if feeds["input_ids"].shape[1] % 8 == 0 else found
+
+    monkeypatch.setattr(session._plain, "run", run)
+    feeds = {spec.name: torch.ones(2, 5, dtype=torch.int64) for spec in artifact.components[0].inputs}
+    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+        assert (session.run(feeds)["logits"] - plain.run(feeds)["logits"]).abs().max() < 1e-5
+    assert "'multiples of 8'" in caplog.text
+
+
 def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.backends import opening
 
