@@ -102,7 +102,7 @@ def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> 
     """What to compute in: as asked, else the artifact's dtype, or float32 where the device does not have that.
 
     Raises:
-        ConfigError: The device does not compute in the dtype asked for.
+        ConfigError: The device does not compute in the dtype asked for, or not in 8 bits beside it.
     """
     wanted = session.compute_dtype or artifact.dtype
     if wanted == "float32":
@@ -111,8 +111,16 @@ def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> 
     # `AUTO` may take any of them.
     names = usable_names() if device.startswith("AUTO") else [device]
     have = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
-    if word in have:
+    made = artifact.manifest.quantization
+    slow = wanted == "float16" and "CPU" in names and made is not None and made.scheme == "static-int8"
+    if word in have and not slow:
         return wanted
+    if word in have and session.compute_dtype is not None:
+        # Reference code: a thousand times slower than others, and wrong for decoders.
+        raise ConfigError(
+            "OpenVINO has no kernels of its own for 8-bit products in float16 on a CPU.",
+            fix='use "float32" or "bfloat16", or leave compute_dtype out.',
+        )
     if session.compute_dtype is not None:
         able = [ours for ours, w in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if w in have]
         raise ConfigError(f"{device} does not compute in {wanted} here.", fix=f"use one of {', '.join(able)}.")

@@ -384,6 +384,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "does not compute in",
         unless="this processor computes in every dtype",
     ),
+    Refusal(
+        lambda c: (
+            c.runner == "openvino"
+            and c.device in HOST
+            and (c.scheme, c.option) == ("static-int8", 'compute_dtype="float16"')
+            and _computes(c)
+        ),
+        "no kernels of its own for 8-bit",
+        unless="this processor does not compute in float16",
+    ),
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
     Refusal(
         lambda c: c.runner in ("pytorch", COMPILES) and _has(c, "profile", "graph_optimization"),

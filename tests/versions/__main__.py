@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
 # Old libraries warn of what newer ones beneath them have deprecated.
-_LENIENT = ("-W", "ignore::DeprecationWarning")
+_LENIENT = ("-W", "ignore::DeprecationWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning")
 _SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 

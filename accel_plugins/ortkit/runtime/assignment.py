@@ -1,7 +1,7 @@
 """Which execution provider runs which nodes of a session: a provider that is listed may have taken nothing.
 
 ONNX Runtime lists a provider as active once its library has loaded, and runs every node that it does not take on the CPU,
-without a word. It can be told to record the assignment , which is read here.
+without a word. It can be told to record the assignment, which is read here.
 """
 
 from __future__ import annotations
