@@ -49,7 +49,8 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "per_channel": (False, True),
     "symmetric": (False, True),
     "operators": (("MatMul",),),
-    # About half of the nodes or modules, by their numbers; OpenVINO counts on from model to model, and a 0 anywhere was all of them at times.
+    # About half of the nodes or modules, by their numbers; OpenVINO counts on from model to model, and a 0 anywhere was all
+    # of them at times.
     "exclude": ((r"re:.*([0-4]|_[0-9]*[0-4]/.*|\.0\..*)$",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
     "percentile": (99.9,),
