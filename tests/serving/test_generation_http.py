@@ -256,7 +256,7 @@ def test_a_caller_that_hangs_up_frees_its_row(model: Any, monkeypatch: pytest.Mo
     import httpx2
     import uvicorn
 
-    Slow(monkeypatch, 0.02)
+    Slow(monkeypatch, 0.05)
     engine = accel.Engine({"tiny": model})
     server = uvicorn.Server(uvicorn.Config(create_app(engine), port=0, log_config=None, lifespan="on"))
     thread = threading.Thread(target=server.run)
