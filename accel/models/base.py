@@ -27,7 +27,7 @@ from ..backends.opening import Opened, RunSettings, open_artifact
 from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
-from ..stages.export import artifact_for
+from ..stages.export import opened_for
 from ..stages.resolving import resolve
 from ..tasks.infer import read_config, specs_for, task_spec
 from ..tasks.spec import LABELS, TaskSpec, load
@@ -184,15 +184,20 @@ class ORTModel(Familiar, Saveable):
         resolved = resolve(
             model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
         )
-        made = (cls._for_task(resolved.task) if cls._any_task else cls)(
-            artifact_for(resolved, settings, export_config),
-            backend=settings.backend,
-            device=settings.device,
-            provider_options=settings.provider_options,
-            session_options=settings.options,
-            trust_remote_code=trust_remote_code,
-            config=config,
-        )
+        kind: type[Any] = cls._for_task(resolved.task) if cls._any_task else cls
+
+        def opened(artifact: Artifact) -> Any:
+            return kind(
+                artifact,
+                backend=settings.backend,
+                device=settings.device,
+                provider_options=settings.provider_options,
+                session_options=settings.options,
+                trust_remote_code=trust_remote_code,
+                config=config,
+            )
+
+        made: Self = opened_for(resolved, settings, export_config, opened)
         if use_cache is not None and made.generation_config is not None:
             made.generation_config.use_cache = use_cache
         return made

@@ -9,7 +9,7 @@ import torch
 from ..artifact.manifest import Artifact
 from ..backends.opening import RunSettings
 from ..config import ExportConfig
-from ..stages.export import artifact_for, weights_of
+from ..stages.export import opened_for, weights_of
 from ..stages.resolving import Resolved, original, recorded_export, resolve
 from ..tasks.infer import task_spec
 from ..tasks.spec import load
@@ -26,16 +26,19 @@ def open_model(
     """
     settings = settings or RunSettings()
     resolved = resolve(model)
-    artifact = artifact_for(resolved, settings, config)
-    cls: type[ORTModel] = load(task_spec(artifact.task).model)
-    return cls(
-        artifact,
-        backend=settings.backend,
-        device=settings.device,
-        provider_options=settings.provider_options,
-        session_options=settings.options,
-        trust_remote_code=resolved.hub.trust_remote_code,
-    )
+
+    def opened(artifact: Artifact) -> ORTModel:
+        cls: type[ORTModel] = load(task_spec(artifact.task).model)
+        return cls(
+            artifact,
+            backend=settings.backend,
+            device=settings.device,
+            provider_options=settings.provider_options,
+            session_options=settings.options,
+            trust_remote_code=resolved.hub.trust_remote_code,
+        )
+
+    return opened_for(resolved, settings, config, opened)
 
 
 def open_original(resolved: Resolved) -> tuple[ORTModel, str]:

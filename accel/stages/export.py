@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import capture, progress
 from ..artifact.checksums import folder_digest
@@ -24,6 +24,7 @@ from ..backends.opening import RunSettings
 from ..backends.specs import WEIGHTS, BackendSpec, DeviceSpec
 from ..config import ExportConfig
 from ..errors import (
+    AccelError,
     ConfigError,
     ExportError,
     InputError,
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+_Model = TypeVar("_Model")
+# How often an export is made that others remove.
+_TRIES = 3
 
 
 def export(
@@ -300,6 +305,32 @@ def artifact_for(resolved: Resolved, run: RunSettings, config: ExportConfig | No
         return adopt_weights(resolved.location, task=resolved.task, config=config, hub=resolved.hub)
     spec = registry.owner("export", format, run.backend if made else None)
     return cached_export(resolved, spec=spec, config=config)
+
+
+def opened_for(
+    resolved: Resolved, run: RunSettings, config: ExportConfig | None, open_: Callable[[Artifact], _Model]
+) -> _Model:
+    """Open what `artifact_for` finds; again where a kept export went away meanwhile (`accel cache clear` in another process)."""
+    for _ in range(_TRIES - 1):
+        artifact = artifact_for(resolved, run, config)
+        before = _identity(artifact.path)
+        try:
+            return open_(artifact)
+        except (AccelError, OSError):
+            there = before is not None and _identity(artifact.path) == before
+            if there or artifact.path.parent != accel_home() / "exports":
+                raise
+            logger.info("%s was removed while it was opened", artifact.path)
+    return open_(artifact_for(resolved, run, config))
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder it is, of those that have had its name; `None` where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifact:

@@ -542,6 +542,34 @@ def test_a_damaged_cached_export_is_made_again(
     assert again.artifact.bytes == first.artifact.bytes
 
 
+def test_an_export_that_is_removed_while_it_is_opened(
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By `accel cache clear` in another process, say; what goes wrong with an export that is there is told."""
+    from accel.models import base
+
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    right, left = base.open_artifact, [2]
+
+    def removing(artifact: Artifact, *rest: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            shutil.rmtree(artifact.path)
+        return right(artifact, *rest, **more)
+
+    monkeypatch.setattr(base, "open_artifact", removing)
+    assert Classifier.from_pretrained(small_folder)(**INPUTS).logits.shape[0] == 2
+
+    def refusing(*_: Any, **__: Any) -> Any:
+        left[0] += 1
+        raise SessionError("no")
+
+    monkeypatch.setattr(base, "open_artifact", refusing)
+    with pytest.raises(SessionError):
+        Classifier.from_pretrained(small_folder)
+    assert left == [1]
+
+
 def test_two_exports_of_one_model_at_once(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The slower process finds the folder of the faster one in its place and takes it."""
     from accel.stages import export as exporting
