@@ -76,6 +76,8 @@ _SIZED_BY_VALUES = {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
 
 _KERNELS = "sdpa_kernel"
 _MEMORY_EFFICIENT = "2"
+# cuDNN's, memory efficient and spelled-out attention.
+_ALL_BUT_FLASH = str(8 | 2 | 16)
 _HOPPER = 90
 
 
@@ -304,9 +306,13 @@ class Runtime:
         """The graph in a form; `None` for the file as it is."""
         return in_form(self._path, form) if form != "general" else None
 
+    def _kernels(self, form: Form) -> dict[str, str]:
+        """The provider option that chooses among attention's kernels, where a form needs some of them."""
+        return {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
+
     def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
         """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
-        extra = {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
+        extra = self._kernels(form)
         if self._whole:
             weights = self._weights.values() if self._weights is not None else {}
             try:
@@ -427,7 +433,8 @@ class DecoderRuntime(Runtime):
                 f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
                 fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
             )
-        self._form = causal_form(path)
+        # Whoever chooses kernels may choose flash attention.
+        self._form = causal_form(path, rotary_inside=_KERNELS not in options.provider)
         super().__init__(path, component, device, options, session, checks)
 
     @property
@@ -437,6 +444,9 @@ class DecoderRuntime(Runtime):
 
     def _model(self, form: Form) -> bytes | None:
         return self._form.model
+
+    def _kernels(self, form: Form) -> dict[str, str]:
+        return {_KERNELS: _ALL_BUT_FLASH} if self._form.rotary_inside else {}
 
     def compute(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> None:
         """One run behind what is on torch's current stream, which is behind it afterwards. Tensors by name, on the GPU, of the

@@ -48,7 +48,9 @@ def halved(exported: Halved, tmp_path_factory: pytest.TempPathFactory) -> Halved
 
     def get(family: str) -> Artifact:
         if family not in made:
-            made[family] = optimize(exported(family), root / family, backend="cuda", level="O4")
+            # Phi-3's logits, up to 8, are 0.14 off in PyTorch's float16 as well.
+            atol = 0.15 if family == "phi3" else None
+            made[family] = optimize(exported(family), root / family, backend="cuda", level="O4", atol=atol)
         return made[family]
 
     return get

@@ -220,9 +220,11 @@ def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
 
 def test_the_command_line_page_is_what_the_commands_say() -> None:
     reference = tool("cli_reference")
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.render(), (
-        "out of date: python docs/tools/cli_reference.py"
+    # A group of commands has brackets around COMMAND in some versions of typer.
+    page, said = (
+        text.replace("[COMMAND]", "COMMAND") for text in (reference.PAGE.read_text("utf-8"), reference.render())
     )
+    assert page == said, "out of date: python docs/tools/cli_reference.py"
 
 
 def test_every_command_and_flag_is_on_the_command_line_page() -> None:

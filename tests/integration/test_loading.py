@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 import accel
 from accel import ORTModelForSequenceClassification as Classifier
 from accel.artifact import Artifact, accel_home
+from accel.artifact.checksums import sha256
 from accel.backends import registry
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
@@ -481,6 +482,21 @@ def test_wrong_class(artifact: Artifact) -> None:
 def test_options_that_do_not_exist(options: dict[str, Any], message: str, artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match=message):
         Classifier.from_pretrained(artifact.path, **options)
+
+
+def test_an_axis_whose_name_is_no_text(copy: Path) -> None:
+    graph = copy / "model.onnx"
+    content = graph.read_bytes()
+    assert b"sequence" in content
+    graph.write_bytes(content.replace(b"sequence", b"\xe3equence"))
+
+    def record(values: dict[str, Any]) -> None:
+        (file,) = (file for file in values["components"][0]["files"] if file["name"] == graph.name)
+        file["sha256"] = sha256(graph)
+
+    edit_manifest(copy, record)
+    with pytest.raises(IntegrityError, match="no text"):
+        Classifier.from_pretrained(copy)
 
 
 def test_damaged_graphs(copy: Path, artifact: Artifact, tmp_path: Path) -> None:

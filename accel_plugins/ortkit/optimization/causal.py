@@ -20,6 +20,7 @@ from accel.errors import SessionError
 from ..graph.analysis import bounds, dims, producer, shape_value
 from ..graph.editing import MICROSOFT, nodes, read_graph, scalar
 from ..runtime.state import LENGTHS as LENGTHS
+from .inner_rotary import fuse_inner_rotary
 from .padding import padding_source
 
 TOTAL = "accel.total"
@@ -39,10 +40,12 @@ class CausalForm:
     Attributes:
         model: The serialized graph; its weights stay in the files beside the original.
         windowed: Whether a layer sees the last tokens only.
+        rotary_inside: Whether attention turns queries and keys, which flash attention would do by positions of its own.
     """
 
     model: bytes
     windowed: bool
+    rotary_inside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class _Seen:
         return _Seen(self.causal or other.causal, self.padding or other.padding, min(windows, default=0))
 
 
-def causal_form(path: Path) -> CausalForm:
-    """The decoder graph of a file in this form.
+def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
+    """The decoder graph of a file in this form, with rotary positions inside attention where that can be and is wanted.
 
     Raises:
         NoCausalFormError: Its attention sees something else than the last tokens, or its result depends on the mask
@@ -73,8 +76,9 @@ def causal_form(path: Path) -> CausalForm:
     """
     model = read_graph(path)
     windowed = take_lengths(model, path.name)
+    inside = rotary_inside and fuse_inner_rotary(model) > 0
     serialized: bytes = ir.to_proto(model).SerializeToString()
-    return CausalForm(serialized, windowed)
+    return CausalForm(serialized, windowed, inside)
 
 
 def take_lengths(model: ir.Model, name: str) -> bool:

@@ -152,6 +152,7 @@ def _positions(graph: ir.Graph, before: ir.Node, wave: ir.Value, tables: dict[tu
     made = ir.node("Reshape", [counted.outputs[0], shape.outputs[0]], name=f"{wave.name}.positions")
     for node in (shape, size, counted, made):
         node.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    made.outputs[0].shape = ir.Shape(wave.shape[:2]) if wave.shape is not None else None
     graph.insert_before(before, [shape, size, counted, made])
     tables[key] = made.outputs[0]
     return made.outputs[0]

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from accel.artifact import Artifact, Component
+from accel.artifact import Artifact, Component, TensorSpec
 from accel.backends.checks import (
     ShapeCheck,
     check_buffers,
@@ -270,23 +270,32 @@ def _check_declared(session: ort.InferenceSession, component: Component, path: P
     """Hold what an artifact says about a graph against the graph: all that follows believes it.
 
     Raises:
-        IntegrityError: A tensor that the graph has not, or one of another rank or type.
+        IntegrityError: A tensor that the graph has not, one of another rank or type, or a name that is no text.
     """
-    for declared, found in ((component.inputs, session.get_inputs()), (component.outputs, session.get_outputs())):
-        arguments = {one.name: one for one in found}
-        for spec in declared:
-            one = arguments.get(spec.name)
-            if one is None:
-                wrong = f"has no {spec.name[:80]!r}"
-            elif one.shape and len(one.shape) != len(spec.shape):
-                wrong = f"has {spec.name!r} of {len(one.shape)} axes instead of {len(spec.shape)}"
-            elif one.type in _ELEMENT_TYPES and _ELEMENT_TYPES[one.type] != spec.dtype:
-                wrong = f"has {spec.name!r} of {_ELEMENT_TYPES[one.type]} instead of {spec.dtype}"
-            else:
-                continue
-            raise IntegrityError(
-                f"{path} {wrong}: the graph is not the one that is described.", fix="make the artifact again."
-            )
+    try:
+        wrong = _undeclared(session.get_inputs(), component.inputs) or _undeclared(
+            session.get_outputs(), component.outputs
+        )
+    except UnicodeDecodeError as error:
+        wrong = f"has a name that is no text ({error.reason})"
+    if wrong:
+        raise IntegrityError(
+            f"{path} {wrong}: the graph is not the one that is described.", fix="make the artifact again."
+        )
+
+
+def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
+    """What a graph says differently about a tensor that an artifact declares; nothing for none."""
+    arguments = {one.name: one for one in found}
+    for spec in declared:
+        one = arguments.get(spec.name)
+        if one is None:
+            return f"has no {spec.name[:80]!r}"
+        if one.shape and len(one.shape) != len(spec.shape):
+            return f"has {spec.name!r} of {len(one.shape)} axes instead of {len(spec.shape)}"
+        if one.type in _ELEMENT_TYPES and _ELEMENT_TYPES[one.type] != spec.dtype:
+            return f"has {spec.name!r} of {_ELEMENT_TYPES[one.type]} instead of {spec.dtype}"
+    return ""
 
 
 def _symbols(path: Path, component: Component, axis: str) -> set[str]:

@@ -1,0 +1,186 @@
+"""Rotary positions inside attention: the same numbers as outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+import transformers
+
+from accel import export, optimize
+from accel.artifact import Artifact
+from accel.testing.models import VOCABULARY
+from accel_plugins.ortkit.optimization.causal import LENGTHS, TOTAL, causal_form
+from accel_plugins.ortkit.optimization.inner_rotary import fuse_inner_rotary
+
+LAYERS = 2
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+# Architecture, settings, and whether attention splits one projection itself.
+FAMILIES = {
+    "biases": ("Qwen2", {}, True),
+    "norms of queries and keys": ("Qwen3", {"head_dim": 16}, False),
+    "no biases": ("Mistral", {"sliding_window": None, "head_dim": 16}, True),
+    "scaled positions": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]:
+    made: dict[str, Artifact] = {}
+
+    def get(family: str) -> Artifact:
+        if family not in made:
+            architecture, settings, _ = FAMILIES[family]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{architecture}Config")(**SMALL, **settings)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith("bias"):
+                        parameter.normal_(std=0.3)
+            made[family] = export(model, tmp_path_factory.mktemp("inner") / "exported", task="text-generation")
+        return made[family]
+
+    return get
+
+
+class Form:
+    """The form of a decoder that takes lengths, in float32 on the CPU, and a cache of its own.
+
+    The CPU's kernel looks at positions behind a past only: prompts are of one row here, and count from zero.
+    """
+
+    def __init__(self, artifact: Artifact, *, rotary_inside: bool = True) -> None:
+        component = artifact.component("model")
+        path = artifact.path / component.file
+        form = causal_form(path, rotary_inside=rotary_inside)
+        model, self.rotary_inside = form.model, form.rotary_inside
+        self.graph = ir.from_proto(onnx.load_from_string(model)).graph
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+        disabled = ["GroupQueryAttentionFusion"]
+        self._session = ort.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+        )
+        self._specs = [spec for spec in component.inputs if spec.pair is not None]
+        self._cache: dict[str, np.ndarray] = {}
+
+    def start(self, rows: int) -> None:
+        self._cache = {
+            spec.name: np.zeros((rows, spec.shape[1], 32, spec.shape[3]), np.float32) for spec in self._specs
+        }
+
+    def repeat(self, rows: int) -> None:
+        self._cache = {name: buffer.repeat(rows, 0) for name, buffer in self._cache.items()}
+
+    def step(self, ids: np.ndarray, positions: list[list[int]], lengths: list[int]) -> np.ndarray:
+        feeds = {
+            "input_ids": ids, "position_ids": np.array(positions), "logits_to_keep": np.arange(ids.shape[1]),
+            LENGTHS: np.array(lengths, np.int32) - 1, TOTAL: np.array([max(lengths)], np.int32), **self._cache,
+        }  # fmt: skip
+        names = ["logits", *(str(spec.pair) for spec in self._specs)]
+        logits, *kept = self._session.run(names, feeds)
+        self._cache = dict(zip(self._cache, kept, strict=True))
+        found: np.ndarray = logits
+        return found
+
+
+def operators(form: Form) -> list[str]:
+    return [node.op_type for node in form.graph]
+
+
+def answers(form: Form) -> list[np.ndarray]:
+    """Logits of a prompt, of tokens behind it at places of the caller's own, and of a row's next ones."""
+    draw = np.random.default_rng(3)
+    form.start(1)
+    found = [form.step(draw.integers(4, VOCABULARY, (1, 5)), [[0, 1, 2, 3, 4]], [5])]
+    found.append(form.step(draw.integers(4, VOCABULARY, (1, 3)), [[9, 5, 7]], [8]))
+    form.repeat(3)
+    found.append(form.step(draw.integers(4, VOCABULARY, (3, 1)), [[7], [2], [40]], [9, 9, 9]))
+    return [*found, form.step(draw.integers(4, VOCABULARY, (3, 1)), [[11], [3], [12]], [10, 10, 10])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_inside_and_outside(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
+    made = optimize(exported(family), tmp_path / "made", backend="cuda", level="O3")
+    inside, outside = Form(made), Form(made, rotary_inside=False)
+    assert (inside.rotary_inside, outside.rotary_inside) == (True, False)
+    assert "RotaryEmbedding" not in operators(inside)
+    assert operators(outside).count("RotaryEmbedding") == 2 * LAYERS
+    # Gate and up projection are split as before.
+    assert operators(inside).count("Split") == (LAYERS if FAMILIES[family][2] else 2 * LAYERS)
+    for one, other in zip(answers(inside), answers(outside), strict=True):
+        assert np.abs(one - other).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["biases", "norms of queries and keys"])
+def test_tables_are_of_the_caches_type(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
+    """Angles stay in float32 until they are a table."""
+    made = optimize(exported(family), tmp_path / "halved", backend="cuda", level="O4")
+    graph = Form(made).graph
+    attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    longer = [node.inputs[7].producer() for node in attentions if node.inputs[7] is not None]
+    assert [node.op_type for node in longer if node is not None] == ["Pad"] * LAYERS
+    assert {node.outputs[0].dtype for node in longer if node is not None} == {ir.DataType.FLOAT16}
+    angles = {node.inputs[0].dtype for node in graph if node.op_type in ("Sin", "Cos") and node.inputs[0] is not None}
+    assert angles == {ir.DataType.FLOAT}
+
+
+def attention(
+    size: int = 16, *, elsewhere: bool = False, positions: tuple[Any, ...] = ("batch", "sequence"), **attributes: float
+) -> ir.Model:
+    """A layer's attention: two heads, one for keys and values."""
+    sizes = ["batch", "sequence", 4 * size]
+    cache = ["batch", 1, "capacity", size]
+    given: dict[str, tuple[ir.DataType, list[Any]]] = {
+        "x": (ir.DataType.FLOAT, sizes), "past_key": (ir.DataType.FLOAT, cache), "past_value": (ir.DataType.FLOAT, cache),
+        "lengths": (ir.DataType.INT32, ["batch"]), "total": (ir.DataType.INT32, [1]),
+        "cos": (ir.DataType.FLOAT, ["rows", size // 2]), "sin": (ir.DataType.FLOAT, ["rows", size // 2]),
+        "positions": (ir.DataType.INT64, list(positions)),
+    }  # fmt: skip
+    values = {
+        name: ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
+        for name, (kind, shape) in given.items()
+    }
+    widths = ir.Value(name="widths", const_value=ir.tensor(np.array([2 * size, size, size], np.int64), name="widths"))
+    split = ir.node("Split", [values["x"], widths], {"axis": -1}, num_outputs=3)
+    for part, width in zip(split.outputs, (2 * size, size, size), strict=True):
+        part.type, part.shape = values["x"].type, ir.Shape(["batch", "sequence", width])
+    turned = [
+        ir.node("RotaryEmbedding", [part, values["positions"], values["cos"], values["sin"]], domain="com.microsoft")
+        for part in split.outputs[:2]
+    ]
+    inputs = [turned[0].outputs[0], turned[1].outputs[0], split.outputs[2], *list(values.values())[1:5]]
+    made = ir.node(
+        "GroupQueryAttention",
+        inputs,
+        {"num_heads": 2, "kv_num_heads": 1, **attributes},
+        domain="com.microsoft",
+        num_outputs=3,
+    )
+    outputs = [*made.outputs, *([turned[1].outputs[0]] if elsewhere else [])]
+    graph = ir.Graph(
+        list(values.values()), outputs, nodes=[split, *turned, made], initializers=[widths], opset_imports={"": 18, "com.microsoft": 1}
+    )  # fmt: skip
+    return ir.Model(graph, ir_version=10)
+
+
+def test_what_does_not_fit_stays_outside() -> None:
+    assert fuse_inner_rotary(attention()) == 1
+    # A head's size that the operator does not turn, keys that something else reads, one position for all.
+    assert fuse_inner_rotary(attention(size=8)) == 0
+    assert fuse_inner_rotary(attention(elsewhere=True)) == 0
+    assert fuse_inner_rotary(attention(positions=(1,))) == 0
+    # What flash attention computes, which counts positions by itself.
+    assert fuse_inner_rotary(attention(local_window_size=4)) == 0
+    assert fuse_inner_rotary(attention(softcap=5.0)) == 0
