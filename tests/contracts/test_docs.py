@@ -20,12 +20,14 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import accel
 from accel import errors
@@ -218,13 +220,13 @@ def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
     assert seen >= 5
 
 
+@pytest.mark.skipif(
+    Version(metadata.version("typer")) < Version("0.29"),
+    reason="typer before 0.29 lays its help out differently; the next test checks what the page holds",
+)
 def test_the_command_line_page_is_what_the_commands_say() -> None:
     reference = tool("cli_reference")
-    # A group of commands has brackets around COMMAND in some versions of typer.
-    page, said = (
-        text.replace("[COMMAND]", "COMMAND") for text in (reference.PAGE.read_text("utf-8"), reference.render())
-    )
-    assert page == said, "out of date: python docs/tools/cli_reference.py"
+    assert reference.PAGE.read_text("utf-8") == reference.render(), "out of date: python docs/tools/cli_reference.py"
 
 
 def test_every_command_and_flag_is_on_the_command_line_page() -> None:
