@@ -144,7 +144,7 @@ def _obstacles(
         if dtype not in capability.dtypes:
             what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
             reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
-        if task in capability.excludes or ("*" not in capability.tasks and task not in capability.tasks):
+        if not capability.does(task):
             reasons.append(Reason("task", f"it does not run {task}"))
     found = None
     if not probe.available:

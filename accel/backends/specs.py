@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..artifact.tensors import TensorSpec as TensorSpec
 
-API_VERSION = (2, 3)
+API_VERSION = (2, 4)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"
@@ -103,6 +103,7 @@ class Capability:
         thread_safe: Whether one session may be called from several threads at once.
         preferred_multiple: Of `run`: where lengths vary from call to call, what they are best padded to multiples of, because
             each new length is compiled, or because kernels are faster there. 1: they are best left alone.
+        searched: Of `export`: whether `accel tune` tries it. What packs the same kernels that another candidate runs need not be.
     """
 
     stage: Stage
@@ -120,10 +121,15 @@ class Capability:
     device_io: bool = False
     thread_safe: bool = False
     preferred_multiple: int = 1
+    searched: bool = True
 
     def takes(self, scheme: str) -> tuple[str, ...]:
         """The settings that a scheme has a use for."""
         return next((one.names for one in self.settings if one.scheme == scheme), ())
+
+    def does(self, task: str) -> bool:
+        """Whether it is for a task."""
+        return task not in self.excludes and ("*" in self.tasks or task in self.tasks)
 
     def foreign(self, domains: Iterable[str] | None) -> tuple[str, ...]:
         """Of the operator domains of a graph, those that it does not have; none, where either side is unknown."""

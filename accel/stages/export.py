@@ -32,6 +32,7 @@ from ..errors import (
     OutputFolderError,
     SchemaError,
     SessionError,
+    TaskError,
     ValidationError,
     did_you_mean,
 )
@@ -136,7 +137,12 @@ def export_resolved(
 ) -> Artifact:
     """Export a model that is already on this machine; see `export`, also for the shapes of `sample`."""
     started = time.perf_counter()
-    capability = spec.capability("export")
+    capability = spec.capability("export", task=resolved.task)
+    if capability is not None and not capability.does(resolved.task):
+        raise TaskError(
+            f"Backend {spec.name!r} does not export models for {resolved.task}.",
+            fix="export it with another backend=... (--backend), or leave that out.",
+        )
     if capability is not None and config.dtype not in capability.dtypes:
         raise ConfigError(
             f"Backend {spec.name!r} does not export {config.dtype}.", fix=f"use dtype={' or '.join(capability.dtypes)}."
@@ -250,8 +256,9 @@ def _check(
         ValidationError: A case differs by more than the tolerance.
     """
     probe = registry.probe(spec)
+    made_for = DeviceSpec.parse(artifact.manifest.run.device).type if artifact.manifest.run is not None else "cpu"
     device = next(
-        (d for d in probe.devices if d.type == "cpu"), probe.devices[0] if probe.devices else DeviceSpec("cpu")
+        (d for d in probe.devices if d.type == made_for), probe.devices[0] if probe.devices else DeviceSpec("cpu")
     )
     request = OpenRequest(device=device, trust_remote_code=hub.trust_remote_code)
     word = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS

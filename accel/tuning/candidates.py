@@ -144,7 +144,7 @@ class Space:
         self._specs, self._others, self.skipped = _usable(backends)
 
     def _fits(self, capability: Capability) -> bool:
-        if self._task in capability.excludes or ("*" not in capability.tasks and self._task not in capability.tasks):
+        if not capability.does(self._task):
             return False
         # An export is made where there is room for it, whatever runs it.
         return capability.stage == "export" or self._device is None or self._device.type in capability.devices
@@ -161,6 +161,9 @@ class Space:
         for spec, capability in (*self._offers("export", None), *self._lent()):
             format = capability.produces
             if format is None or not any(self._offers("run", format)):
+                continue
+            if not capability.searched:
+                self._skip(f"{spec.name}: {format}", "the same kernels are tried where they need no packing")
                 continue
             on_host = all(device.type == "cpu" for _, device in self.runners(format, "float32"))
             for dtype in capability.dtypes:

@@ -46,3 +46,37 @@ INDUCTOR = BackendSpec(
         ),
     ),
 )
+
+AOTINDUCTOR = BackendSpec(
+    name="aotinductor",
+    summary="packages of code that PyTorch's compiler made once (.pt2)",
+    extra="pytorch",
+    impl="accel_plugins.pytorch.aotinductor.backend:AotInductorBackend",
+    # Nothing else runs its format.
+    auto=True,
+    requires=("torch", "transformers"),
+    aliases=("pt2", "aoti"),
+    distributions=("torch", "transformers"),
+    recorded_options=("cuda_graph",),
+    capabilities=(
+        Capability(
+            stage="export",
+            produces="pt2",
+            devices=_DEVICES,
+            dtypes=_FLOATS,
+            options=("device",),
+            excludes=GENERATING,
+            # The backend `inductor` runs what the compiler makes of each size.
+            searched=False,
+        ),
+        Capability(
+            stage="run",
+            consumes="pt2",
+            devices=_DEVICES,
+            dtypes=_FLOATS,
+            excludes=GENERATING,
+            device_io=True,
+            thread_safe=True,
+        ),
+    ),
+)

@@ -48,29 +48,12 @@ class WeightsExporter:
 
 
 def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
-    """The artifact of a model whose weights are in `folder`; nothing is written.
-
-    A model of one graph runs twice on inputs of a few tokens, to see what it returns.
-    """
+    """The artifact of a model whose weights are in `folder`; nothing is written."""
     names = _weight_files(folder)
+    file = next((name for name in names if not name.endswith(".json")), names[0])
     # Identified by size and time: there is no checksum to compare with.
     files = tuple(_stamp(folder, name) for name in names)
-    components = tuple(
-        Component(
-            name=part.name,
-            file=next((name for name in names if not name.endswith(".json")), names[0]),
-            files=files,
-            inputs=_input_specs(part, source.bounds(stateful=part.stateful)),
-            outputs=_output_specs(part),
-            max_sizes=part.max_sizes,
-            unused_inputs=part.unused_inputs,
-            own_defaults=part.own_defaults,
-            stateful=part.stateful,
-            croppable=part.croppable,
-            continues=part.continues,
-        )
-        for part in split(source)
-    )
+    components = tuple(replace(component, file=file, files=files) for component in components_of(source))
     step = Step(
         stage="export", backend="pytorch", config=config.to_dict(), versions=tool_versions("torch", "transformers")
     )
@@ -84,6 +67,29 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
         steps=(step,),
     )
     return Artifact(folder.absolute(), manifest)
+
+
+def components_of(source: Source) -> tuple[Component, ...]:
+    """The parts of a model, and what goes in and out of each; their files are left to whoever writes them.
+
+    A model of one graph runs twice on inputs of a few tokens, to see what it returns.
+    """
+    return tuple(
+        Component(
+            name=part.name,
+            file="",
+            files=(),
+            inputs=_input_specs(part, source.bounds(stateful=part.stateful)),
+            outputs=_output_specs(part),
+            max_sizes=part.max_sizes,
+            unused_inputs=part.unused_inputs,
+            own_defaults=part.own_defaults,
+            stateful=part.stateful,
+            croppable=part.croppable,
+            continues=part.continues,
+        )
+        for part in split(source)
+    )
 
 
 def _weight_files(folder: Path) -> list[str]:

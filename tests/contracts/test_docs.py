@@ -271,10 +271,10 @@ def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
     entries = project["entry-points"]["accel.backends"]
     shared = {"ortkit"}  # the substrate of the ONNX Runtime backends, not a backend
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - shared
-    # A folder holds the backend of its name; PyTorch's holds the one that compiles, too.
+    # A folder holds the backend of its name; PyTorch's holds the two that compile, too.
     assert {value.partition(":")[0].rpartition(".")[2] for value in entries.values()} == folders
     names = {name.replace("-", "_") for name in entries}
-    assert names == folders | {"inductor"}
+    assert names == folders | {"inductor", "aotinductor"}
     assert {path.stem.replace("-", "_") for path in (DOCS / "backends").glob("*.md")} == names
     for name, value in entries.items():
         module, _, attribute = value.partition(":")

@@ -23,8 +23,8 @@ from accel.tasks.infer import TASKS, task_spec
 HOST = ("cpu", "auto")
 """Device types that every machine has: a case on another one is marked `gpu`."""
 
-COMPILES = "inductor"
-"""The backend that compiles when it is called, for seconds to minutes: its cases are thorough ones."""
+COMPILES = ("inductor", "aotinductor")
+"""Backends that compile, for seconds to minutes: their cases are thorough ones."""
 
 HALVING = get_args(Level)[-1]
 """The level that makes half-precision graphs."""
@@ -84,13 +84,14 @@ NATIVE: Mapping[str, Mapping[str, Any]] = {
     "tensorrt": {"enable_mem_pattern": False},
 }
 PROVIDER: Mapping[str, Mapping[str, Any]] = {
+    "aotinductor": {"cuda_graph": True},
     "inductor": {"keep_slower": True, "freezing": False},
     "cuda": {"cuda_graphs": 0, "padding": "any", "packing": False, "use_tf32": True, "gpu_mem_limit": 2**31},
     "openvino": {"performance_hint": "throughput", "streams": 1, "dynamic_quantization_group_size": 32},
     "pytorch": {"cuda_graph": True},
     "tensorrt": {"trt_builder_optimization_level": 1, "profile": "batch=1:2:8,sequence=1:8:64"},
 }
-EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64"}
+EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64", "device": "cuda"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +229,7 @@ def _offers(
 ) -> Iterator[tuple[BackendSpec, Capability]]:
     for spec in specs:
         for one in spec.capabilities:
-            fits = task not in one.excludes and ("*" in one.tasks or task in one.tasks)
-            if one.stage == stage and one.consumes == consumes and fits:
+            if one.stage == stage and one.consumes == consumes and one.does(task):
                 yield spec, one
 
 
@@ -340,7 +340,20 @@ def _sets(case: Case, *settings: str) -> bool:
 _PARTS = ("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text")
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(lambda c: c.exporter == "openvino" and c.capture.startswith("opset"), "has no opset to choose"),
+    Refusal(
+        lambda c: c.exporter in ("openvino", "aotinductor") and c.capture.startswith("opset"), "has no opset to choose"
+    ),
+    # Compiled code belongs to a device, and to what it computes in.
+    Refusal(
+        lambda c: c.exporter == "aotinductor" and ("cuda" in c.capture) is not (c.device == "cuda"),
+        "cannot be compiled for|was compiled for",
+    ),
+    Refusal(
+        lambda c: (
+            c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
+        ),
+        "was compiled to compute in",
+    ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
     ),
@@ -350,7 +363,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: (
             c.quantizer == "neural-compressor"
-            and c.runner in ("pytorch", COMPILES)
+            and c.runner in ("pytorch", *COMPILES)
             and _has(c, "compute_dtype")
             and "float32" not in c.option
         ),
@@ -398,10 +411,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
     Refusal(
-        lambda c: c.runner in ("pytorch", COMPILES) and _has(c, "profile", "graph_optimization"),
+        lambda c: c.runner in ("pytorch", *COMPILES) and _has(c, "profile", "graph_optimization"),
         "PyTorch has no setting",
     ),
-    Refusal(lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option, "needs an NVIDIA GPU"),
+    Refusal(
+        lambda c: c.runner in ("pytorch", "aotinductor") and c.device == "cpu" and "cuda_graph" in c.option,
+        "needs an NVIDIA GPU",
+    ),
     Refusal(
         lambda c: c.generates and _has(c, "buckets", "pad_to_multiple_of"), "leave (buckets|pad_to_multiple_of) out"
     ),
@@ -484,7 +500,7 @@ def _quick_pool() -> tuple[Case, ...]:
 @functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
     """The cases of every run: each pair of values that can occur together occurs in one."""
-    pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner == COMPILES)]
+    pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner in COMPILES)]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
 
 

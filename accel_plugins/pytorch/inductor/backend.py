@@ -17,13 +17,8 @@ from accel.errors import ConfigError
 from ..backend import PytorchBackend
 from ..session import Module
 from .accelerating import Accelerator
-from .compiling import cpu_compiler, gpu_compiler
+from .compiling import REMEDIES, cpu_compiler, gpu_compiler
 from .engine import Engine
-
-_REMEDY = {
-    "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
-    "cuda": "install triton, which PyTorch's builds for GPUs bring along",
-}
 
 
 class InductorBackend(PytorchBackend):
@@ -37,7 +32,7 @@ class InductorBackend(PytorchBackend):
         found = super().probe()
         able = {"cpu": cpu_compiler() is not None, "cuda": gpu_compiler()}
         reasons = [
-            Reason("no-compiler", f"nothing here compiles code for {kind}", _REMEDY[kind])
+            Reason("no-compiler", f"nothing here compiles code for {kind}", REMEDIES[kind])
             for kind in sorted({device.type for device in found.devices})
             if not able[kind]
         ]

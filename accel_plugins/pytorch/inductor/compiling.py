@@ -19,6 +19,11 @@ from accel.capture import quiet
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _NAMES = itertools.count()
+REMEDIES = {
+    "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
+    "cuda": "install triton, which PyTorch's builds for GPUs bring along",
+}
+"""What makes code for each type of device compilable."""
 # The compiler keeps state of the process: one thread compiles at a time.
 compiler_lock = threading.RLock()
 

@@ -1,0 +1,104 @@
+"""Exports models as packages of compiled code, and opens them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.artifact import Artifact, Component
+from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
+from accel.backends.specs import Probe
+from accel.config import ExportConfig
+from accel.errors import ConfigError
+
+from ..backend import PytorchBackend
+from ..session import CapturedModule, Module, ModuleSession
+from .exporter import PackageExporter
+from .packages import check_target, check_trusted, opened
+
+
+class _Runtime(PytorchBackend):
+    """PyTorch's devices and settings, with the options of packages."""
+
+    name = "aotinductor"
+
+
+class AotInductorBackend:
+    """Runs packages of compiled code."""
+
+    def __init__(self) -> None:
+        self._runtime = _Runtime()
+
+    def probe(self) -> Probe:
+        """PyTorch's devices: opening a package needs no compiler."""
+        return self._runtime.probe()
+
+    def exporter(self) -> Exporter:
+        """Traces and compiles."""
+        return PackageExporter()
+
+    def optimizer(self) -> Optimizer | None:
+        """None."""
+        return None
+
+    def quantizer(self) -> Quantizer | None:
+        """None."""
+        return None
+
+    def preparer(self) -> Preparer | None:
+        """None."""
+        return None
+
+    def adopt(
+        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
+    ) -> Artifact | None:
+        """None: a package without a manifest says nothing of its tensors."""
+        return None
+
+    def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
+        """Load the code of every part; see `accel.backends.interfaces.Backend.open`. Nothing is compiled.
+
+        Args:
+            artifact: Packages.
+            request: `options`: `cuda_graph`, on GPUs: replay a captured graph for each shape; on.
+
+        Raises:
+            ConfigError: Code of somebody else that is not trusted, or settings that compiled code cannot have.
+            TargetMismatchError: It was compiled for another device, processor or PyTorch.
+        """
+        self._runtime.check(request)
+        dtype = request.session.compute_dtype or artifact.dtype
+        if dtype != artifact.dtype:
+            raise ConfigError(
+                f"{artifact.path} was compiled to compute in {artifact.dtype}, not in {dtype}.",
+                fix=f"leave compute_dtype out, or export it with dtype={dtype!r}.",
+            )
+        check_target(artifact, request.device.type)
+        check_trusted(artifact, trust_remote_code=request.trust_remote_code)
+        if request.session.threads is not None:
+            torch.set_num_threads(request.session.threads)
+        index = request.device.index if request.device.type == "cuda" else -1
+        sessions: dict[str, Session] = {}
+        for component in artifact.components:
+            module: Module = _Package(opened(artifact.path / component.file, device_index=index), component)
+            if request.device.type == "cuda" and request.options.get("cuda_graph", True):
+                module = CapturedModule(module)
+            sessions[component.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
+        return sessions
+
+
+class _Package:
+    """A package as a module: named tensors in and out."""
+
+    def __init__(self, loader: Any, component: Component) -> None:
+        self._loader = loader
+        self._inputs = tuple(spec.name for spec in component.inputs)
+        self._outputs = tuple(spec.name for spec in component.outputs)
+
+    def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute."""
+        found = self._loader.run([tensors[name].contiguous() for name in self._inputs])
+        return dict(zip(self._outputs, found, strict=True))

@@ -1,0 +1,111 @@
+"""Files of compiled code: whom they come from, what they were compiled for, and opening them.
+
+A package is native code, which does what it likes in the process that loads it. What this user compiled here opens; what came from
+elsewhere only where its code is trusted, as code that comes with a PyTorch model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.artifact import Artifact, Component, accel_home
+from accel.capture import quiet
+from accel.errors import ConfigError, SessionError, TargetMismatchError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "pt2"
+"""The format of artifacts that are packages of compiled code."""
+
+
+def _mark(component: Component) -> Path:
+    record = next(record for record in component.files if record.name == component.file)
+    return accel_home() / "packages" / record.sha256
+
+
+def remember(component: Component) -> None:
+    """Note that a package was compiled here, by its checksum."""
+    mark = _mark(component)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the package opens with trust_remote_code=True.", mark, error)
+
+
+def check_trusted(artifact: Artifact, *, trust_remote_code: bool) -> None:
+    """Refuse native code of somebody else.
+
+    Raises:
+        ConfigError: It was not compiled here, and its code is not trusted.
+    """
+    if trust_remote_code or all(_mark(component).is_file() for component in artifact.components):
+        return
+    raise ConfigError(
+        f"{artifact.path} holds native code that was not compiled here, which may do anything once it is loaded.",
+        fix="pass trust_remote_code=True (--trust-remote-code) where you trust who compiled it, or export the model yourself.",
+    )
+
+
+def target_of(package: Path) -> dict[str, Any]:
+    """What a package that was just compiled runs on."""
+    found = metadata(package)
+    device = found.get("AOTI_DEVICE_KEY", "cpu")
+    machine = found.get("AOTI_CPU_ISA", "") if device == "cpu" else found.get("AOTI_COMPUTE_CAPABILITY", "")
+    return {"device": device, "machine": machine, "torch": _torch_version()}
+
+
+def check_target(artifact: Artifact, device: str) -> None:
+    """Refuse code that is not for this device, these processors or this PyTorch.
+
+    Raises:
+        TargetMismatchError: It was compiled for others.
+    """
+    target: Mapping[str, Any] = artifact.manifest.target or {}
+    machine = str(target.get("machine", ""))
+    if target.get("device") == device and target.get("torch") == _torch_version() and _computes(device, machine):
+        return
+    raise TargetMismatchError(
+        f"{artifact.path} was compiled for {dict(target)}, which does not run on {device} here (torch {_torch_version()}).",
+        fix="export the model here (--backend aotinductor; --option device=cuda for a GPU), or open it on its own device.",
+    )
+
+
+def _computes(device: str, machine: str) -> bool:
+    """Whether a device has what the compiler's words say: instructions of processors, or a GPU's compute capability."""
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        return machine == f"{major}{minor}"
+    has = torch.cpu.get_capabilities()
+    # AVX512 is the foundation of it, whose name has an F at its end.
+    return all(has.get(word) or has.get(f"{word}_f") for word in machine.lower().split())
+
+
+def opened(package: Path, *, device_index: int) -> Any:
+    """What runs a package: takes and gives flat lists of tensors.
+
+    Raises:
+        SessionError: PyTorch cannot load it.
+    """
+    try:
+        with quiet():
+            return torch._inductor.aoti_load_package(str(package), device_index=device_index).loader
+    except Exception as error:
+        raise SessionError(f"PyTorch cannot load {package}: {error}", fix="export the model again.") from error
+
+
+def metadata(package: Path) -> dict[str, str]:
+    """What the compiler wrote into a package about its device."""
+    from torch._C import _aoti
+
+    loader: Any = _aoti.AOTIModelPackageLoader
+    return dict(loader.load_metadata_from_package(str(package), "model"))
+
+
+def _torch_version() -> str:
+    return torch.__version__.partition("+")[0]

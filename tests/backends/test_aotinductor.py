@@ -1,0 +1,114 @@
+"""Packages of compiled code: the contract of backends, who may open them and where, and that opening compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.backends.interfaces import Backend, OpenRequest
+from accel.backends.specs import DeviceSpec
+from accel.config import SessionOptions
+from accel.errors import AccelError, BackendUnavailableError, ConfigError, ExportError, TargetMismatchError
+from accel.testing.conformance import BackendConformance
+from accel.testing.generators import save_generator
+from accel.testing.models import tiny_model
+from accel_plugins.pytorch.aotinductor import exporter
+from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+
+_WITHOUT_COMPILER = """
+import sys, torch, accel
+model = accel.ORTModelForSequenceClassification.from_pretrained(sys.argv[1])
+assert model.backend == "aotinductor"
+torch.save(model(input_ids=torch.arange(4, 13)[None], attention_mask=torch.ones(1, 9, dtype=torch.int64)).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+class TestAotInductor(BackendConformance):
+    backend = "aotinductor"
+
+    def test_another_process_opens_it_without_a_compiler(
+        self, artifact: Artifact, original: Any, tmp_path: Path
+    ) -> None:
+        environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        words = [sys.executable, "-c", _WITHOUT_COMPILER, str(artifact.path), str(tmp_path / "found.pt")]
+        subprocess.run(words, env=environment, check=True, timeout=120)
+        with torch.no_grad():
+            expected = original(input_ids=torch.arange(4, 13)[None]).logits
+        torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected, atol=1e-5, rtol=0)
+        assert not list((tmp_path / "cache").rglob("*.cpp")), "something was compiled"
+
+    def test_code_of_others_is_not_loaded_unless_it_is_trusted(
+        self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
+        load = accel.ORTModelForSequenceClassification.from_pretrained
+        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+            load(artifact.path)
+        assert load(artifact.path, trust_remote_code=True).backend == "aotinductor"
+        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+            load(artifact.path)
+
+    def test_one_changed_byte_is_found_before_the_code_is_loaded(self, artifact: Artifact, tmp_path: Path) -> None:
+        accel.ORTModelForSequenceClassification.from_pretrained(artifact.path).save_pretrained(tmp_path / "copy")
+        package = tmp_path / "copy" / "model.pt2"
+        content = bytearray(package.read_bytes())
+        content[len(content) // 2] ^= 1
+        package.write_bytes(content)
+        with pytest.raises(AccelError, match=r"model\.pt2"):
+            accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "copy", trust_remote_code=True)
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"torch": "2.0.0"}, {"device": "cuda"}, {"machine": "AVX512 AVX9000"}],
+        ids=lambda one: next(iter(one)),
+    )
+    def test_it_runs_where_it_was_compiled_for(
+        self, artifact: Artifact, implementation: Backend, where: DeviceSpec, other: dict[str, str]
+    ) -> None:
+        target = {**(artifact.manifest.target or {}), **other}
+        foreign = replace(artifact, manifest=replace(artifact.manifest, target=target))
+        with pytest.raises(TargetMismatchError, match="was compiled for"):
+            implementation.open(foreign, OpenRequest(device=where))
+
+    def test_what_it_computes_in_is_settled(
+        self, artifact: Artifact, implementation: Backend, where: DeviceSpec
+    ) -> None:
+        with pytest.raises(ConfigError, match="was compiled to compute in float32"):
+            implementation.open(artifact, OpenRequest(device=where, session=SessionOptions(compute_dtype="bfloat16")))
+
+
+def test_a_model_that_generates_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    with pytest.raises(AccelError, match="text-generation"):
+        accel.export(save_generator(tmp_path / "model", "llama"), tmp_path / "out", backend="aotinductor")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be compiled for the device 'cuda:99'"):
+        accel.export(tiny_model("bert"), tmp_path / "out", backend="pt2", options={"device": "cuda:99"})
+
+
+def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "cpu_compiler", lambda: None)
+    with pytest.raises(BackendUnavailableError, match="g\\+\\+"):
+        accel.export(tiny_model("bert"), tmp_path / "out", backend="aotinductor")
+
+
+def test_what_the_compiler_cannot_do_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no lowering for aten.something")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
+    with pytest.raises(ExportError, match="no lowering") as found:
+        accel.export(tiny_model("bert"), tmp_path / "out", backend="aotinductor")
+    assert "another format" in str(found.value.fix)
