@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,10 +20,25 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfModel:
+    """Of one model, what is counted often."""
+
+    inference: Histogram
+    batch_rows: Histogram
+    batch_tokens: Histogram
+    tokens: Counter
+    padding: Counter
+    queue: Histogram
+    tokenization: Histogram
+    answered: Counter
+
+
 class Metrics:
     """Counters and histograms of one server; an `Observer` of its engine."""
 
     def __init__(self) -> None:
+        self._models: dict[str, _OfModel] = {}
         self.registry = registry = CollectorRegistry()
         of_model = ["model"]
         self.requests = Counter(
@@ -90,11 +106,12 @@ class Metrics:
 
     def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
         """See `Observer`."""
-        self.inference.labels(model).observe(seconds)
-        self.batch_rows.labels(model).observe(rows)
-        self.batch_tokens.labels(model).observe(padded)
-        self.tokens.labels(model).inc(tokens)
-        self.padding.labels(model).inc(padded - tokens)
+        of = self._of(model)
+        of.inference.observe(seconds)
+        of.batch_rows.observe(rows)
+        of.batch_tokens.observe(padded)
+        of.tokens.inc(tokens)
+        of.padding.inc(padded - tokens)
 
     def done(self, model: str, job: Job) -> None:
         """See `Observer`."""
@@ -103,10 +120,28 @@ class Metrics:
         elif job.future.exception() is not None:
             outcome = "failed"
         else:
-            outcome = "answered"
-            self.queue.labels(model).observe(job.timing.queue_s)
-            self.tokenization.labels(model).observe(job.timing.tokenization_s)
+            of = self._of(model)
+            of.queue.observe(job.timing.queue_s)
+            of.tokenization.observe(job.timing.tokenization_s)
+            of.answered.inc(job.size)
+            return
         self.inputs.labels(model, outcome).inc(job.size)
+
+    def _of(self, model: str) -> _OfModel:
+        """What is counted at every call and answer of a model: finding it by its labels takes as long as counting."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = _OfModel(
+                inference=self.inference.labels(model),
+                batch_rows=self.batch_rows.labels(model),
+                batch_tokens=self.batch_tokens.labels(model),
+                tokens=self.tokens.labels(model),
+                padding=self.padding.labels(model),
+                queue=self.queue.labels(model),
+                tokenization=self.tokenization.labels(model),
+                answered=self.inputs.labels(model, "answered"),
+            )
+        return found
 
     def refused(self, model: str) -> None:
         """See `Observer`."""
