@@ -264,6 +264,7 @@ class AccelerateConfig(PrepareConfig):
         lengths: Numbers of tokens to compile for, rising; `None` takes steps of at most a half from 16 on.
         graphs: How many sizes are compiled for, at most.
         cuda_graph: On a GPU: replay CUDA graphs.
+        packing: On a GPU, in half precision: layers of encoders compute no padding, where a batch has much of it.
         freezing: On the host: weights become constants of the compiled code, in the layout that its kernels want, for
             the memory of another copy for each size.
         keep_slower: Keep what was measured to be slower than the model as it was.
@@ -276,6 +277,7 @@ class AccelerateConfig(PrepareConfig):
     lengths: tuple[int, ...] | None = None
     graphs: int = 16
     cuda_graph: bool = True
+    packing: bool = True
     freezing: bool = True
     keep_slower: bool = False
 

@@ -13,7 +13,6 @@ from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutE
 from ..models.base import ORTModel
 from .generation.engine import GenerationEngine
 from .generation.options import GenerationLimits
-from .generation.scheduler import continues_text
 from .job import Job
 from .lane import Lane, Observer
 from .limits import Limits
@@ -157,7 +156,7 @@ class Engine:
     def operations(self, model: str | None = None) -> tuple[str, ...]:
         """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
         lane = self._lane(model)
-        return (*lane.operations, *(("generate",) if continues_text(lane.model) else ()))
+        return (*lane.operations, "generate") if lane.generates else lane.operations
 
     def generator(self, model: str | None = None) -> GenerationEngine:
         """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.

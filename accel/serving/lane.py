@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
 from ..models.base import ORTModel
 from .batching import CostModel, choose
+from .generation.scheduler import continues_text
 from .job import Job, Row
 from .limits import Limits
 from .work import Work, operations, tokenizer_of, work_of
@@ -66,12 +67,14 @@ class Lane:
 
     Attributes:
         operations: What can be asked of the model, its own task first.
+        generates: Whether it continues text.
     """
 
     def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
         self.name = name
         self.model = models[0]
         self.operations = operations(self.model)
+        self.generates = continues_text(self.model)
         self._limits = limits
         self.observer = observer
         self._cost = CostModel()

@@ -31,7 +31,7 @@ INDUCTOR = BackendSpec(
     requires=("torch", "transformers"),
     aliases=("torch.compile",),
     distributions=("torch", "transformers", "torchao"),
-    recorded_options=("quantization", "graphs", "cuda_graph", "freezing"),
+    recorded_options=("quantization", "graphs", "cuda_graph", "packing", "freezing"),
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),
         # A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.

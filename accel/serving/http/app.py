@@ -176,9 +176,11 @@ def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission
             response = error_reply(error, call.id, endpoint.error)
         if call.worked:
             timing = call.timing
-            response.headers["x-queue-ms"] = f"{timing.queue_s * 1e3:.3f}"
-            response.headers["x-tokenization-ms"] = f"{timing.tokenization_s * 1e3:.3f}"
-            response.headers["x-inference-ms"] = f"{timing.inference_s * 1e3:.3f}"
+            response.raw_headers += (
+                (b"x-queue-ms", b"%.3f" % (timing.queue_s * 1e3)),
+                (b"x-tokenization-ms", b"%.3f" % (timing.tokenization_s * 1e3)),
+                (b"x-inference-ms", b"%.3f" % (timing.inference_s * 1e3)),
+            )
         if tracer is not None and not endpoint.open:
             return _Traced(response, functools.partial(tracer.record, call, endpoint.path, response.status_code, start))
         return response

@@ -87,7 +87,8 @@ class Server:
 
     def models_for(self, operation: str) -> list[str]:
         """Names of the models that do an operation."""
-        return [name for name in self.engine.models if operation in self.engine.operations(name)]
+        engine = self.engine
+        return [name for name in engine.models if operation in engine.operations(name)]
 
     def model_for(self, name: str | None, operation: str) -> str:
         """The model that a caller named, or the only one that does the operation.

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,10 +53,9 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if server.draining:
-                    headers["connection"] = "close"
+                headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if server.draining and not any(name == b"connection" for name, _ in headers):
+                    headers.append((b"connection", b"close"))
                 # Before the client can have it: who scrapes after the last answer finds it counted.
                 path = scope.get("endpoint_path", "other")
                 server.metrics.requests.labels(path, scope["method"], str(status)).inc()

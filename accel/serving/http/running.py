@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import signal
 import socket
@@ -61,6 +62,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the models, and the door behind them."""
         await super().startup(sockets)
+        # What models and libraries hold stays: the collector need not look through it between requests.
+        gc.collect()
+        gc.freeze()
         if self.started and self._on_ready is not None:
             self._on_ready()
 

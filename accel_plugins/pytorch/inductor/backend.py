@@ -25,7 +25,7 @@ class InductorBackend(PytorchBackend):
     """Runs models through PyTorch's compiler."""
 
     name = "inductor"
-    options = ("quantization", "graphs", "cuda_graph", "freezing", "keep_slower")
+    options = ("quantization", "graphs", "cuda_graph", "packing", "freezing", "keep_slower")
 
     def probe(self) -> Probe:
         """PyTorch's devices, as far as code can be compiled for them."""
@@ -63,7 +63,8 @@ class InductorBackend(PytorchBackend):
 
         Args:
             artifact: PyTorch weights.
-            request: `options` are fields of `AccelerateConfig`: `quantization`, `graphs`, `cuda_graph`, `freezing`, `keep_slower`.
+            request: `options` are fields of `AccelerateConfig`: `quantization`, `graphs`, `cuda_graph`, `packing`, `freezing`,
+                `keep_slower`.
 
         Raises:
             ConfigError: An option that there is not, or a model whose parts keep a state.

@@ -23,6 +23,7 @@ from accel.errors import InputError, PrepareError
 from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
+from .packing import packable, packed, packed_tokens, sharing_copy
 from .precision import computing_copy
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, axes_to_cut, cut, padded, sizes_of, step_up
 
@@ -51,6 +52,7 @@ class CompiledForm:
         checked: Kinds of padding that were compared.
         cuts: For each tensor of the answer, which axes are cut.
         replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
+        tokens: What layers compute of it, where they leave padding out.
     """
 
     name: str
@@ -64,6 +66,7 @@ class CompiledForm:
     checked: set[tuple[bool, bool]] = field(default_factory=set)
     cuts: list[dict[int, str]] = field(default_factory=list)
     replayed: bool = False
+    tokens: int | None = None
 
     @property
     def state(self) -> Literal["compiled", "eager"]:
@@ -96,6 +99,9 @@ class Engine:
         self.uncompiled_calls = 0
         self._told: set[str] = set()
         self._pads = True
+        packs = config.packing and self.device.type == "cuda" and packable(self._computing, self.dtype)
+        # Copied now: whoever accelerates the model puts another `forward` in its place.
+        self._packs = sharing_copy(self._computing) if packs else None
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
@@ -186,12 +192,14 @@ class Engine:
     def _form(self, call: Mapping[str, Any], have: Sizes) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""
         kind, want = self._key(call, have)
+        tokens = packed_tokens(call, have, want) if self._packs is not None and cache_of(call) is None else None
+        kind = (kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
             with self._turn:
                 form = self.forms.get((kind, want))
                 if form is None and self.compilations < self.config.graphs:
-                    form = self.forms[kind, want] = self._new_form(call, want)
+                    form = self.forms[kind, want] = self._new_form(call, want, tokens)
                 elif form is None:
                     form = self._larger(kind, want)
         return form
@@ -242,12 +250,14 @@ class Engine:
             shape[1] = "length"
         return (leaf.dtype, leaf.device, tuple(shape))
 
-    def _new_form(self, call: Mapping[str, Any], want: Sizes) -> CompiledForm:
+    def _new_form(self, call: Mapping[str, Any], want: Sizes, tokens: int | None) -> CompiledForm:
         cache = cache_of(call)
-        form = CompiledForm(str(want) if cache is None else f"one token behind {shape_of(cache)}", want)
+        name = str(want) if cache is None else f"one token behind {shape_of(cache)}"
+        form = CompiledForm(name if tokens is None else f"{name}, {tokens} of them computed", want, tokens=tokens)
         graphs = self.device.type == "cuda" and self.config.cuda_graph
         form.replayed = graphs and cache is not None
-        made = compiled(self._compute, replayed=form.replayed)
+        compute = self._compute if tokens is None else packed(self._packs, tokens)
+        made = compiled(compute, replayed=form.replayed)
         if graphs and cache is None:
             made = CapturedModule(made)
         form.call = made
@@ -317,7 +327,12 @@ class Engine:
             if cache is not None:
                 as_inputs(cache)
         cuts, form.cuts = form.cuts, []
-        found = self._compile(form, call, have)
+        try:
+            found = self._compile(form, call, have)
+        except PrepareError as error:
+            if form.tokens is None:
+                raise
+            return self._unpacked(call, error.message)
         if not form.compile_s:
             form.compile_s = time.perf_counter() - started
             self.compilations += 1
@@ -325,7 +340,8 @@ class Engine:
                 "compiled %s for %s in %.1f s (%d of at most %d sizes)",
                 type(self.model).__name__, form.name, form.compile_s, self.compilations, self.config.graphs,
             )  # fmt: skip
-        found, difference, axes = self._compare(found, expected, have, form.sizes)
+        mask = call.get(MASK) if form.tokens is not None else None
+        found, difference, axes = self._compare(found, expected, have, form.sizes, mask)
         if cache is not None:
             difference = max(difference, self._other_cache(form, again, have, before, expected))
         if not difference <= self.tolerance:
@@ -358,8 +374,12 @@ class Engine:
         held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
         return max(difference, *(_difference(one, other) for one, other in held))
 
-    def _compare(self, found: Any, expected: Any, have: Sizes, want: Sizes) -> tuple[Any, float, list[dict[int, str]]]:
-        """What was found without padding, its largest difference as a share of the largest value, and the axes cut."""
+    def _compare(
+        self, found: Any, expected: Any, have: Sizes, want: Sizes, mask: torch.Tensor | None = None
+    ) -> tuple[Any, float, list[dict[int, str]]]:
+        """What was found without padding, its largest difference as a share of the largest value (of the tokens of a mask, where
+        there is one), and the axes cut.
+        """
         leaves, spec = pytree.tree_flatten(found)
         reference = pytree.tree_leaves(expected)
         if len(leaves) != len(reference):
@@ -377,6 +397,8 @@ class Engine:
                 worst = math.inf
                 continue
             leaves[i] = leaf = cut(leaf, cuts, have)
+            if mask is not None and leaf.shape[:2] == mask.shape:
+                leaf, other = leaf[mask != 0], other[mask != 0]
             worst = max(worst, _difference(leaf, other))
         return pytree.tree_unflatten(leaves, spec), worst, axes
 
@@ -387,6 +409,10 @@ class Engine:
             PrepareError: It differs without padding, too.
         """
         self._drop(form)
+        if form.tokens is not None:
+            return self._unpacked(
+                call, f"it differs by {difference:.2g} of the largest value; {self.tolerance:.2g} is accepted"
+            )
         if any(kind) and self._pads:
             self._pads = False
             logger.warning(
@@ -400,6 +426,12 @@ class Engine:
             f"of the largest value; {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
             fix="use another dtype, leave quantization out, or call model.restore().",
         )
+
+    def _unpacked(self, call: dict[str, Any], why: str) -> Any:
+        """The answer to a call whose padding could not be left out, and is not any more."""
+        self._packs = None
+        logger.warning("The layers of %s compute padding: without it %s.", type(self.model).__name__, why)
+        return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:
         self.forms = {key: one for key, one in self.forms.items() if one is not form}

@@ -1,0 +1,146 @@
+"""Encoders without their padding: what is computed, against the model as it is; with a stand-in for the GPU's attention."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel.config import AccelerateConfig
+from accel.testing.models import tiny_model
+from accel_plugins.pytorch.inductor import engine, packing
+from accel_plugins.pytorch.inductor.packing import packable, packed, packed_tokens
+from accel_plugins.pytorch.inductor.sizes import Sizes
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+BATCH, LENGTH = 6, 32
+
+
+@pytest.fixture(autouse=True)
+def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, other: torch.Tensor, longest: int, _: int,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        assert ends.dtype == torch.int32
+        assert torch.equal(ends, other)
+        assert ends[-1] == len(q), "every token is a row's"
+        found = torch.full_like(q, torch.nan)
+        bounds = ends.tolist()
+        for start, end in itertools.pairwise(bounds):
+            assert end - start <= longest
+            row = [one[start:end].transpose(0, 1)[None] for one in (q, k, v)]
+            found[start:end] = torch.nn.functional.scaled_dot_product_attention(*row, scale=scale)[0].transpose(0, 1)
+        return found
+
+    monkeypatch.setattr(packing, "_varlen", lambda: varlen)
+
+
+def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
+    """Rows padded on the right and on the left, a full one, and one of a single token."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (BATCH, LENGTH), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, count in enumerate((LENGTH, 1, 7, 20, 31, 12)):
+        mask[row, slice(-count, None) if row % 2 else slice(0, count)] = 1
+    if holes:
+        mask[0, 5:9] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("spare", ["none", "some", "all"])
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (transformers.BertForSequenceClassification, transformers.BertConfig(**SMALL)),
+        (transformers.BertForTokenClassification, transformers.BertConfig(**{**SMALL, "num_hidden_layers": 1})),
+        (transformers.RobertaForTokenClassification, transformers.RobertaConfig(**SMALL)),
+        (transformers.DistilBertForSequenceClassification, transformers.DistilBertConfig(**DISTILBERT)),
+        (transformers.ElectraModel, transformers.ElectraConfig(**SMALL)),
+    ],
+    ids=["bert", "one-layer", "roberta", "distilbert", "electra"],
+)
+def test_real_tokens_are_what_they_were(model: Any, config: Any, spare: str) -> None:
+    torch.manual_seed(0)
+    made = model(config).eval()
+    inputs = ragged(holes=True)
+    mask = inputs["attention_mask"]
+    real = int(mask.sum())
+    assert packable(made, torch.float16)
+    with torch.no_grad():
+        expected = made(**inputs)[0]
+        found = packed(made, {"none": real, "some": real + 11, "all": mask.numel()}[spare])(**inputs)[0]
+        assert found.isfinite().all()
+        read = mask != 0 if expected.shape[:2] == mask.shape else mask[:, 0] != 0
+        torch.testing.assert_close(found[read], expected[read], atol=2e-6, rtol=0)
+        assert torch.equal(made(**inputs)[0], expected), "the model itself is as it was"
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (transformers.MPNetModel, transformers.MPNetConfig(**SMALL)),
+        (transformers.ModernBertModel, transformers.ModernBertConfig(**SMALL)),
+        (transformers.DebertaV2Model, transformers.DebertaV2Config(**SMALL)),
+        (transformers.LayoutLMModel, transformers.LayoutLMConfig(**SMALL)),
+        (transformers.AlbertModel, transformers.AlbertConfig(**SMALL)),
+        (transformers.BertLMHeadModel, transformers.BertConfig(**SMALL, is_decoder=True)),
+    ],
+    ids=["relative", "rotary", "disentangled", "own-mask", "shared-layers", "decoder"],
+)
+def test_models_whose_layers_are_given_more_are_not_packed(model: Any, config: Any) -> None:
+    assert not packable(model(config).eval(), torch.float16)
+
+
+def test_float32_is_not_packed() -> None:
+    assert not packable(tiny_model("bert"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("real", "tokens"), [(2048, 2048), (2049, 2560), (1, 512), (3686, 4096), (3687, None)], ids=str
+)
+def test_how_many_tokens_are_computed(real: int, tokens: int | None) -> None:
+    mask = torch.zeros(4096, dtype=torch.int64)
+    mask[:real] = 1
+    sizes = Sizes(16, 256)
+    assert packed_tokens({"attention_mask": mask.view(16, 256)}, sizes, sizes) == tokens
+
+
+def test_small_calls_and_those_without_a_mask_are_not_packed() -> None:
+    sizes = Sizes(1, 128)
+    assert packed_tokens({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
+    assert packed_tokens({"input_ids": torch.zeros(16, 256)}, Sizes(16, 256), Sizes(16, 256)) is None
+
+
+def test_rows_that_fill_a_batch_count_as_full() -> None:
+    mask = torch.zeros(24, 128, dtype=torch.int64)
+    mask[:, :10] = 1
+    assert packed_tokens({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1536
+
+
+@pytest.mark.parametrize("fault", ["wrong", "fails"])
+def test_what_differs_without_padding_is_computed_with_it(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        if fault == "fails":
+            raise RuntimeError("no kernel image is available")
+        return torch.ones(1, BATCH * LENGTH, 4, 8), None
+
+    monkeypatch.setattr(engine, "compiled", lambda function, **_: function)
+    monkeypatch.setattr(engine, "_ROUNDS", 1)
+    monkeypatch.setattr(engine, "packed_tokens", lambda *_: BATCH * LENGTH)
+    monkeypatch.setattr(packing, "_attend", broken)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
+    made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))
+    made._packs = packing.sharing_copy(model)
+    inputs = ragged()
+    with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
+        torch.testing.assert_close(made(**inputs).logits, model(**inputs).logits)
+    assert "compute padding: without it" in caplog.text
+    assert made._packs is None
