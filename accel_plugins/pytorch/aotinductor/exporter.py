@@ -55,7 +55,7 @@ class PackageExporter:
             components=components,
             steps=(step,),
             target=target_of(out / components[0].file),
-            run=RunRecord(backend="aotinductor", device=str(where)) if where.type != "cpu" else None,
+            run=RunRecord(backend="aotinductor", device=where.type) if where.type != "cpu" else None,
         )
         for component in components:
             remember(component)
@@ -80,8 +80,8 @@ class PackageExporter:
 
 def _device(word: str) -> torch.device:
     try:
-        where = torch.device(word)
-        torch.empty(0, device=where)
+        # With its number, which programs are traced with.
+        where = torch.empty(0, device=word).device
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(
             f"Code cannot be compiled for the device {word!r} here: {first_lines(error)}",
