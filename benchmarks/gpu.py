@@ -43,12 +43,12 @@ CASES = [
     ("roberta-base", 16, 384, 1.0),
     ("roberta-base", 16, 384, 0.65),
     ("roberta-base", 32, 256, 1.0),
+    ("roberta-base", 32, 256, 0.65),
 ]
 # Where packed execution begins and ends to be worth it.
 FILLS = [
     ("roberta-base", 16, 384, 0.8),
     ("roberta-base", 16, 384, 0.5),
-    ("roberta-base", 32, 256, 0.65),
     ("roberta-base", 32, 128, 0.51),
     ("roberta-base", 8, 128, 0.51),
 ]
@@ -126,9 +126,9 @@ def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
     return call
 
 
-def accelerated(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
+def accelerated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> Call:
     """A copy of the model through `accel.accelerate`, for this shape alone."""
-    fast = accel.accelerate(copy.deepcopy(model), shapes=[inputs], keep_slower=True)
+    fast = accel.accelerate(copy.deepcopy(model), shapes=[inputs], keep_slower=True, **settings)
     return lambda: fast(**inputs).logits
 
 
@@ -186,6 +186,11 @@ def measure(
         builders[f"torch.compile {mode}"] = lambda mode=mode: compiled(models["float16"], mode, inputs)  # type: ignore[misc]
     if in_place:
         builders["accel.accelerate"] = lambda: accelerated(models["float16"], inputs)
+        if shape[2] < 1:
+            builders["accel.accelerate, packing=False"] = lambda: accelerated(models["float16"], inputs, packing=False)
+        builders["accel.accelerate float8"] = lambda: accelerated(
+            models["float16"], inputs, dtype="bfloat16", quantization="float8"
+        )
     for label, build in builders.items():
         try:
             variants[label] = build()

@@ -79,6 +79,21 @@ class SchemeSettings:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OptionTrial:
+    """An option of a backend that may make models faster and answers different, which `accel tune` measures.
+
+    Attributes:
+        name: Of the option; among the backend's `recorded_options`, so that the result runs as it was measured.
+        value: What is tried.
+        devices: Device types on which it is worth a try.
+    """
+
+    name: str
+    value: str | int | bool
+    devices: tuple[str, ...] = ("cpu",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
     """One thing a backend can do: turn `consumes` into `produces` at a `stage`, or run `consumes`.
@@ -103,6 +118,7 @@ class Capability:
         thread_safe: Whether one session may be called from several threads at once.
         preferred_multiple: Of `run`: where lengths vary from call to call, what they are best padded to multiples of, because
             each new length is compiled, or because kernels are faster there. 1: they are best left alone.
+        trials: Of `run`: options that `accel tune` tries besides the defaults, one at a time.
         searched: Of `export`: whether `accel tune` tries it. What packs the same kernels that another candidate runs need not be.
     """
 
@@ -121,6 +137,7 @@ class Capability:
     device_io: bool = False
     thread_safe: bool = False
     preferred_multiple: int = 1
+    trials: tuple[OptionTrial, ...] = ()
     searched: bool = True
 
     def takes(self, scheme: str) -> tuple[str, ...]:

@@ -139,6 +139,10 @@ class BackendConformance:
         assert spec.summary
         assert any(capability.stage == "run" for capability in spec.capabilities), "a backend must run something"
 
+    def test_what_tune_tries_can_be_remembered(self, spec: BackendSpec) -> None:
+        tried = {trial.name for capability in spec.capabilities for trial in capability.trials}
+        assert tried <= set(spec.recorded_options), "an artifact must run with the options that it was measured with"
+
     def test_probe_gives_devices_or_reasons(self, spec: BackendSpec) -> None:
         probe = registry.probe(spec)
         assert isinstance(probe, Probe)

@@ -77,10 +77,12 @@ class Candidate:
     backend: str
     device: str
     options: SessionOptions = SessionOptions()
+    provider_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = self.options
         parts = [
+            *(f"{name} {value}" for name, value in self.provider_options.items()),
             options.compute_dtype or "",
             f"buckets {','.join(map(str, options.buckets))}" if options.buckets else "",
             f"threads {options.threads}" if options.threads is not None else "",
@@ -260,7 +262,7 @@ class Space:
         return [Candidate(recipe=recipe, backend=spec.name, device=str(device)) for spec, device in runners]
 
     def variations(self, candidate: Candidate, *, dtype: str, lengths: Iterable[int], masked: bool) -> list[Candidate]:
-        """The candidate with one run option changed: compute dtype, buckets, threads."""
+        """The candidate with one run option changed: compute dtype, buckets, threads, or one of the backend's own."""
         capability = registry.describe(candidate.backend).capability("run", candidate.recipe.format)
         assert capability is not None, "a candidate's backend runs its format"
         options = candidate.options
@@ -272,7 +274,13 @@ class Space:
             made.append(replace(options, buckets=buckets_for(lengths)))
         if options.threads is None and candidate.device == "cpu":
             made += [replace(options, threads=n) for n in thread_counts()]
-        return [replace(candidate, options=changed) for changed in made]
+        kind = DeviceSpec.parse(candidate.device).type
+        others = [
+            replace(candidate, provider_options={trial.name: trial.value})
+            for trial in capability.trials
+            if kind in trial.devices and not candidate.provider_options
+        ]
+        return [*(replace(candidate, options=changed) for changed in made), *others]
 
     def _skip(self, name: str, reason: str) -> None:
         found = Skipped(name=name, reason=reason)
@@ -282,9 +290,10 @@ class Space:
 
 def combined(changes: Sequence[Candidate]) -> Candidate:
     """One candidate with the run options of several that differ from the same one by one option each."""
-    options = changes[0].options
+    options, own = changes[0].options, dict(changes[0].provider_options)
     default = SessionOptions()
     for change in changes[1:]:
+        own |= change.provider_options
         other = change.options
         options = replace(
             options,
@@ -294,7 +303,7 @@ def combined(changes: Sequence[Candidate]) -> Candidate:
             buckets=other.buckets or options.buckets,
             threads=options.threads if other.threads is None else other.threads,
         )
-    return replace(changes[0], options=options)
+    return replace(changes[0], options=options, provider_options=own)
 
 
 def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Search:
         self._grader = Grader(subject, data, store, self._builder)
         self._judge = Judge(goal)
         self._failed: dict[str, tuple[Candidate | None, str]] = {}
-        self._refusals: dict[tuple[str, str, str | None], str] = {}
+        self._refusals: dict[tuple[object, ...], str] = {}
         self._stages: dict[str, float] = {}
 
     def close(self) -> None:
@@ -241,11 +241,11 @@ class Search:
         return {"latency": 3.0, "size": 100.0}.get(self._goal.objective, 3.0 * available_processors())
 
     def _refusal(self, tried: Tried) -> str:
-        """Why a backend does not compute in another dtype; asked once, in a helper that is warm."""
+        """Why a backend does not compute in another dtype, or with its own option; asked once, in a helper that is warm."""
         c = tried.candidate
-        if c.options.compute_dtype is None:
+        if c.options.compute_dtype is None and not c.provider_options:
             return ""
-        where = (c.backend, c.device, c.options.compute_dtype)
+        where = (c.backend, c.device, c.options.compute_dtype, *c.provider_options.items())
         if where not in self._refusals:
             key = {
                 "opens": list(where),
@@ -257,7 +257,12 @@ class Search:
             if known is None:
                 self._builder.files(tried.made)
                 try:
-                    settings = RunSettings(backend=c.backend, device=c.device, options=c.options)
+                    settings = RunSettings(
+                        backend=c.backend,
+                        device=c.device,
+                        options=c.options,
+                        provider_options=c.provider_options or None,
+                    )
                     self._builder.call(opens, tried.made.path, settings)
                     known = {"refusal": ""}
                 except AccelError as error:
@@ -344,6 +349,7 @@ def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, py
         backend=winner.candidate.backend,
         device=winner.candidate.device,
         session={**alone.options},
+        provider_options=dict(winner.candidate.provider_options),
         measured={
             "metric": tuning.metric,
             "value": found.scored.value,

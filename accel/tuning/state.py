@@ -50,7 +50,8 @@ class Subject:
         """A candidate's artifact and the way to run it."""
         return Variant(
             name=str(candidate), path=path, task=self.task, backend=candidate.backend, device=candidate.device,
-            options=candidate.options, trust_remote_code=self.model.hub.trust_remote_code,
+            options=candidate.options, provider_options=candidate.provider_options or None,
+            trust_remote_code=self.model.hub.trust_remote_code,
         )  # fmt: skip
 
 
@@ -107,7 +108,8 @@ class Tried:
     def identity(self) -> str:
         """Equal for candidates that run the same files in the same way, however they were made."""
         c = self.candidate
-        return json.dumps([self.made.facts.digest, c.backend, c.device, c.options.to_dict()], default=str)
+        run = [c.backend, c.device, c.options.to_dict(), dict(c.provider_options)]
+        return json.dumps([self.made.facts.digest, *run], default=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

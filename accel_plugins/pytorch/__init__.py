@@ -1,6 +1,6 @@
 """PyTorch itself: transformers models as they are, the baseline of every measurement."""
 
-from accel.backends.specs import GENERATING, WEIGHTS, BackendSpec, Capability
+from accel.backends.specs import GENERATING, WEIGHTS, BackendSpec, Capability, OptionTrial
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
@@ -41,6 +41,7 @@ INDUCTOR = BackendSpec(
             devices=_DEVICES,
             dtypes=_FLOATS,
             excludes=GENERATING,
+            trials=(OptionTrial("quantization", "int8"), OptionTrial("quantization", "float8", ("cuda",))),
             device_io=True,
             thread_safe=True,
         ),
@@ -57,14 +58,11 @@ AOTINDUCTOR = BackendSpec(
     requires=("torch", "transformers"),
     aliases=("pt2", "aoti"),
     distributions=("torch", "transformers"),
-    recorded_options=("cuda_graph",),
     capabilities=(
         Capability(
             stage="export",
             produces="pt2",
-            devices=_DEVICES,
             dtypes=_FLOATS,
-            options=("device",),
             excludes=GENERATING,
             # The backend `inductor` runs what the compiler makes of each size.
             searched=False,
@@ -72,7 +70,6 @@ AOTINDUCTOR = BackendSpec(
         Capability(
             stage="run",
             consumes="pt2",
-            devices=_DEVICES,
             dtypes=_FLOATS,
             excludes=GENERATING,
             device_io=True,

@@ -93,11 +93,6 @@ def test_a_model_that_generates_is_refused_before_anything_is_compiled(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_device_that_is_not_here(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be compiled for the device 'cuda:99'"):
-        accel.export(tiny_model("bert"), tmp_path / "out", backend="pt2", options={"device": "cuda:99"})
-
-
 def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "cpu_compiler", lambda: None)
     with pytest.raises(BackendUnavailableError, match="g\\+\\+"):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from accel.backends import registry
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason, SchemeSettings
+from accel.backends.specs import BackendSpec, Capability, DeviceSpec, OptionTrial, Probe, Reason, SchemeSettings
 from accel.config import SessionOptions
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 from accel.tuning.search import in_turns
@@ -125,6 +125,25 @@ def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.Monkey
     ]
     without_mask = space.variations(candidate, dtype="float32", lengths=[32], masked=False)
     assert not any(c.options.buckets for c in without_mask)
+
+
+def test_options_of_a_backend_are_tried_where_they_are_worth_it(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = (OptionTrial("quantization", "odd"), OptionTrial("quantization", "float8", ("cuda",)))
+    runs = Capability(stage="run", consumes="vendor_graph", trials=trials)
+    vendor = replace(VENDOR, capabilities=(VENDOR.capabilities[0], runs), recorded_options=("quantization",))
+    monkeypatch.setattr(registry, "describe", lambda name: vendor)
+    (candidate,) = space.candidates(space.exports()[0], "float32")
+    varied = space.variations(candidate, dtype="float32", lengths=[32], masked=False)
+    (tried,) = [one for one in varied if one.provider_options]
+    assert tried.provider_options == {"quantization": "odd"}
+    assert str(tried) == "vendor: vendor_graph float32 (quantization odd)"
+    assert not any(
+        one.provider_options != tried.provider_options
+        for one in space.variations(tried, dtype="float32", lengths=[32], masked=False)
+    )
+    fewer = next(one for one in varied if one.options.threads == 1)
+    assert combined([fewer, tried]).provider_options == tried.provider_options
+    assert combined([fewer, tried]).options == fewer.options
 
 
 def test_combining_takes_every_change() -> None:

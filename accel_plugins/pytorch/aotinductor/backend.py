@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from accel.config import ExportConfig
 from accel.errors import ConfigError
 
 from ..backend import PytorchBackend
-from ..session import CapturedModule, Module, ModuleSession
+from ..session import Module, ModuleSession
 from .exporter import PackageExporter
 from .packages import check_target, check_trusted, opened
 
 
 class _Runtime(PytorchBackend):
-    """PyTorch's devices and settings, with the options of packages."""
+    """PyTorch's settings, without options."""
 
     name = "aotinductor"
+    options = ()
 
 
 class AotInductorBackend:
@@ -33,8 +35,9 @@ class AotInductorBackend:
         self._runtime = _Runtime()
 
     def probe(self) -> Probe:
-        """PyTorch's devices: opening a package needs no compiler."""
-        return self._runtime.probe()
+        """The host: opening a package needs no compiler."""
+        found = self._runtime.probe()
+        return replace(found, devices=tuple(device for device in found.devices if device.type == "cpu"))
 
     def exporter(self) -> Exporter:
         """Traces and compiles."""
@@ -63,11 +66,11 @@ class AotInductorBackend:
 
         Args:
             artifact: Packages.
-            request: `options`: `cuda_graph`, on GPUs: replay a captured graph for each shape; on.
+            request: There are no `options`.
 
         Raises:
             ConfigError: Code of somebody else that is not trusted, or settings that compiled code cannot have.
-            TargetMismatchError: It was compiled for another device, processor or PyTorch.
+            TargetMismatchError: It was compiled for another processor or PyTorch.
         """
         self._runtime.check(request)
         dtype = request.session.compute_dtype or artifact.dtype
@@ -76,16 +79,13 @@ class AotInductorBackend:
                 f"{artifact.path} was compiled to compute in {artifact.dtype}, not in {dtype}.",
                 fix=f"leave compute_dtype out, or export it with dtype={dtype!r}.",
             )
-        check_target(artifact, request.device.type)
+        check_target(artifact)
         check_trusted(artifact, trust_remote_code=request.trust_remote_code)
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
-        index = request.device.index if request.device.type == "cuda" else -1
         sessions: dict[str, Session] = {}
         for component in artifact.components:
-            module: Module = _Package(opened(artifact.path / component.file, device_index=index), component)
-            if request.device.type == "cuda" and request.options.get("cuda_graph", True):
-                module = CapturedModule(module)
+            module: Module = _Package(opened(artifact.path / component.file), component)
             sessions[component.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
         return sessions
 

@@ -7,38 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export.passes import move_to_device_pass
 
-from accel.artifact import Artifact, Component, Manifest, RunRecord, Step, record_files, tool_versions
+from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
 from accel.capture import Source, capture_program, first_lines, split
 from accel.config import ExportConfig
 from accel.errors import BackendUnavailableError, ConfigError, ExportError
 
 from ..exporter import components_of
-from ..inductor.compiling import REMEDIES, compiling, cpu_compiler, gpu_compiler
+from ..inductor.compiling import REMEDIES, compiling, cpu_compiler
 from .packages import FORMAT, remember, target_of
 
 
 class PackageExporter:
-    """Writes `model.pt2`: native code and weights, for the device that it is compiled for."""
+    """Writes `model.pt2`: native code for the processors that are here, and weights."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace, compile and write; see `accel.backends.interfaces.Exporter`. Compiling takes 10 s to minutes.
 
         Raises:
             BackendUnavailableError: There is no compiler.
-            ConfigError: A device that is not here, or an opset.
+            ConfigError: An opset.
             ExportError: The model cannot be traced, or its program not be compiled.
         """
         if config.opset is not None:
             raise ConfigError("Compiled code has no opset to choose.", fix="leave opset out.")
-        where = _device(config.options.get("device", "cpu"))
-        if (cpu_compiler() is None) if where.type == "cpu" else not gpu_compiler():
-            raise BackendUnavailableError(f"Nothing here compiles code for {where}.", fix=f"{REMEDIES[where.type]}.")
+        if cpu_compiler() is None:
+            raise BackendUnavailableError("Nothing here compiles code.", fix=f"{REMEDIES['cpu']}.")
         described = components_of(source)
         components = tuple(
-            self._component(part, component, out, where)
-            for part, component in zip(split(source), described, strict=True)
+            self._component(part, component, out) for part, component in zip(split(source), described, strict=True)
         )
         step = Step(
             stage="export",
@@ -55,16 +52,13 @@ class PackageExporter:
             components=components,
             steps=(step,),
             target=target_of(out / components[0].file),
-            run=RunRecord(backend="aotinductor", device=where.type) if where.type != "cpu" else None,
         )
         for component in components:
             remember(component)
         return Artifact.create(out, manifest)
 
-    def _component(self, part: Source, component: Component, out: Path, where: torch.device) -> Component:
+    def _component(self, part: Source, component: Component, out: Path) -> Component:
         program: Any = capture_program(part)
-        if where.type != "cpu":
-            program = move_to_device_pass(program, str(where))
         file = f"{component.name}.pt2"
         try:
             # Frozen weights would be in the code once more for each use of them.
@@ -76,17 +70,3 @@ class PackageExporter:
                 fix="run it with backend='pytorch', or export it to another format.",
             ) from error
         return replace(component, file=file, files=record_files(out, (file,)))
-
-
-def _device(word: str) -> torch.device:
-    try:
-        # With its number, which programs are traced with.
-        where = torch.empty(0, device=word).device
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise ConfigError(
-            f"Code cannot be compiled for the device {word!r} here: {first_lines(error)}",
-            fix="use --option device=cpu, or device=cuda on a machine with a GPU.",
-        ) from error
-    if where.type not in ("cpu", "cuda"):
-        raise ConfigError(f"Packages are made for cpu and cuda, not for {word!r}.", fix="use one of these.")
-    return where

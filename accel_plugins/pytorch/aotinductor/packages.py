@@ -55,38 +55,40 @@ def check_trusted(artifact: Artifact, *, trust_remote_code: bool) -> None:
 def target_of(package: Path) -> dict[str, Any]:
     """What a package that was just compiled runs on."""
     found = metadata(package)
-    device = found.get("AOTI_DEVICE_KEY", "cpu")
-    machine = found.get("AOTI_CPU_ISA", "") if device == "cpu" else found.get("AOTI_COMPUTE_CAPABILITY", "")
-    return {"device": device, "machine": machine, "torch": _torch_version()}
+    return {
+        "device": found.get("AOTI_DEVICE_KEY", "cpu"),
+        "machine": found.get("AOTI_CPU_ISA", ""),
+        "torch": _torch_version(),
+    }
 
 
-def check_target(artifact: Artifact, device: str) -> None:
-    """Refuse code that is not for this device, these processors or this PyTorch.
+def check_target(artifact: Artifact) -> None:
+    """Refuse code that is not for these processors or this PyTorch.
 
     Raises:
         TargetMismatchError: It was compiled for others.
     """
     target: Mapping[str, Any] = artifact.manifest.target or {}
-    machine = str(target.get("machine", ""))
-    if target.get("device") == device and target.get("torch") == _torch_version() and _computes(device, machine):
+    if (
+        target.get("device") == "cpu"
+        and target.get("torch") == _torch_version()
+        and _computes(str(target.get("machine", "")))
+    ):
         return
     raise TargetMismatchError(
-        f"{artifact.path} was compiled for {dict(target)}, which does not run on {device} here (torch {_torch_version()}).",
-        fix="export the model here (--backend aotinductor; --option device=cuda for a GPU), or open it on its own device.",
+        f"{artifact.path} was compiled for {dict(target)}, which does not run here (torch {_torch_version()}).",
+        fix="export the model here (--backend aotinductor), or open it on a machine like that.",
     )
 
 
-def _computes(device: str, machine: str) -> bool:
-    """Whether a device has what the compiler's words say: instructions of processors, or a GPU's compute capability."""
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return machine == f"{major}{minor}"
+def _computes(instructions: str) -> bool:
+    """Whether these processors have the compiler's instructions."""
     has = torch.cpu.get_capabilities()
     # AVX512 is the foundation of it, whose name has an F at its end.
-    return all(has.get(word) or has.get(f"{word}_f") for word in machine.lower().split())
+    return all(has.get(word) or has.get(f"{word}_f") for word in instructions.lower().split())
 
 
-def opened(package: Path, *, device_index: int) -> Any:
+def opened(package: Path) -> Any:
     """What runs a package: takes and gives flat lists of tensors.
 
     Raises:
@@ -94,7 +96,7 @@ def opened(package: Path, *, device_index: int) -> Any:
     """
     try:
         with quiet():
-            return torch._inductor.aoti_load_package(str(package), device_index=device_index).loader
+            return torch._inductor.aoti_load_package(str(package)).loader
     except Exception as error:
         raise SessionError(f"PyTorch cannot load {package}: {error}", fix="export the model again.") from error
 

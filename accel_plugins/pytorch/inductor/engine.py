@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,9 +22,10 @@ from accel.errors import InputError, PrepareError
 from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
+from .differences import compare, difference
 from .packing import packable, packed, packed_tokens, sharing_copy
 from .precision import computing_copy
-from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, axes_to_cut, cut, padded, sizes_of, step_up
+from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
 
@@ -341,13 +341,13 @@ class Engine:
                 type(self.model).__name__, form.name, form.compile_s, self.compilations, self.config.graphs,
             )  # fmt: skip
         mask = call.get(MASK) if form.tokens is not None else None
-        found, difference, axes = self._compare(found, expected, have, form.sizes, mask)
+        found, gap, axes = compare(found, expected, have, form.sizes, mask)
         if cache is not None:
-            difference = max(difference, self._other_cache(form, again, have, before, expected))
-        if not difference <= self.tolerance:
-            return self._differs(form, call, kind, difference)
+            gap = max(gap, self._other_cache(form, again, have, before, expected))
+        if not gap <= self.tolerance:
+            return self._differs(form, call, kind, gap)
         form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
-        form.difference = max(form.difference, difference)
+        form.difference = max(form.difference, gap)
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
             self._time(form, call, have)
@@ -370,39 +370,11 @@ class Engine:
         self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
     ) -> float:
         """Run the code that was compiled with one cache over another, and compare what that one holds then, too."""
-        _, difference, _ = self._compare(self._run(form, call, have), expected, have, form.sizes)
+        _, found, _ = compare(self._run(form, call, have), expected, have, form.sizes)
         held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
-        return max(difference, *(_difference(one, other) for one, other in held))
+        return max(found, *(difference(one, other) for one, other in held))
 
-    def _compare(
-        self, found: Any, expected: Any, have: Sizes, want: Sizes, mask: torch.Tensor | None = None
-    ) -> tuple[Any, float, list[dict[int, str]]]:
-        """What was found without padding, its largest difference as a share of the largest value (of the tokens of a mask, where
-        there is one), and the axes cut.
-        """
-        leaves, spec = pytree.tree_flatten(found)
-        reference = pytree.tree_leaves(expected)
-        if len(leaves) != len(reference):
-            return found, math.inf, []
-        worst, axes = 0.0, []
-        for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
-            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
-                # Numbers among the answers, such as that of the rows.
-                if isinstance(leaf, (bool, int, float, str)) and leaf != other:
-                    worst = math.inf
-                continue
-            cuts = axes_to_cut(leaf, other, have, want)
-            axes.append(cuts or {})
-            if cuts is None:
-                worst = math.inf
-                continue
-            leaves[i] = leaf = cut(leaf, cuts, have)
-            if mask is not None and leaf.shape[:2] == mask.shape:
-                leaf, other = leaf[mask != 0], other[mask != 0]
-            worst = max(worst, _difference(leaf, other))
-        return pytree.tree_unflatten(leaves, spec), worst, axes
-
-    def _differs(self, form: CompiledForm, call: dict[str, Any], kind: tuple[bool, bool], difference: float) -> Any:
+    def _differs(self, form: CompiledForm, call: dict[str, Any], kind: tuple[bool, bool], gap: float) -> Any:
         """Padding may change what a model answers: then it is compiled for each size by itself.
 
         Raises:
@@ -411,18 +383,18 @@ class Engine:
         self._drop(form)
         if form.tokens is not None:
             return self._unpacked(
-                call, f"it differs by {difference:.2g} of the largest value; {self.tolerance:.2g} is accepted"
+                call, f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
             )
         if any(kind) and self._pads:
             self._pads = False
             logger.warning(
                 "Padding changes what %s answers (by %.2g of the largest value; %.2g is accepted): it is compiled for each "
                 "size by itself, at most %d of them.",
-                type(self.model).__name__, difference, self.tolerance, self.config.graphs,
+                type(self.model).__name__, gap, self.tolerance, self.config.graphs,
             )  # fmt: skip
             return self.answer(call)
         raise PrepareError(
-            f"{type(self.model).__name__} compiled for {form.name} differs from what it answered before by {difference:.2g} "
+            f"{type(self.model).__name__} compiled for {form.name} differs from what it answered before by {gap:.2g} "
             f"of the largest value; {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
             fix="use another dtype, leave quantization out, or call model.restore().",
         )
@@ -487,19 +459,6 @@ class Engine:
             }
             for form in self.forms.values()
         ]
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    if not found.numel():
-        return 0.0
-    one, other = found.double(), expected.double()
-    if not bool(one.isfinite().all()) and bool(other.isfinite().all()):
-        return math.inf
-    same = (one == other) | (one.isnan() & other.isnan())
-    gap = torch.where(same, torch.zeros_like(one), (one - other).abs()).nan_to_num(nan=math.inf).max()
-    finite = other[other.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 1.0
-    return float(gap) / (scale or 1.0)
 
 
 def _longest(model: Any) -> int | None:
