@@ -198,17 +198,24 @@ def choose(
     specs, broken = describe_all()
     if backend is None:
         _tell_broken()
-    # Probing imports vendor libraries: only those that could run this, or the one that was named, are asked.
-    probes = {
-        spec.name: probe(spec)
-        if (spec.name == backend if backend is not None else spec.auto and spec.capability("run", format))
-        else _unprobed(spec)
-        for spec in specs
-    }
-    selection = select(
-        format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend,
-        domains=domains,
-    )  # fmt: skip
+    # Probing imports vendor libraries: only those that could run this, or the one that was named, are asked, the highest priority
+    # first, and none behind one that can.
+    able = (
+        spec for spec in specs if (spec.name == backend if backend else spec.auto and spec.capability("run", format))
+    )
+    waiting = sorted(able, key=lambda spec: spec.priority)
+    probes = {spec.name: _unprobed(spec) for spec in specs}
+    asked: set[str] = set()
+    while True:
+        selection = select(
+            format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend,
+            domains=domains,
+        )  # fmt: skip
+        if not waiting or selection.backend in asked:
+            break
+        spec = waiting.pop()
+        probes[spec.name] = probe(spec)
+        asked.add(spec.name)
     if selection.backend is None or selection.device is None:
         what = f"Backend {backend!r} cannot run" if backend is not None else "No backend can run"
         table = str(selection) + "".join(f"\n  {name}  broken: {reason}" for name, reason in broken.items())

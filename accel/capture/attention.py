@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import repeat_kv
 
 IMPLEMENTATION = "accel"
 
@@ -207,6 +206,9 @@ def _attend_plainly(
 ) -> torch.Tensor:
     """Attention in PyTorch operators, for backends without a fused one."""
     if softcap is None and sinks is None:
+        # Imports PyTorch's compiler, two thirds of what loading an artifact would import.
+        from transformers.integrations.sdpa_attention import repeat_kv
+
         # In the form that OpenVINO's CPU plugin fuses with the cache.
         groups = query.shape[1] // key.shape[1]
         result = torch.nn.functional.scaled_dot_product_attention(
@@ -215,7 +217,7 @@ def _attend_plainly(
         # Contiguous, as transformers' own: some models view it in another shape (AFMoE).
         return result.transpose(1, 2).contiguous()
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..backends.checks import check_readable
 from ..errors import InputError
@@ -43,6 +42,9 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
     given = {name: _as_tensor(name, value).to(logits.device) for name, value in targets.items()}
     for name, tensor in given.items():
         _check(kind, name, tensor, logits, config)
+    # Imports SciPy's optimization, for losses of detectors: most of the time that loading a small model would take.
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
     function = LOSS_MAPPING[kind]
     known = {
         # transformers notes in the config which kind of labels came first, and holds later calls to it.

@@ -15,7 +15,6 @@ from accel.backends.specs import BackendSpec, DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, did_you_mean
 
-from .export.exporter import OnnxExporter
 from .runtime.libraries import device_specs, provider_devices, register_library
 from .runtime.session import OrtSession, for_float8, is_float8, open_session
 
@@ -95,7 +94,11 @@ class ProviderBackend:
 
     def exporter(self) -> Exporter | None:
         """ONNX, where the spec declares it."""
-        return OnnxExporter(self.spec.name) if self._does("export") else None
+        if not self._does("export"):
+            return None
+        from .export.exporter import OnnxExporter
+
+        return OnnxExporter(self.spec.name)
 
     def optimizer(self) -> Optimizer | None:
         """ONNX Runtime's fusions, where the spec declares levels of them."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+
+from accel.artifact import Artifact
 
 HEAVY = (
     "torch",
@@ -43,3 +46,34 @@ def test_light(snippet: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert loaded.isdisjoint(HEAVY), loaded & set(HEAVY)
+
+
+_LOADS = """
+import sys
+from collections.abc import Callable
+from accel import ORTModelForSequenceClassification
+model = ORTModelForSequenceClassification.from_pretrained(sys.argv[1])
+import torch
+model(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor([[1, 1, 1]]))
+import json
+print("\\n" + json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_model_is_loaded_with_what_runs_it_alone(tiny_artifact: Callable[..., Artifact]) -> None:
+    words = [sys.executable, "-c", _LOADS, str(tiny_artifact("bert").path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    # What exports, rewrites, evaluates or trains, and other runtimes.
+    needless = {
+        "openvino",
+        "nncf",
+        "onnx",
+        "onnx_ir",
+        "datasets",
+        "scipy",
+        "sklearn",
+        "torch._dynamo",
+        "transformers.generation",
+    }
+    assert loaded.isdisjoint(needless), loaded & needless
