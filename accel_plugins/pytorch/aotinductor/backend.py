@@ -17,7 +17,7 @@ from accel.errors import ConfigError
 from ..backend import PytorchBackend
 from ..session import CapturedModule, Module, ModuleSession
 from .exporter import PackageExporter
-from .packages import check_target, check_trusted, opened
+from .packages import check_target, opened, trusted
 
 
 class _Runtime(PytorchBackend):
@@ -77,13 +77,13 @@ class AotInductorBackend:
                 fix=f"leave compute_dtype out, or export it with dtype={dtype!r}.",
             )
         check_target(artifact, request.device.type)
-        check_trusted(artifact, trust_remote_code=request.trust_remote_code)
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
         index = request.device.index if request.device.type == "cuda" else -1
         sessions: dict[str, Session] = {}
         for component in artifact.components:
-            module: Module = _Package(opened(artifact.path / component.file, device_index=index), component)
+            with trusted(artifact.path / component.file, trust_remote_code=request.trust_remote_code) as package:
+                module: Module = _Package(opened(package, device_index=index), component)
             if request.device.type == "cuda" and request.options.get("cuda_graph", True):
                 module = CapturedModule(module)
             sessions[component.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
