@@ -21,7 +21,14 @@ from accel.artifact.manifest import sealed
 from accel.backends.interfaces import Backend, OpenRequest
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import AccelError, BackendUnavailableError, ConfigError, ExportError, IntegrityError, TargetMismatchError
+from accel.errors import (
+    AccelError,
+    BackendUnavailableError,
+    ConfigError,
+    ExportError,
+    IntegrityError,
+    TargetMismatchError,
+)
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
