@@ -177,7 +177,7 @@ class ORTModel(Familiar, Saveable):
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
         meant = specs_for(task) if task is not None else ()
-        if meant and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
+        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from accel.errors import (
     ConfigError,
     ExportError,
     IntegrityError,
+    SessionError,
     TargetMismatchError,
 )
 from accel.testing.conformance import BackendConformance
@@ -118,6 +120,15 @@ class TestAotInductor(BackendConformance):
         with pytest.raises(ConfigError, match="native code that was not compiled here"):
             implementation.open(held, OpenRequest(device=where))
         assert loaded == [ours]
+
+    def test_no_folder_for_temporary_files(
+        self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+        with pytest.raises(SessionError, match="cannot be copied") as found:
+            accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
+        assert "TMPDIR" in str(found.value.fix)
 
     def test_code_that_was_changed_in_place_is_found_whatever_its_time_says(
         self, artifact: Artifact, tmp_path: Path

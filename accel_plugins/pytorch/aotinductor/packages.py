@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,13 @@ def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
     if trust_remote_code:
         yield package
         return
-    with scratch() as folder:
-        copy = folder / package.name
+    with ExitStack() as stack:
         try:
+            copy = stack.enter_context(scratch()) / package.name
             checksum = _copied(package, copy)
         except OSError as error:
             raise SessionError(
-                f"{package} cannot be copied into {folder}, where its code is checked: {error}",
+                f"{package} cannot be copied into the folder for temporary files, where its code is checked: {error}",
                 fix="set TMPDIR to a folder with room for it that can be written.",
             ) from error
         if not _mark(checksum).is_file():
