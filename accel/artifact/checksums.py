@@ -22,7 +22,7 @@ _VERIFIED = "verified.json"
 _KEPT = 2000
 _LARGE = 1 << 20
 _LONGEST_NAME = 1024
-_GRAPH_SUFFIXES = (".onnx", ".data", ".xml", ".bin", ".safetensors")
+_GRAPH_SUFFIXES = (".onnx", ".data", ".xml", ".bin", ".safetensors", ".pt2")
 _REMEDY = "make the artifact again, or copy the file again from where it came"
 _ON_PURPOSE = f"{_REMEDY}; where it was changed on purpose (a tokenizer saved over another): `accel validate FOLDER --accept-files`."
 
@@ -48,7 +48,7 @@ def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
 
 
 def verify(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Compare files with their records; of large ones the result is remembered by inode, size and modification time.
+    """Compare files with their records; of large ones the result is remembered by inode, size and times of change.
 
     Raises:
         IntegrityError: The first file that is missing, truncated or changed, or lies outside the folder.
@@ -63,7 +63,8 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             raise IntegrityError(
                 f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
             )
-        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+        # The time of the last change of any kind cannot be set back, as that of the content can.
+        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
         large = stat.st_size > _LARGE
         if large:
             known = recall(_VERIFIED) if known is None else known

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
-from ..errors import ArtifactNotFoundError
+from ..errors import ArtifactNotFoundError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,17 @@ class HubOptions:
     subfolder: str = ""
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        # Any text counts as true to Python, "False" too, and this one says whose code runs.
+        for name, kinds, words in (
+            ("trust_remote_code", (bool, NoneType), "True or False"),
+            ("revision", (str, NoneType), "a branch, a tag or a commit"),
+            ("subfolder", (str, os.PathLike, NoneType), "a folder's name"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise ConfigError(f"{name} is {value!r}.", fix=f"pass {words}.")
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -45,12 +58,16 @@ def as_folder(name: str | os.PathLike[str]) -> Path | None:
     """The folder that a name means; `None` where it may be an id.
 
     Raises:
-        ArtifactNotFoundError: A path that this user may not look at.
+        ArtifactNotFoundError: A path that this user may not look at, or that no file can have.
     """
     path = Path(name).expanduser()
     try:
         return path if path.is_dir() else None
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ArtifactNotFoundError(
+                f"{os.fspath(name)[:80]!r}... is longer than a name can be.", fix="check the name."
+            ) from error
         raise ArtifactNotFoundError(f"{path} cannot be read: {error}.", fix="ask for the right to read it.") from error
 
 

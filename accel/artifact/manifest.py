@@ -221,6 +221,12 @@ class Manifest:
             yield "two components have one name"
         for component in self.components:
             yield from _faults_of(component)
+        recorded: dict[str, FileRecord] = {}
+        for record in (*(record for component in self.components for record in component.files), *self.files):
+            if _CHECKSUM.fullmatch(record.sha256) is None or record.bytes < 0:
+                yield f"{record.name[:80]!r} has {record.bytes} bytes and the checksum {record.sha256[:80]!r}"
+            if recorded.setdefault(record.name, record) != record:
+                yield f"two records of {record.name[:80]!r} differ"
         for step in self.steps:
             changed = step.validation.get(PADDING_DIFFERENCE, 0)
             if not _is_finite(changed) or changed < 0:
@@ -340,7 +346,7 @@ class Artifact:
         """Read a folder that has a manifest and check its files.
 
         Checksums cost about a second for each gigabyte the first time; of files over a mebibyte the result is remembered
-        by inode, size and modification time.
+        by inode, size and times of change.
 
         Raises:
             ArtifactNotFoundError: No folder, or no manifest in it.

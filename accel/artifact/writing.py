@@ -55,6 +55,8 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
     Raises:
         OutputFolderError: With what is in the way.
     """
+    if not isinstance(out, str | os.PathLike):
+        raise OutputFolderError(f"{out!r} is no folder.", fix="name a folder.")
     target = Path(out).expanduser().absolute()
     for source in inputs:
         if source is not None and source.exists() and target.resolve() == source.resolve():

@@ -22,6 +22,9 @@ _RECORDED = (
     "threads", "inter_op_threads", "compute_dtype", "buckets", "pad_to_multiple_of", "graph_optimization", "spinning"
 )  # fmt: skip
 
+_MOST_THREADS = 1024
+"""Threads that may be asked for wherever it runs: more than almost every machine has processors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
@@ -70,7 +73,7 @@ def open_artifact(
 
     Raises:
         BackendUnavailableError: Nothing here runs it; the message is the table of everything considered.
-        ConfigError: An option that the backend does not have, or one that a manifest may not set.
+        ConfigError: An option that the backend does not have, or one that a manifest may not set; more threads than a machine has.
         SessionError: The runtime refused the graph.
     """
     given = settings or RunSettings()
@@ -88,6 +91,8 @@ def open_artifact(
     options = given.options
     if options is None:
         options = _recorded_options(run, artifact) if run else SessionOptions()
+    else:
+        _check_threads(options)
     provider_options = given.provider_options
     if provider_options is None:
         provider_options = _recorded_provider_options(run, spec, artifact) if run else {}
@@ -127,6 +132,18 @@ def open_artifact(
             )
     versions = registry.probe(spec).versions
     return Opened(BucketedSession.open_all(artifact, open_shapes, options.buckets, versions), spec, where, options)
+
+
+def _check_threads(options: SessionOptions) -> None:
+    """Refuse what starting takes a machine down with: runtimes start as many threads as they are told to."""
+    most = max(_MOST_THREADS, available_processors())
+    for name in ("threads", "inter_op_threads"):
+        value = getattr(options, name)
+        if value is not None and value > most:
+            raise ConfigError(
+                f"SessionOptions.{name} is {value}; this process may use {available_processors()} processors.",
+                fix="leave it out, or use no more than there are processors.",
+            )
 
 
 def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:

@@ -299,7 +299,13 @@ def owner(
             f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}.",
             fix=f"use backend={' or '.join(map(repr, others))}, or leave it out.",
         )
-    offered = sorted({s for spec in specs for c in spec.capabilities if c.stage == stage for s in c.schemes})
+    doing = [c for spec in specs for c in spec.capabilities if c.stage == stage]
+    taken = sorted({c.consumes for c in doing if c.consumes is not None})
+    if consumes is not None and taken and consumes not in taken:
+        raise BackendUnavailableError(
+            f"{subject} {stage} {format}.", fix=f"start from a model in the format {' or '.join(taken)}."
+        )
+    offered = sorted({s for c in doing if consumes in (None, c.consumes) for s in c.schemes})
     raise BackendUnavailableError(
         f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."
         + (did_you_mean(scheme, offered) if scheme else ""),

@@ -49,7 +49,7 @@ class DeviceSpec:
     memory_bytes: int | None = None
 
     def __str__(self) -> str:
-        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+        return self.type if self.type == "cpu" and self.index == 0 else f"{self.type}:{self.index}"
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:

@@ -176,7 +176,8 @@ class ORTModel(Familiar, Saveable):
             trust_remote_code=trust_remote_code,
         )
         export_config = export_config_of(export_settings, cls.from_pretrained)
-        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in specs_for(task)):
+        meant = specs_for(task) if task is not None else ()
+        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
             )
@@ -184,6 +185,12 @@ class ORTModel(Familiar, Saveable):
         resolved = resolve(
             model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
         )
+        named_else = cls._any_task and resolved.task not in {spec.name for spec in meant}
+        if meant and resolved.kind == "artifact" and named_else:
+            raise TaskError(
+                f"{model_id} was made for {resolved.task}, not for {meant[0].name}.",
+                fix="leave task out, or export the model it was made from for that task.",
+            )
         kind: type[Any] = cls._for_task(resolved.task) if cls._any_task else cls
 
         def opened(artifact: Artifact) -> Any:

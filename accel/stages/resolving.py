@@ -117,6 +117,9 @@ def resolve(
         return Resolved(
             kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
         )
+    for word, value in (("file_name", file_name), ("variant", variant)):
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{word} is {value!r}.", fix=f"pass a text as {word}, or leave it out.")
     if not os.fspath(model):
         raise ConfigError("The model's name is empty.", fix="name a Hub id or a folder; `.` is the current one.")
     weights = weights or export is True

@@ -28,6 +28,10 @@ def task_spec(name: str) -> TaskSpec:
     Raises:
         TaskError: There is none.
     """
+    if not isinstance(name, str):
+        raise TaskError(
+            f"A task is called by its name, not by {name!r}.", fix="pass a string such as 'text-classification'."
+        )
     # A translation task may name its languages: `translation_en_to_de`.
     word = "translation" if name.startswith("translation_") else name
     found = _WORDS.get(word) or _words(_installed()).get(word)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +17,24 @@ import pytest
 import torch
 
 import accel
-from accel.artifact import Artifact
+from accel.artifact import Artifact, record_files
+from accel.artifact.manifest import sealed
 from accel.backends.interfaces import Backend, OpenRequest
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
-from accel.errors import AccelError, BackendUnavailableError, ConfigError, ExportError, TargetMismatchError
+from accel.errors import (
+    AccelError,
+    BackendUnavailableError,
+    ConfigError,
+    ExportError,
+    IntegrityError,
+    SessionError,
+    TargetMismatchError,
+)
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.aotinductor import exporter
+from accel_plugins.pytorch.aotinductor import backend, exporter
 from accel_plugins.pytorch.inductor.compiling import cpu_compiler
 
 _WITHOUT_COMPILER = """
@@ -66,6 +79,73 @@ class TestAotInductor(BackendConformance):
         package.write_bytes(content)
         with pytest.raises(AccelError, match=r"model\.pt2"):
             accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "copy", trust_remote_code=True)
+
+    @pytest.mark.parametrize("first", ["/etc/hostname", "known"])
+    def test_a_second_record_of_the_package_does_not_make_it_ours(
+        self, artifact: Artifact, tmp_path: Path, first: str
+    ) -> None:
+        folder = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
+        with (folder / "model.pt2").open("ab") as package:
+            package.write(b"somebody else's")
+        values = json.loads((folder / "accel.json").read_text())
+        del values["sha256"]
+        component = values["components"][0]
+        known = component["files"][0]["sha256"]
+        real = dataclasses.asdict(record_files(folder, ["model.pt2"])[0])
+        component["files"] = [{**real, "sha256": known if first == "known" else first}, real]
+        (folder / "accel.json").write_text(sealed(values))
+        with pytest.raises(AccelError, match=r"model\.pt2"):
+            accel.ORTModelForSequenceClassification.from_pretrained(folder)
+
+    def test_what_is_loaded_is_what_was_checked(
+        self,
+        artifact: Artifact,
+        implementation: Backend,
+        where: DeviceSpec,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        held = Artifact.load(shutil.copytree(artifact.path, tmp_path / "copy"))
+        ours = held.file().read_bytes()
+        loaded: list[bytes] = []
+
+        def load(package: Path, *, device_index: int) -> Any:
+            # Somebody who writes into the folder comes too late.
+            held.file().write_bytes(b"somebody else's")
+            loaded.append(package.read_bytes())
+
+        monkeypatch.setattr(backend, "opened", load)
+        implementation.open(held, OpenRequest(device=where))
+        assert loaded == [ours]
+        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+            implementation.open(held, OpenRequest(device=where))
+        assert loaded == [ours]
+
+    def test_no_folder_for_temporary_files(
+        self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+        with pytest.raises(SessionError, match="cannot be copied") as found:
+            accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
+        assert "TMPDIR" in str(found.value.fix)
+
+    def test_code_that_was_changed_in_place_is_found_whatever_its_time_says(
+        self, artifact: Artifact, tmp_path: Path
+    ) -> None:
+        load = accel.ORTModelForSequenceClassification.from_pretrained
+        folder = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
+        load(folder).close()
+        package = folder / "model.pt2"
+        before = package.stat()
+        with package.open("r+b") as file:
+            file.seek(before.st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(before.st_size // 2)
+            file.write(bytes([byte ^ 1]))
+        os.utime(package, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(IntegrityError, match=r"model\.pt2"):
+            load(folder)
 
     @pytest.mark.parametrize(
         "other",

@@ -257,7 +257,7 @@ def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
 
     monkeypatch.setattr(accel.ORTModelForSequenceClassification, "from_pretrained", load)
     words = {name: object() for name in loading_words() - {"task", "backend", "device", "revision", "token"}}
-    words["trust_remote_code"] = False
+    words |= {"trust_remote_code": False, "subfolder": "inner"}
     for name in ("subfolder", "file_name", "variant", "provider", "session_options", "export", "cache_dir", "config"):
         assert name in words
     with pytest.raises(ConfigError, match="enough"):

@@ -13,7 +13,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact, HubOptions, Location
-from accel.errors import AccelError, ArtifactNotFoundError, ConfigError
+from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, OutputFolderError, TaskError
 from accel.stages import resolving
 from accel.stages.resolving import original, resolve
 from accel.testing.folders import edit_manifest, unmark
@@ -80,6 +80,40 @@ class TestKinds:
             resolve(tmp_path)
         with pytest.raises(ConfigError, match="is not a model"):
             resolve(7)
+
+    @pytest.mark.parametrize(
+        ("how", "words"),
+        [
+            ({"trust_remote_code": "False"}, "trust_remote_code is 'False'"),
+            ({"trust_remote_code": 1}, "trust_remote_code is 1"),
+            ({"subfolder": 3}, "subfolder is 3"),
+            ({"revision": 3}, "revision is 3"),
+            ({"file_name": 3}, "file_name is 3"),
+            ({"task": 3}, "not by 3"),
+        ],
+    )
+    def test_what_is_of_another_type_is_named(
+        self, how: dict[str, Any], words: str, tiny_artifact: Callable[..., Artifact]
+    ) -> None:
+        with pytest.raises(AccelError, match=words):
+            accel.ORTModel.from_pretrained(tiny_artifact().path, **how)
+
+    def test_an_artifact_of_another_task_is_not_taken_for_the_one_that_was_named(
+        self, tiny_artifact: Callable[..., Artifact]
+    ) -> None:
+        folder = tiny_artifact().path
+        with pytest.raises(TaskError, match="made for text-classification, not for token-classification"):
+            accel.ORTModel.from_pretrained(folder, task="token-classification")
+        for same in ("text-classification", "sentiment-analysis", "zero-shot-classification"):
+            accel.ORTModel.from_pretrained(folder, task=same).close()
+
+    def test_a_name_that_is_too_long(self) -> None:
+        with pytest.raises(ArtifactNotFoundError, match="longer than a name can be"):
+            accel.ORTModel.from_pretrained("a" * 5000)
+
+    def test_an_output_that_is_no_folder(self) -> None:
+        with pytest.raises(OutputFolderError, match="5 is no folder"):
+            accel.export(tiny_model("bert"), 5)  # type: ignore[arg-type]
 
     def test_original(self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
         found = original(resolve(tiny_artifact()))

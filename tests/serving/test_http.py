@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import random
 import re
@@ -221,6 +222,13 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(client: TestClient) -> 
             yield b" " * 1000
 
     assert client.post("/classify", content=endless()).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/embeddings", "/v2/models/labels/infer"])
+def test_a_compressed_body_is_named_as_such(path: str, client: TestClient) -> None:
+    answer = client.post(path, content=gzip.compress(b'{"inputs": "help"}'), headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "Compressed bodies are not taken." in answer.text
 
 
 def test_answers_tell_their_steps_and_their_id(client: TestClient) -> None:

@@ -10,6 +10,7 @@ import random
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,38 @@ def test_damage_names_the_file(artifact: Artifact, damage: str) -> None:
     with pytest.raises(IntegrityError, match="weights.bin") as info:
         Artifact.load(artifact.path)
     assert "Fix:" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sha256": "f" * 64}, {"sha256": "/etc/hostname"}, {"bytes": -1}], ids=["other", "a path", "size"]
+)
+def test_a_file_has_one_record_which_is_a_checksum(artifact: Artifact, wrong: dict[str, Any]) -> None:
+    file = artifact.path / "accel.json"
+    values = json.loads(file.read_text())
+    del values["sha256"]
+    records = values["components"][0]["files"]
+    records.insert(0, {**records[0], **wrong})
+    file.write_text(sealed(values))
+    with pytest.raises(SchemaError, match=r"graph\.bin"):
+        Artifact.load(artifact.path)
+
+
+def test_a_large_file_that_was_changed_in_place_is_found_whatever_its_time_says(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    weights = artifact.path / "weights.bin"
+    weights.write_bytes(bytes(2 << 20))
+    component = artifact.components[0]
+    component = replace(component, files=record_files(artifact.path, ["graph.bin", "weights.bin"]))
+    Artifact.create(artifact.path, replace(artifact.manifest, components=(component,)))
+    Artifact.load(artifact.path)
+    before = weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"1")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(IntegrityError, match=r"weights\.bin"):
+        Artifact.load(artifact.path)
 
 
 def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

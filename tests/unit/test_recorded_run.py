@@ -60,6 +60,12 @@ def test_provider_options_that_a_spec_does_not_list_are_refused(
         open_artifact(recorded(backend, provider_options=options))
 
 
+@pytest.mark.parametrize("name", ["threads", "inter_op_threads"])
+def test_no_runtime_is_told_to_start_a_million_threads(recorded: Callable[..., Artifact], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"SessionOptions.{name} is 1000000"):
+        open_artifact(recorded(), RunSettings(options=SessionOptions(**{name: 1_000_000})))
+
+
 def test_threads_stay_within_the_machine(recorded: Callable[..., Artifact]) -> None:
     opened = open_artifact(recorded(session={"threads": 100_000, "inter_op_threads": 100_000}))
     assert opened.options.threads == opened.options.inter_op_threads == available_processors()

@@ -275,6 +275,11 @@ def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.owner("quantize", "onnx", domains=("", "x"))
     with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
         registry.owner("optimize", "onnx")
+    # What it says to do has to work: no scheme helps where no backend reads the format.
+    with pytest.raises(
+        BackendUnavailableError, match=r"No backend can quantize pt2\.\nFix: start from a model in the format onnx\."
+    ):
+        registry.owner("quantize", "pt2", scheme="dynamic-int8")
 
 
 def preparing(name: str, *schemes: str) -> BackendSpec:

@@ -157,8 +157,10 @@ class Call:
         """The bytes of the request.
 
         Raises:
-            HttpError: More than the server takes: 413.
+            HttpError: More than the server takes: 413; compressed: 415.
         """
+        if self.request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+            raise HttpError(415, "Compressed bodies are not taken.", fix="send it as it is.")
         most = self.server.settings.max_body_bytes
         too_large = HttpError(413, f"The body has more than {most} bytes.", kind="too_large", fix="send less at once.")
         declared = self.request.headers.get("content-length", "0")

@@ -128,8 +128,6 @@ async def _metadata(call: Call, _: Any) -> Response:
 async def _infer(call: Call, _: Any) -> Response:
     target = _target(call)
     whole = await call.read()
-    if call.request.headers.get("content-encoding", "identity") != "identity":
-        raise HttpError(415, "Compressed bodies are not taken.", fix="send it as it is.")
     body, binary = _split(whole, call.request.headers.get(_HEADER))
     _known(body.parameters, ("binary_data_output",))
     model = call.engine.models[target.name]

@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from ..backend import PytorchBackend
 from ..session import Module, ModuleSession
 from .exporter import PackageExporter
-from .packages import check_target, check_trusted, opened
+from .packages import check_target, opened, trusted
 
 
 class _Runtime(PytorchBackend):
@@ -80,12 +80,12 @@ class AotInductorBackend:
                 fix=f"leave compute_dtype out, or export it with dtype={dtype!r}.",
             )
         check_target(artifact)
-        check_trusted(artifact, trust_remote_code=request.trust_remote_code)
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
         sessions: dict[str, Session] = {}
         for component in artifact.components:
-            module: Module = _Package(opened(artifact.path / component.file), component)
+            with trusted(artifact.path / component.file, trust_remote_code=request.trust_remote_code) as package:
+                module: Module = _Package(opened(package), component)
             sessions[component.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
         return sessions
 

@@ -6,14 +6,16 @@ elsewhere only where its code is trusted, as code that comes with a PyTorch mode
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.artifact import Artifact, Component, accel_home
+from accel.artifact import Artifact, Component, accel_home, scratch
 from accel.capture import quiet
 from accel.errors import ConfigError, SessionError, TargetMismatchError
 
@@ -21,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "pt2"
 """The format of artifacts that are packages of compiled code."""
+_BLOCK = 1 << 20
 
 
-def _mark(component: Component) -> Path:
-    record = next(record for record in component.files if record.name == component.file)
-    return accel_home() / "packages" / record.sha256
+def _mark(checksum: str) -> Path:
+    return accel_home() / "packages" / checksum
 
 
 def remember(component: Component) -> None:
     """Note that a package was compiled here, by its checksum."""
-    mark = _mark(component)
+    mark = _mark(next(record.sha256 for record in component.files if record.name == component.file))
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -38,18 +40,45 @@ def remember(component: Component) -> None:
         logger.warning("%s cannot be written (%s): the package opens with trust_remote_code=True.", mark, error)
 
 
-def check_trusted(artifact: Artifact, *, trust_remote_code: bool) -> None:
-    """Refuse native code of somebody else.
+@contextmanager
+def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
+    """What may be loaded of a package: itself where its code is trusted, else a copy in which nobody else can write.
+
+    The copy is what is held against the notes of what was compiled here. Neither the manifest nor what is remembered of checked files
+    is asked, which whoever made or changed the folder had a hand in.
 
     Raises:
         ConfigError: It was not compiled here, and its code is not trusted.
+        SessionError: It cannot be read, or the copy not be written.
     """
-    if trust_remote_code or all(_mark(component).is_file() for component in artifact.components):
+    if trust_remote_code:
+        yield package
         return
-    raise ConfigError(
-        f"{artifact.path} holds native code that was not compiled here, which may do anything once it is loaded.",
-        fix="pass trust_remote_code=True (--trust-remote-code) where you trust who compiled it, or export the model yourself.",
-    )
+    with ExitStack() as stack:
+        try:
+            copy = stack.enter_context(scratch()) / package.name
+            checksum = _copied(package, copy)
+        except OSError as error:
+            raise SessionError(
+                f"{package} cannot be copied into the folder for temporary files, where its code is checked: {error}",
+                fix="set TMPDIR to a folder with room for it that can be written.",
+            ) from error
+        if not _mark(checksum).is_file():
+            raise ConfigError(
+                f"{package.parent} holds native code that was not compiled here, which may do anything once it is loaded.",
+                fix="pass trust_remote_code=True (--trust-remote-code) where you trust who compiled it, or export the model yourself.",
+            )
+        yield copy
+
+
+def _copied(source: Path, target: Path) -> str:
+    """Copy a file, which may change meanwhile; the checksum of what was written."""
+    digest = hashlib.sha256()
+    with source.open("rb") as read, target.open("xb") as write:
+        while block := read.read(_BLOCK):
+            digest.update(block)
+            write.write(block)
+    return digest.hexdigest()
 
 
 def target_of(package: Path) -> dict[str, Any]:
