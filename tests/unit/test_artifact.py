@@ -32,6 +32,7 @@ from accel.artifact import (
     manifest,
     record_files,
 )
+from accel.artifact.checksums import folder_digest
 from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
 from accel.artifact.unrecorded import kind_of
@@ -532,3 +533,16 @@ def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
     with held(lock, keep=True) as ours:
         assert ours
     assert lock.exists()
+
+
+def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    os.utime(weights, (1, 1))
+    before = folder_digest(tmp_path)
+    assert folder_digest(tmp_path) == before
+    content = bytearray(weights.read_bytes())
+    content[::16384] = b"\1" * len(content[::16384])
+    weights.write_bytes(content)
+    os.utime(weights, (1, 1))
+    assert folder_digest(tmp_path) != before

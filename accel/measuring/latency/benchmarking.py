@@ -44,8 +44,8 @@ def benchmark(
     pytorch: Sequence[str] = ("float32",),
     compiled: Sequence[str] = (),
     cuda_graph: Sequence[str] | None = None,
-    batch: Sequence[int] = (1,),
-    sequence: Sequence[int] = (128,),
+    batch: int | Sequence[int] = (1,),
+    sequence: int | Sequence[int] = (128,),
     texts: str | os.PathLike[str] | Sequence[str] | None = None,
     tokenize: bool = False,
     max_length: int | None = None,
@@ -78,8 +78,8 @@ def benchmark(
         compiled: Dtypes of PyTorch under `torch.compile`; compiling takes up to minutes.
         cuda_graph: Dtypes of PyTorch eager replayed from CUDA graphs, which launches kernels without the host. `None`: on an
             NVIDIA GPU those of `pytorch`, because eager small models wait for the host there; elsewhere none.
-        batch: Rows a call; each with each sequence.
-        sequence: Tokens a row.
+        batch: Rows a call, one number or several; each with each sequence.
+        sequence: Tokens a row, likewise.
         texts: A file of texts (one a line, or a table with a text column) or a list, instead of `sequence`: their lengths
             are those of real traffic, and padding is what batches of them need.
         tokenize: Tokenize `texts` inside the timed call.
@@ -110,7 +110,7 @@ def benchmark(
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     given = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
     load = Load(
-        batch=tuple(batch), sequence=tuple(sequence), texts=texts, tokenize=tokenize, max_length=max_length,
+        batch=_sizes(batch), sequence=_sizes(sequence), texts=texts, tokenize=tokenize, max_length=max_length,
         new_tokens=new_tokens, seed=seed,
     )  # fmt: skip
     effort = Effort(warmup=warmup, rounds=rounds, calls=calls, processes=processes, threads=threads)
@@ -122,6 +122,10 @@ def benchmark(
         given, backends=backends, baselines=baselines, task=task, device=device, options=session_options, hub=hub
     )
     return measure_variants(variants, load, effort, traffic, atol)
+
+
+def _sizes(given: int | Sequence[int]) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ import torch
 from accel.artifact import accel_home
 from accel.capture import quiet
 
+logger = logging.getLogger(__name__)
+
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _NAMES = itertools.count()
 REMEDIES = {
@@ -50,7 +52,14 @@ def keep_compiled_code() -> None:
 
     # The compiler itself sets the variable when it is first asked for its folder.
     if os.environ.get(_CACHE) in (None, default_cache_dir()):
-        os.environ[_CACHE] = str(accel_home() / "inductor")
+        kept = accel_home() / "inductor"
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.debug("compiled code is not kept in %s: %s", kept, error)
+            return
+        if os.access(kept, os.W_OK):
+            os.environ[_CACHE] = str(kept)
 
 
 @contextlib.contextmanager
