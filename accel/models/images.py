@@ -10,7 +10,7 @@ import torch
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
-from ..errors import TaskError
+from ..errors import InputError, TaskError
 from .base import ORTModel
 
 
@@ -40,12 +40,14 @@ class ObjectDetectionOutput(ModelOutput):  # type: ignore[misc]
         pred_boxes: `(batch, queries, 4)`: centre, width and height, as shares of the image.
         order_logits: `(batch, queries, queries)`, of models of page layouts: which region is read before which.
         out_masks: `(batch, queries, height / 4, width / 4)`, of such models.
+        objectness_logits: `(batch, queries)`, of OWLv2: whether there is an object at all.
     """
 
     logits: torch.Tensor | None = None
     pred_boxes: torch.Tensor | None = None
     order_logits: torch.Tensor | None = None
     out_masks: torch.Tensor | None = None
+    objectness_logits: torch.Tensor | None = None
 
 
 @dataclass
@@ -93,6 +95,34 @@ class ORTModelForObjectDetection(_ImageModel):
     """Objects in images: `logits: (batch, queries, classes)` and `pred_boxes: (batch, queries, 4)`."""
 
     task = "object-detection"
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        super()._choose_output(names)
+        return ObjectDetectionOutput
+
+
+class ORTModelForZeroShotObjectDetection(ORTModel):
+    """Objects that texts name: `logits: (batch, queries, texts of an image)` and `pred_boxes: (batch, queries, 4)`.
+
+    Grounding DINO reads one text an image, of which it scores each token: `logits: (batch, queries, max_text_len)`.
+    """
+
+    task = "zero-shot-object-detection"
+
+    def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`: as many texts
+        for each image, those of the first image before those of the second.
+
+        Raises:
+            InputError: Images that cannot have as many texts each.
+        """
+        images, texts = (len(one) if getattr(one, "ndim", 0) else 0 for one in (pixel_values, input_ids))
+        if images and texts % images:
+            raise InputError(
+                f"{texts} texts came for {images} images; each image has as many.",
+                fix="repeat the texts for each image, as the processor does: processor(text=[[...], ...], images=[...]).",
+            )
+        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         super()._choose_output(names)

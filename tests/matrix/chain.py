@@ -37,6 +37,9 @@ FAMILY: Mapping[str, str] = {
     "image-segmentation": "segformer",
     "depth-estimation": "glpn",
     "image-to-image": "swin2sr",
+    "video-classification": "videomae",
+    "zero-shot-object-detection": "owlvit",
+    "mask-generation": "sam",
     "text-generation": "llama",
     # Not T5, whose tiny weights are so large that 8 bits change 40 % of its answers; here it is 4 %.
     "text2text-generation": "bart",
@@ -62,6 +65,8 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
     if task in _PIXELS:
         return {"pixel_values": torch.randn((rows, 3, *_PIXELS[task]), generator=draw)}
     start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
+    if task == "video-classification":
+        return {"pixel_values": torch.randn((rows, 4, 3, 32, 32), generator=draw)}
     if FAMILY[task] == "wav2vec2":
         mask = torch.ones((rows, 900), dtype=torch.int64)
         for row in range(1, rows):
@@ -71,9 +76,17 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
         return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
     if task == "image-to-text":
         return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), **start}
-    if task == "zero-shot-image-classification":
+    if task == "mask-generation":
+        points = 32 * torch.rand((rows, 4, 2, 2), generator=draw)
+        labels = torch.randint(0, 2, points.shape[:-1], generator=draw)
+        return {
+            "pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), "input_points": points, "input_labels": labels
+        }  # fmt: skip
+    if task in ("zero-shot-image-classification", "zero-shot-object-detection"):
         images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
-        texts = torch.randint(6, 100, (rows + 1, 10), generator=draw)
+        # Any number beside images, or as many for each of them.
+        count = rows + 1 if task == "zero-shot-image-classification" else 2 * rows
+        texts = torch.randint(6, 100, (count, 10), generator=draw)
         return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **images}
     ids = torch.randint(6, 100, (rows, 10), generator=draw)
     mask = torch.ones_like(ids)
