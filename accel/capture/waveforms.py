@@ -6,6 +6,7 @@ learns while it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,6 +114,47 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _splines_of_all_values() -> Iterator[None]:
+    """In a trace, VITS' splines of every value, of which those beyond the spline's ends are left as they are. Its own code takes
+    apart what is inside and what is not, with sizes that depend on the values.
+    """
+    if not torch.compiler.is_exporting():
+        yield
+        return
+    from transformers.models.vits import modeling_vits
+
+    own: Any = modeling_vits
+
+    def spline(
+        inputs: torch.Tensor,
+        widths: torch.Tensor,
+        heights: torch.Tensor,
+        derivatives: torch.Tensor,
+        reverse: bool = False,
+        tail_bound: float = 5.0,
+        min_bin_width: float = 1e-3,
+        min_bin_height: float = 1e-3,
+        min_derivative: float = 1e-3,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # So that the slope is 1 at both ends.
+        end = torch.full_like(derivatives[..., :1], math.log(math.exp(1 - min_derivative) - 1))
+        found, determinant = own._rational_quadratic_spline(
+            inputs=inputs.clamp(-tail_bound, tail_bound), unnormalized_widths=widths, unnormalized_heights=heights,
+            unnormalized_derivatives=torch.cat([end, derivatives, end], dim=-1), reverse=reverse, tail_bound=tail_bound,
+            min_bin_width=min_bin_width, min_bin_height=min_bin_height, min_derivative=min_derivative,
+        )  # fmt: skip
+        inside = inputs.abs() <= tail_bound
+        return torch.where(inside, found, inputs), torch.where(inside, determinant, torch.zeros_like(determinant))
+
+    before = own._unconstrained_rational_quadratic_spline
+    own._unconstrained_rational_quadratic_spline = spline
+    try:
+        yield
+    finally:
+        own._unconstrained_rational_quadratic_spline = before
+
+
 class _Speaking(Wrapper):
     def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """`(batch, size, 1)` of who speaks; `None` where there is one voice."""
@@ -133,7 +175,7 @@ class _TextEncoder(_Speaking):
         encoded = model.text_encoder(input_ids=ids, padding_mask=real, attention_mask=mask, return_dict=True)
         hidden, across = encoded.last_hidden_state.transpose(1, 2), real.transpose(1, 2)
         settings = {} if noise is None else {"reverse": True, "noise_scale": 1.0}
-        with _noise(noise):
+        with _noise(noise), _splines_of_all_values():
             durations = model.duration_predictor(hidden, across, self.speaker(inputs), **settings)
         return {
             "prior_means": encoded.prior_means,

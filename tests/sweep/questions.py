@@ -183,7 +183,8 @@ def make_inputs(
         shape = (batch, CHOICES, sequence) if spec.name == "multiple-choice" else (batch, sequence)
         inputs, mask = _text(config, shape, padding, draw, parameters)
         if "bbox" in parameters:
-            corners, sizes = (torch.randint(0, 400, (*shape, 2), generator=draw) for _ in range(2))
+            half = min(400, config.max_2d_position_embeddings // 2)
+            corners, sizes = (torch.randint(0, half, (*shape, 2), generator=draw) for _ in range(2))
             inputs["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
         if spec.name == "table-question-answering":
             inputs["token_type_ids"] = torch.randint(0, 2, (*shape, len(config.type_vocab_sizes)), generator=draw)
