@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
     from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
     from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
+    from .models.images import ORTModelForKeypointMatching as ORTModelForKeypointMatching
     from .models.images import ORTModelForObjectDetection as ORTModelForObjectDetection
     from .models.images import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
     from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
@@ -110,6 +111,7 @@ _MODULE_OF = {
     "ORTModelForDepthEstimation": "models.images",
     "ORTModelForImageSegmentation": "models.images",
     "ORTModelForImageToImage": "models.images",
+    "ORTModelForKeypointMatching": "models.images",
     "ORTModelForObjectDetection": "models.images",
     "ORTModelForSemanticSegmentation": "models.images",
     "ORTModelForZeroShotAudioClassification": "models.audio",

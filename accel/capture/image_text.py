@@ -7,7 +7,17 @@ from pathlib import Path
 import torch
 
 from ..errors import ExportError
-from .samples import SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, image_sample, parameters_of, resize, text_config, text_inputs
+from .samples import (
+    SAMPLE_BATCH,
+    SAMPLE_SEQUENCE,
+    Axes,
+    image_sample,
+    image_size,
+    parameters_of,
+    resize,
+    text_config,
+    text_inputs,
+)
 from .wrapper import Tensors, Wrapper
 
 SAMPLE_TEXTS = 3
@@ -36,6 +46,13 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tens
         )
     whole = getattr(module.config, "max_text_len", None) is not None
     return _beside(module, folder, SAMPLE_BATCH if whole else _TEXTS_OF_ALL, "batch" if whole else "texts")
+
+
+def pair_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, of the size that the processor makes."""
+    height, width = image_size(module.config, folder)
+    pixels = torch.rand((SAMPLE_BATCH, 2, 3, height, width))
+    return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
 
 
 def _beside(

@@ -149,6 +149,31 @@ ORTModelForSemanticSegmentation = ORTModelForImageSegmentation
 """The name that Optimum gives it."""
 
 
+@dataclass
+class KeypointMatchingOutput(ModelOutput):  # type: ignore[misc]
+    """What a model of pairs returns; an image processor's `post_process_keypoint_matching` turns it into points in pixels.
+
+    Attributes:
+        matches: `(batch, 2, keypoints)`: the keypoint of the other image that each one is, -1 for none.
+        matching_scores: `(batch, 2, keypoints)`
+        keypoints: `(batch, 2, keypoints, 2)`: x and y, as shares of the image.
+    """
+
+    matches: torch.Tensor | None = None
+    matching_scores: torch.Tensor | None = None
+    keypoints: torch.Tensor | None = None
+
+
+class ORTModelForKeypointMatching(_ImageModel):
+    """Points that two images have in common: `pixel_values: (batch, 2, channels, height, width)` to `matches: (batch, 2, keypoints)`."""
+
+    task = "keypoint-matching"
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        super()._choose_output(names)
+        return KeypointMatchingOutput
+
+
 class ORTModelForDepthEstimation(_ImageModel):
     """How far away each pixel is: `predicted_depth: (batch, height, width)`."""
 

@@ -116,6 +116,16 @@ SPECS = (
         parts="accel.capture.masks:mask_parts",
     ),
     TaskSpec(
+        name="keypoint-matching",
+        model="accel.models.images:ORTModelForKeypointMatching",
+        auto_model="AutoModelForKeypointMatching",
+        outputs={"matches": ("batch", "pair", "keypoints"), "keypoints": ("batch", "pair", "keypoints", "coordinates")},
+        keeps=("matches", "matching_scores", "keypoints"),
+        suffixes=("ForKeypointMatching",),
+        modalities=("image",),
+        sample="accel.capture.image_text:pair_sample",
+    ),
+    TaskSpec(
         name="depth-estimation",
         model="accel.models.images:ORTModelForDepthEstimation",
         auto_model="AutoModelForDepthEstimation",

@@ -143,12 +143,12 @@ def _sam(name: str) -> Any:
     edges = {"image_size": 32, "patch_size": 8}
     config = getattr(transformers, f"{name}Config")(
         vision_config={
-            **edges, "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_dim": 48,
-            "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 8,
+            **edges, "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_dim": 48,
+            "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 16,
         },
-        prompt_encoder_config={**edges, "hidden_size": 16, "mask_input_channels": 4},
+        prompt_encoder_config={**edges, "hidden_size": 32, "mask_input_channels": 4},
         mask_decoder_config={
-            "hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 16,
+            "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32,
             **({"vit_dim": 32} if name == "SamHQ" else {}),
         },
     )  # fmt: skip
@@ -161,6 +161,14 @@ def _sam_one() -> Any:
 
 def _sam_hq() -> Any:
     return _sam("SamHQ")
+
+
+def _loftr() -> Any:
+    config = transformers.EfficientLoFTRConfig(
+        stage_num_blocks=[1, 1, 1, 1], stage_stride=[2, 1, 2, 2], out_features=[8, 8, 16, 64], hidden_size=64,
+        num_attention_layers=1, num_attention_heads=8, fine_matching_slice_dim=4, coarse_matching_threshold=0.0,
+    )  # fmt: skip
+    return transformers.EfficientLoFTRForKeypointMatching(config)
 
 
 def _dpt() -> Any:
@@ -220,6 +228,9 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
     "mask2former": ("image-segmentation", _mask2former, "Mask2FormerImageProcessorPil", {"size": _SQUARE}),
     "sam": ("mask-generation", _sam_one, "SamImageProcessorPil", _OF_SAM),
     "sam-hq": ("mask-generation", _sam_hq, "SamImageProcessorPil", _OF_SAM),
+    "efficientloftr": (
+        "keypoint-matching", _loftr, "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}},
+    ),
     "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
         "depth-estimation", _depth_anything, "DPTImageProcessorPil",

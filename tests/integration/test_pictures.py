@@ -28,8 +28,8 @@ QUICK = ("clip", "owlvit")
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
     for name, (task, *_) in PICTURES.items()
-    # One has no stock pipeline, and the other's is in `test_masks`.
-    if task not in ("image-to-image", "mask-generation")
+    # One has no stock pipeline, that of masks is in `test_masks`, and the last one reads pairs.
+    if task not in ("image-to-image", "mask-generation", "keypoint-matching")
 ]
 BACKENDS = ("cpu", "openvino", "pytorch")
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
@@ -184,6 +184,27 @@ def test_several_texts_for_each_image(
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
     with pytest.raises(InputError, match="6 texts came for 4 images"):
         model(**inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_points_that_two_images_have_in_common(
+    backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    task = "keypoint-matching"
+    folder = tiny_folder("efficientloftr", task)
+    ours = opened("efficientloftr", backend, folder, lambda: tiny_artifact("efficientloftr", task))
+    theirs, given = original(folder, task), processors(folder)
+    reference = transformers.pipeline(task, model=theirs, **given)
+    pair = [picture(60, 80), picture(96, 64, seed=1)]
+    expected = reference(pair)
+    assert len(expected) > 2
+    for stock in (transformers.pipeline(task, model=ours, **given), accel.pipeline(task, model=ours)):
+        found = stock(pair)
+        assert differs([dict(one) for one in found], [dict(one) for one in expected]) <= TOLERANCE
+    inputs = given["image_processor"]([pair, pair[::-1]], return_tensors="pt")
+    with torch.inference_mode():
+        whole = theirs(**inputs)
+    assert torch.equal(ours(**inputs).matches, whole.matches)
 
 
 def test_a_mask_of_pixels_may_be_left_out(

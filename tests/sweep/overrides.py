@@ -248,6 +248,15 @@ OVERRIDES: dict[str, Special] = {
     "vision-encoder-decoder": _captioner,
     "speech-encoder-decoder": _speech_encoder_decoder,
     "clap": _clap,
+    "efficientloftr": {
+        "stage_num_blocks": [1, 1, 1, 1],
+        "stage_stride": [2, 1, 2, 2],
+        "out_features": [8, 8, 16, 64],
+        "hidden_size": 64,
+        "num_attention_layers": 1,
+        "num_attention_heads": 8,
+        "fine_matching_slice_dim": 4,
+    },
     "grounding-dino": _grounding_dino("GroundingDino"),
     "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
     # Real ones read 16 tokens; the sweep asks with up to 33.

@@ -126,7 +126,7 @@ def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
 
 # What tasks are about; hidden states only where there is nothing else (Moshi returns both).
 _MAIN = (
-    ("logits_per_image",), ("logits_per_audio",), ("waveform",),
+    ("logits_per_image",), ("logits_per_audio",), ("waveform",), ("matching_scores",),
     ("class_queries_logits", "masks_queries_logits"), ("logits", "pred_boxes", "pred_masks"),
     ("predicted_depth",), ("reconstruction",), ("start_logits", "end_logits"), ("last_hidden_state",),
 )  # fmt: skip
@@ -165,7 +165,8 @@ def make_inputs(
         texts, _ = _text(config.get_text_config(), (batch + 1, sequence), padding, draw, parameters)
         inputs = {**texts, "input_features": sounds}
     elif "image" in spec.modalities and not spec.generates:
-        inputs = {"pixel_values": torch.randn((batch, *_image_shape(config)), generator=draw)}
+        pair = (2,) if spec.name == "keypoint-matching" else ()
+        inputs = {"pixel_values": torch.randn((batch, *pair, *_image_shape(config)), generator=draw)}
         if "pixel_mask" in parameters and padding == "right":
             inputs["pixel_mask"] = torch.ones_like(inputs["pixel_values"][:, 0], dtype=torch.int64)
             inputs["pixel_mask"][1::2, -8:] = 0
