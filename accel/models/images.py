@@ -157,11 +157,13 @@ class KeypointMatchingOutput(ModelOutput):  # type: ignore[misc]
         matches: `(batch, 2, keypoints)`: the keypoint of the other image that each one is, -1 for none.
         matching_scores: `(batch, 2, keypoints)`
         keypoints: `(batch, 2, keypoints, 2)`: x and y, as shares of the image.
+        mask: `(batch, 2, keypoints)`: which keypoints are none but fill up the image with fewer, of SuperGlue and LightGlue.
     """
 
     matches: torch.Tensor | None = None
     matching_scores: torch.Tensor | None = None
     keypoints: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 class ORTModelForKeypointMatching(_ImageModel):

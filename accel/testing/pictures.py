@@ -171,6 +171,17 @@ def _loftr() -> Any:
     return transformers.EfficientLoFTRForKeypointMatching(config)
 
 
+def _superglue() -> Any:
+    keypoints = transformers.SuperPointConfig(
+        encoder_hidden_sizes=[16] * 4, decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=20
+    )
+    config = transformers.SuperGlueConfig(
+        keypoint_detector_config=keypoints, hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
+        num_attention_heads=2, sinkhorn_iterations=5,
+    )  # fmt: skip
+    return transformers.SuperGlueForKeypointMatching(config)
+
+
 def _dpt() -> Any:
     config = transformers.DPTConfig(
         **{**_VISION, "num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[16] * 4,
@@ -231,6 +242,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
     "efficientloftr": (
         "keypoint-matching", _loftr, "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}},
     ),
+    "superglue": ("keypoint-matching", _superglue, "SuperGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
     "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
         "depth-estimation", _depth_anything, "DPTImageProcessorPil",
