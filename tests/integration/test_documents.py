@@ -189,8 +189,10 @@ def test_tables_in_the_stock_pipeline(
     with torch.inference_mode():
         expected = theirs(**inputs)
     found = ours(**inputs)
-    real = inputs["attention_mask"].bool()
-    assert (found.logits - expected.logits)[real].abs().max() <= TOLERANCE * expected.logits[real].abs().max()
+    # Those of other columns are about -10,000.
+    chosen = inputs["attention_mask"].bool() & (expected.logits > -1000)
+    assert chosen.any()
+    assert (found.logits - expected.logits)[chosen].abs().max() <= TOLERANCE * 10
     assert (found.logits_aggregation - expected.logits_aggregation).abs().max() <= TOLERANCE * 10
     inputs["token_type_ids"][0, 3, 1] = 256
     with pytest.raises(InputError, match="kind 1"):

@@ -21,6 +21,8 @@ from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, IMAGE, LAST_PLAIN_TOKEN, P
 
 Tensors = dict[str, torch.Tensor]
 CHOICES = 3
+# What models write where nothing may be chosen (TAPAS' other columns, Grounding DINO's missing tokens) is less, and measures nothing.
+_NOTHING = -1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
     torch.manual_seed(0)
     result = model(**inputs)
     return {
-        name: value.detach().float().cpu()
+        name: value.detach().float().cpu().clamp(min=_NOTHING)
         for name, value in result.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
