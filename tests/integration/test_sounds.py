@@ -310,7 +310,9 @@ SPEECH = "text-to-audio"
 def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     """After the same seed the sound is the same: noise is drawn as in PyTorch."""
     folder = source(VITS, SPEECH)
-    ours = accel.ORTModelForTextToWaveform.from_pretrained(artifact(VITS, SPEECH, backend), backend=backend)
+    # OpenVINO's own converter makes another graph of texts of other lengths than the trace's, which an export refuses.
+    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    ours = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     theirs = transformers.VitsModel.from_pretrained(folder).eval()
     reference = transformers.pipeline(SPEECH, model=theirs, tokenizer=tokenizer)
