@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from .models.audio import ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification
     from .models.audio import ORTModelForAudioXVector as ORTModelForAudioXVector
     from .models.audio import ORTModelForCTC as ORTModelForCTC
+    from .models.audio import ORTModelForZeroShotAudioClassification as ORTModelForZeroShotAudioClassification
     from .models.base import ORTModel as ORTModel
     from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
+    from .models.documents import ORTModelForDocumentQuestionAnswering as ORTModelForDocumentQuestionAnswering
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
     from .models.encoders import ORTModelForCustomTasks as ORTModelForCustomTasks
@@ -40,12 +42,18 @@ if TYPE_CHECKING:
     from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
     from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
     from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
+    from .models.images import ORTModelForKeypointMatching as ORTModelForKeypointMatching
     from .models.images import ORTModelForObjectDetection as ORTModelForObjectDetection
     from .models.images import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
     from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
+    from .models.images import ORTModelForZeroShotObjectDetection as ORTModelForZeroShotObjectDetection
+    from .models.masks import ORTModelForMaskGeneration as ORTModelForMaskGeneration
     from .models.pipelines.opening import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
+    from .models.tables import ORTModelForTableQuestionAnswering as ORTModelForTableQuestionAnswering
+    from .models.videos import ORTModelForVideoClassification as ORTModelForVideoClassification
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
+    from .models.voices import ORTModelForTextToWaveform as ORTModelForTextToWaveform
     from .serving.engine import Engine as Engine
     from .serving.generation.engine import GenerationEngine as GenerationEngine
     from .serving.generation.options import GenerationLimits as GenerationLimits
@@ -84,23 +92,31 @@ _MODULE_OF = {
     "ORTModelForCausalLM": "models.decoders",
     "ORTModelForCTC": "models.audio",
     "ORTModelForCustomTasks": "models.encoders",
+    "ORTModelForDocumentQuestionAnswering": "models.documents",
     "ORTModelForFeatureExtraction": "models.encoders",
     "ORTModelForImageClassification": "models.encoders",
     "ORTModelForImageTextToText": "models.vision_language",
     "ORTModelForMaskedLM": "models.encoders",
+    "ORTModelForMaskGeneration": "models.masks",
     "ORTModelForMultipleChoice": "models.encoders",
     "ORTModelForQuestionAnswering": "models.encoders",
     "ORTModelForSeq2SeqLM": "models.encoder_decoder",
     "ORTModelForSequenceClassification": "models.encoders",
     "ORTModelForSpeechSeq2Seq": "models.speech",
+    "ORTModelForTableQuestionAnswering": "models.tables",
+    "ORTModelForTextToWaveform": "models.voices",
     "ORTModelForTokenClassification": "models.encoders",
+    "ORTModelForVideoClassification": "models.videos",
     "ORTModelForVision2Seq": "models.encoder_decoder",
     "ORTModelForDepthEstimation": "models.images",
     "ORTModelForImageSegmentation": "models.images",
     "ORTModelForImageToImage": "models.images",
+    "ORTModelForKeypointMatching": "models.images",
     "ORTModelForObjectDetection": "models.images",
     "ORTModelForSemanticSegmentation": "models.images",
+    "ORTModelForZeroShotAudioClassification": "models.audio",
     "ORTModelForZeroShotImageClassification": "models.images",
+    "ORTModelForZeroShotObjectDetection": "models.images",
     "pipeline": "models.pipelines.opening",
     "prepare_qat": "stages.prepare.training",
     "quantize": "tuning.budget",

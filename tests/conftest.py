@@ -24,12 +24,19 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-
 
 from accel.artifact import Artifact
 from accel.stages.export import export
+from accel.testing.documents import DOCUMENT_FAMILIES, save_document_model
 from accel.testing.generators import GENERATORS, save_generator
 from accel.testing.models import save_tiny
 from accel.testing.pictures import PICTURES, save_tiny_pictures
-from accel.testing.sounds import SOUND_FAMILIES, save_sound_model
+from accel.testing.sounds import CLAP, SOUND_FAMILIES, VITS, save_clap, save_sound_model, save_vits
+from accel.testing.tables import TAPAS, save_tapas
+from accel.testing.videos import VIDEO_FAMILIES, save_video_model
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+
+
+_ALONE: dict[str, Callable[[Path], object]] = {CLAP: save_clap, TAPAS: save_tapas, VITS: save_vits}
+"""Families of one model."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -89,6 +96,12 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
     def get(family: str = "bert", task: str = "text-classification") -> Path:
         if family in PICTURES:
             return shared(f"{family}-{task}", lambda folder: save_tiny_pictures(folder, family))
+        if family in VIDEO_FAMILIES:
+            return shared(f"{family}-{task}", lambda folder: save_video_model(folder, family))
+        if family in DOCUMENT_FAMILIES:
+            return shared(f"{family}-{task}", lambda folder: save_document_model(folder, family))
+        if family in _ALONE:
+            return shared(f"{family}-{task}", _ALONE[family])
         save = save_sound_model if family in SOUND_FAMILIES else save_tiny
         return shared(f"{family}-{task}", lambda folder: save(folder, family, task))
 

@@ -21,7 +21,7 @@ import torch
 from ..chatter import quiet
 from ..errors import ExportError
 from ..tasks.infer import task_spec
-from ..tasks.spec import TaskSpec
+from ..tasks.spec import TaskSpec, load
 from .attention import CacheLayer, FusedAttention, tracing
 from .recurrence import recurrent
 from .samples import has_position_table
@@ -34,7 +34,7 @@ ENCODER_MASK = "encoder_attention_mask"
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
-    """The graphs of a source: itself, or the parts of a generating model.
+    """The graphs of a source: itself, the parts of a generating model, or those that its task has.
 
     Args:
         source: From `load_source`.
@@ -45,7 +45,7 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
     """
     spec = task_spec(source.task)
     if not spec.generates:
-        return (source,)
+        return load(spec.parts)(source) if spec.parts else (source,)
     _check_parts(source, spec)
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)

@@ -6,24 +6,70 @@ from pathlib import Path
 
 import torch
 
-from .samples import SAMPLE_SEQUENCE, Axes, image_sample, resize, text_config, text_inputs
-from .wrapper import Tensors
+from ..errors import ExportError
+from .samples import (
+    SAMPLE_BATCH,
+    SAMPLE_SEQUENCE,
+    Axes,
+    image_sample,
+    image_size,
+    parameters_of,
+    resize,
+    text_config,
+    text_inputs,
+)
+from .wrapper import Tensors, Wrapper
 
 SAMPLE_TEXTS = 3
+# As many for each of one, two and three images, which graphs are compared with.
+_TEXTS_OF_ALL = 6
 
 
 def image_text_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
     """Two images and three texts: `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`."""
-    config = text_config(module.config)
-    names, unused = text_inputs(module, config, folder)
-    shape = (SAMPLE_TEXTS, SAMPLE_SEQUENCE)
-    text_axes = {name: {0: "texts", 1: "sequence"} for name in names}
-    texts = resize(
-        {name: torch.ones(shape, dtype=torch.int64) for name in names},
-        text_axes,
-        {"texts": SAMPLE_TEXTS, "sequence": SAMPLE_SEQUENCE},
-        config,
-        seed=0,
-    )
+    return _beside(module, folder, SAMPLE_TEXTS, "texts")
+
+
+def detection_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Two images and three texts for each of them, `(texts, sequence)`; one text an image where the model reads all that it looks for
+    in one (Grounding DINO).
+
+    Raises:
+        ExportError: The model reads its texts by other names.
+    """
+    if "input_ids" not in parameters_of(module):
+        inner = module.unwrapped if isinstance(module, Wrapper) else module
+        raise ExportError(
+            f"A {type(inner).__name__} reads {', '.join(parameters_of(module))}; texts are given to the stock pipeline's models as "
+            "input_ids.",
+            fix="run it with transformers.",
+        )
+    whole = getattr(module.config, "max_text_len", None) is not None
+    return _beside(module, folder, SAMPLE_BATCH if whole else _TEXTS_OF_ALL, "batch" if whole else "texts")
+
+
+def pair_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, of the size that the processor makes."""
+    height, width = image_size(module.config, folder)
+    pixels = torch.rand((SAMPLE_BATCH, 2, 3, height, width))
+    return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
+
+
+def _beside(
+    module: torch.nn.Module, folder: Path | None, count: int, axis: str
+) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Two images, and `count` texts on an axis of that name."""
+    texts, text_axes, unused = texts_beside(module, folder, count, axis)
     images, axes = image_sample(module, folder, texts)
     return {**texts, **images}, {**text_axes, **axes}, unused
+
+
+def texts_beside(
+    module: torch.nn.Module, folder: Path | None, count: int, axis: str
+) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """`count` texts on an axis of that name, and what the model takes of texts but ignores."""
+    config = text_config(module.config)
+    names, unused = text_inputs(module, config, folder)
+    axes = {name: {0: axis, 1: "sequence"} for name in names}
+    ones = {name: torch.ones((count, SAMPLE_SEQUENCE), dtype=torch.int64) for name in names}
+    return resize(ones, axes, {axis: count, "sequence": SAMPLE_SEQUENCE}, module.config, seed=0), axes, unused

@@ -70,7 +70,7 @@ def load_source(
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     module = module.eval()
     if config.output_hidden_states or config.output_attentions:
-        if spec.generates or spec.stands_in:
+        if spec.generates or spec.stands_in or spec.parts:
             raise TaskError(
                 f"A graph for {spec.name} returns no hidden states or attentions.",
                 fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",

@@ -11,6 +11,7 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
+from .masks import point_sizes
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
@@ -55,7 +56,7 @@ def reference_cases(source: Source) -> list[Case]:
             sizes["batch"] = batch
         if "sequence" in axes:
             sizes["sequence"] = sequence
-        sizes |= image_sizes(sizes, seed - 1) | sound_sizes(sizes, seed - 1)
+        sizes |= image_sizes(sizes, seed - 1) | sound_sizes(sizes, seed - 1) | point_sizes(sizes, seed - 1)
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_po
 # Positions that are looked up nowhere may be as large as 32 bits hold.
 _FARTHEST = 2**31 - 1
 # What the parts of a model read that see no tokens.
+# Those that do not say it are called so (OWL-ViT's, CLAP's).
+_NAMES_OF_TOWERS = ("vision_model", "audio_model")
 _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 Axes = Mapping[str, Mapping[int, str]]
@@ -33,6 +36,10 @@ Axes = Mapping[str, Mapping[int, str]]
 IMAGE_AXES = ("height", "width")
 # Which pixels are an image's own and not padding: `(batch, height, width)`.
 PIXEL_MASK = "pixel_mask"
+# Where the words of tokens stand on a page: `(batch, sequence, 4)`.
+BOXES = "bbox"
+# BERT's [CLS], [SEP], "." and "?", which Grounding DINO's attention does not look beyond.
+_ENDS_OF_PHRASES = (101, 102, 1012, 1029)
 # Which tokens are no padding: the text's own, and those that an encoder answered for.
 _MASKS = ("attention_mask", "encoder_attention_mask")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
@@ -145,7 +152,7 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
         others: What else it is given.
     """
     config = getattr(module, "config", None)
-    height, width = _image_size(config, folder)
+    height, width = image_size(config, folder)
     channels = getattr(_image_config(config), "num_channels", 3)
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
@@ -196,7 +203,7 @@ def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict
     """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
     if not set(IMAGE_AXES) <= set(axes):
         return {}
-    return dict(zip(IMAGE_AXES, _image_size(config, folder), strict=True))
+    return dict(zip(IMAGE_AXES, image_size(config, folder), strict=True))
 
 
 def _image_config(config: Any) -> Any:
@@ -204,7 +211,7 @@ def _image_config(config: Any) -> Any:
     return getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
 
 
-def _image_size(config: Any, folder: Path | None) -> tuple[int, int]:
+def image_size(config: Any, folder: Path | None) -> tuple[int, int]:
     """Height and width in pixels: the model's own, else its processor's, else 224."""
     size = getattr(_image_config(config), "image_size", None)
     if size is None and folder is not None:
@@ -291,6 +298,7 @@ def resize(
     Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. Masks
     get padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
     """
+    ends = _ENDS_OF_PHRASES if getattr(config, "max_text_len", None) is not None else ()
     config = text_config(config)
     generator = torch.Generator().manual_seed(seed)
     resized: Tensors = {}
@@ -299,10 +307,15 @@ def resize(
         shape = [sizes.get(named[i], n) if i in named else n for i, n in enumerate(tensor.shape)]
         if name == "input_ids":
             resized[name] = _token_ids(shape, config, generator)
+            known = [token for token in ends if token < int(getattr(config, "vocab_size", 0))]
+            for place, token in zip(range(0, shape[-1], 3), itertools.cycle(known), strict=False):
+                resized[name][..., place] = token
         elif name in _MASKS:
             resized[name] = _padded_mask(shape, tensor.dtype)
         elif name == PIXEL_MASK:
             resized[name] = _padded_pixels(shape, tensor.dtype)
+        elif name == BOXES:
+            resized[name] = _boxes(shape, config, generator)
         elif name == "token_type_ids":
             types = min(2, int(getattr(config, "type_vocab_size", 2) or 1))
             resized[name] = torch.randint(0, types, shape, generator=generator, dtype=tensor.dtype)
@@ -357,6 +370,13 @@ def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) ->
     return ids
 
 
+def _boxes(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
+    """Boxes `(batch, sequence, 4)`, which end behind where they begin: models look their widths and heights up, too."""
+    half = int(getattr(config, "max_2d_position_embeddings", None) or 1024) // 2
+    corners, sizes = (torch.randint(0, half, (*shape[:-1], 2), generator=generator) for _ in range(2))
+    return torch.cat([corners, corners + sizes], dim=-1)
+
+
 def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     mask = torch.ones(tuple(shape), dtype=dtype)
     rows = mask.view(-1, shape[-1])
@@ -389,7 +409,10 @@ def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]
     towers = [
         name
         for name, child in module.named_modules()
-        if name and getattr(child, "main_input_name", "input_ids") in _OF_TOWERS
+        if name
+        and (
+            getattr(child, "main_input_name", "input_ids") in _OF_TOWERS or name.rpartition(".")[2] in _NAMES_OF_TOWERS
+        )
     ]
     return {
         name: child
@@ -441,4 +464,7 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     if getattr(config, "attention_type", None) == "block_sparse":
         # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
         limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
+    if isinstance(whole := getattr(config, "max_text_len", None), int):
+        # Grounding DINO scores so many tokens.
+        limits.append(whole)
     return {"sequence": min(limits)} if limits else {}

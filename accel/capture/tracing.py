@@ -408,7 +408,8 @@ def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: in
     images the size that the model is made for.
     """
     config = SimpleNamespace(**read_config(folder))
-    sizes = {**usual_sizes_in(folder, specs), **sizes}
+    # Where texts belong to images, each image has as many.
+    sizes = {**usual_sizes_in(folder, specs), "texts": 2 * sizes.get("batch", 2), **sizes}
     example = {
         spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(
             getattr(torch, spec.dtype)

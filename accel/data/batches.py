@@ -39,6 +39,7 @@ _PROCESSORS: Mapping[tuple[Modality, ...], tuple[str, str]] = {
     ("text",): ("AutoTokenizer", "tokenizer"),
     ("image",): ("AutoImageProcessor", "image processor"),
     ("audio",): ("AutoFeatureExtractor", "feature extractor"),
+    ("video",): ("AutoImageProcessor", "image processor"),
 }
 
 
@@ -81,7 +82,7 @@ class Encoded:
     """Rows as inputs of a model.
 
     Attributes:
-        tokens: Token ids, masks and so on by input name, one list a row.
+        tokens: Token ids, masks and so on by input name, one list a row; of some, several numbers a token.
         padding: Value that fills each of them up to the longest row of a batch; no entry: rows of unequal length do
             not share a batch.
         left: Whether padding goes to the left.
@@ -90,7 +91,7 @@ class Encoded:
         words: For each row the word that each token belongs to (`None` for special tokens), where rows are lists of words.
     """
 
-    tokens: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    tokens: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     padding: Mapping[str, int] = field(default_factory=dict)
     left: bool = False
     images: tuple[Sequence[Any], Any] | None = None
@@ -130,9 +131,11 @@ class Encoded:
         width = max(len(self.tokens["input_ids"][i]) for i in rows)
         feeds = {}
         for name, lists in self.tokens.items():
-            tensor = torch.full((len(rows), width), self.padding.get(name, 0), dtype=torch.int64)
-            for place, i in enumerate(rows):
-                row = torch.tensor(lists[i], dtype=torch.int64)
+            made_of = [torch.tensor(lists[i], dtype=torch.int64) for i in rows]
+            # Boxes have four numbers a token.
+            shape = (len(rows), width, *made_of[0].shape[1:])
+            tensor = torch.full(shape, self.padding.get(name, 0), dtype=torch.int64)
+            for place, row in enumerate(made_of):
                 if self.left:
                     tensor[place, width - len(row) :] = row
                 else:

@@ -50,6 +50,12 @@ def _is_sound(feature: Any) -> bool:
     return type(feature).__name__ == "Audio" or is_text(feature) or _is_number(inner(feature))
 
 
+def _is_video(feature: Any) -> bool:
+    """Lists of pictures, or arrays of four axes."""
+    frame = inner(feature)
+    return type(feature).__name__ == "Array4D" or type(frame).__name__ == "Image" or inner(inner(frame)) is not None
+
+
 _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
     "text": (is_text, "text"),
     "texts": (lambda feature: is_text(feature) or is_text(inner(feature)), "texts"),
@@ -62,6 +68,11 @@ _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
     "objects": (lambda feature: isinstance(feature, dict) or isinstance(inner(feature), dict), "boxes with classes"),
     "image": (lambda feature: type(feature).__name__ == "Image" or is_text(feature), "images"),
     "audio": (_is_sound, "sounds"),
+    "video": (_is_video, "videos as lists of frames"),
+    "boxes": (
+        lambda feature: _is_number(inner(inner(feature))) or type(feature).__name__ == "Array2D",
+        "lists of boxes",
+    ),
 }
 """What a column must be to hold something, and how messages call it."""
 

@@ -55,11 +55,15 @@ def encode_images_with_texts(rows: Rows, processor: Any, max_length: int | None)
         named = (getattr(feature, "names", None) for feature in rows.dataset.features.values())
         found = next((list(names) for names in named if names), [])
     if not found:
-        raise InputError(
-            f"{rows.sample.source} holds no texts that images could be compared with, and no classes with names.",
-            fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
-        )
+        raise _no_texts(rows)
     return beside(rows, processor, list(dict.fromkeys(found)), max_length)
+
+
+def _no_texts(rows: Rows) -> InputError:
+    return InputError(
+        f"{rows.sample.source} holds no texts that images could be compared with, and no classes with names.",
+        fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
+    )
 
 
 def beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
@@ -70,6 +74,41 @@ def beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: in
         return {**processor.image_processor(pictures, return_tensors=return_tensors), **tokens}
 
     return Encoded(images=(images_of(rows), both), alone=not _makes_one_size(processor.image_processor))
+
+
+def encode_images_with_each_text(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    """Images, each with every text of a column or every class that the data's objects have.
+
+    Raises:
+        InputError: The data has neither.
+    """
+    found = texts(rows, "text") if rows.has("text") else _names_in(rows.dataset.features)
+    if not found:
+        raise _no_texts(rows)
+    return with_each(rows, processor, list(dict.fromkeys(found)), max_length)
+
+
+def _names_in(features: Any) -> list[str]:
+    """The names of the first classes among features, or inside of one."""
+    for feature in features.values():
+        for one in (feature, inner(feature)):
+            names = getattr(one, "names", None) or (_names_in(one) if isinstance(one, Mapping) else None)
+            if names:
+                return list(names)
+    return []
+
+
+def with_each(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    """Images alone, each as often as there are texts, which stand beside it: an image and a text at a time, as transformers'
+    pipeline for zero-shot detection asks.
+    """
+    tokens = tokenized(processor, candidates, max_length)
+
+    def each(pictures: Sequence[Any], return_tensors: str) -> dict[str, Any]:
+        made = processor.image_processor(pictures, return_tensors=return_tensors)
+        return {name: value.repeat_interleave(len(candidates), 0) for name, value in made.items()} | tokens
+
+    return Encoded(images=(images_of(rows), each), alone=True)
 
 
 def tokenized(processor: Any, candidates: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
@@ -130,6 +169,29 @@ def boxes(rows: Rows, config: Any) -> list[list[Box]]:
         ]
         for i, row in enumerate(found)
     ]
+
+
+def categories(rows: Rows) -> list[str]:
+    """The names of the objects' classes: those that the data declares, else all that occur, sorted.
+
+    Raises:
+        InputError: Numbers without names.
+    """
+    assert rows.sample.columns is not None
+    name = rows.sample.columns["objects"]
+    feature = rows.dataset.features[name]
+    fields = feature if isinstance(feature, Mapping) else inner(feature)
+    category = _field(fields, _CATEGORY, name)
+    declared = getattr(inner(fields[category]) or fields[category], "names", None)
+    if declared:
+        return list(declared)
+    found = {one[category] for value in rows.column("objects") for one in _objects(value)}
+    if not found or not all(isinstance(one, str) for one in found):
+        raise InputError(
+            f"The classes in the column {name!r} are numbers without names, which are what a model for zero-shot detection looks for.",
+            fix="give the names of the classes.",
+        )
+    return sorted(found)
 
 
 def _field(fields: Any, known: Sequence[str], column: str) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
 
 from ..capture.sounds import samples_for
 from ..errors import InputError
@@ -50,6 +55,37 @@ class ORTModelForAudioClassification(_SoundEncoder):
     """Sounds to classes: `logits: (batch, num_labels)`."""
 
     task = "audio-classification"
+
+
+@dataclass
+class AudioTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What a model of sounds and texts returns.
+
+    Attributes:
+        logits_per_audio: `(batch, texts)`
+        logits_per_text: `(texts, batch)`
+        text_embeds: `(texts, projection)`
+        audio_embeds: `(batch, projection)`
+    """
+
+    logits_per_audio: torch.Tensor | None = None
+    logits_per_text: torch.Tensor | None = None
+    text_embeds: torch.Tensor | None = None
+    audio_embeds: torch.Tensor | None = None
+
+
+class ORTModelForZeroShotAudioClassification(ORTModel):
+    """Sounds compared with texts: `logits_per_audio: (batch, texts)`."""
+
+    task = "zero-shot-audio-classification"
+
+    def forward(self, input_ids: Any = None, input_features: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `input_ids: (texts, sequence)` and `input_features: (batch, channels, frames, bins)`."""
+        return self._run({"input_ids": input_ids, "input_features": input_features, **inputs})
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        super()._choose_output(names)
+        return AudioTextOutput
 
 
 class ORTModelForAudioFrameClassification(_SoundEncoder):

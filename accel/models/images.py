@@ -10,7 +10,7 @@ import torch
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
-from ..errors import TaskError
+from ..errors import InputError, TaskError
 from .base import ORTModel
 
 
@@ -40,12 +40,14 @@ class ObjectDetectionOutput(ModelOutput):  # type: ignore[misc]
         pred_boxes: `(batch, queries, 4)`: centre, width and height, as shares of the image.
         order_logits: `(batch, queries, queries)`, of models of page layouts: which region is read before which.
         out_masks: `(batch, queries, height / 4, width / 4)`, of such models.
+        objectness_logits: `(batch, queries)`, of OWLv2: whether there is an object at all.
     """
 
     logits: torch.Tensor | None = None
     pred_boxes: torch.Tensor | None = None
     order_logits: torch.Tensor | None = None
     out_masks: torch.Tensor | None = None
+    objectness_logits: torch.Tensor | None = None
 
 
 @dataclass
@@ -99,6 +101,34 @@ class ORTModelForObjectDetection(_ImageModel):
         return ObjectDetectionOutput
 
 
+class ORTModelForZeroShotObjectDetection(ORTModel):
+    """Objects that texts name: `logits: (batch, queries, texts of an image)` and `pred_boxes: (batch, queries, 4)`.
+
+    Grounding DINO reads one text an image, of which it scores each token: `logits: (batch, queries, max_text_len)`.
+    """
+
+    task = "zero-shot-object-detection"
+
+    def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`: as many texts
+        for each image, those of the first image before those of the second.
+
+        Raises:
+            InputError: Images that cannot have as many texts each.
+        """
+        images, texts = (len(one) if getattr(one, "ndim", 0) else 0 for one in (pixel_values, input_ids))
+        if images and texts % images:
+            raise InputError(
+                f"{texts} texts came for {images} images; each image has as many.",
+                fix="repeat the texts for each image, as the processor does: processor(text=[[...], ...], images=[...]).",
+            )
+        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        super()._choose_output(names)
+        return ObjectDetectionOutput
+
+
 class ORTModelForImageSegmentation(_ImageModel):
     """Classes of pixels (`logits: (batch, num_labels, height, width)`), or of queries with a mask each."""
 
@@ -117,6 +147,33 @@ class ORTModelForImageSegmentation(_ImageModel):
 
 ORTModelForSemanticSegmentation = ORTModelForImageSegmentation
 """The name that Optimum gives it."""
+
+
+@dataclass
+class KeypointMatchingOutput(ModelOutput):  # type: ignore[misc]
+    """What a model of pairs returns; an image processor's `post_process_keypoint_matching` turns it into points in pixels.
+
+    Attributes:
+        matches: `(batch, 2, keypoints)`: the keypoint of the other image that each one is, -1 for none.
+        matching_scores: `(batch, 2, keypoints)`
+        keypoints: `(batch, 2, keypoints, 2)`: x and y, as shares of the image.
+        mask: `(batch, 2, keypoints)`: which keypoints are none but fill up the image with fewer, of SuperGlue and LightGlue.
+    """
+
+    matches: torch.Tensor | None = None
+    matching_scores: torch.Tensor | None = None
+    keypoints: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+class ORTModelForKeypointMatching(_ImageModel):
+    """Points that two images have in common: `pixel_values: (batch, 2, channels, height, width)` to `matches: (batch, 2, keypoints)`."""
+
+    task = "keypoint-matching"
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        super()._choose_output(names)
+        return KeypointMatchingOutput
 
 
 class ORTModelForDepthEstimation(_ImageModel):

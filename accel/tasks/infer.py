@@ -10,14 +10,14 @@ from typing import Any
 
 from ..artifact.reading import read_json
 from ..errors import IntegrityError, PluginError, TaskError, did_you_mean
-from . import audio, generation, image, text
+from . import audio, generation, image, text, video
 from .spec import TaskSpec, load
 
 _MOST_LABELS = 1_000_000
 ENTRY_POINT_GROUP = "accel.tasks"
 
 TASKS: Mapping[str, TaskSpec] = {
-    spec.name: spec for spec in (*text.SPECS, *image.SPECS, *audio.SPECS, *generation.SPECS)
+    spec.name: spec for spec in (*text.SPECS, *image.SPECS, *video.SPECS, *audio.SPECS, *generation.SPECS)
 }
 """The tasks that come with `accel`, by name."""
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Holds = Literal["text", "texts", "words", "label", "tags", "answers", "number", "image", "map", "objects", "audio"]
+Holds = Literal[
+    "text", "texts", "words", "label", "tags", "answers", "number", "image", "map", "objects", "audio", "video", "boxes"
+]
 Needed = Literal["always", "measuring", "known", "named"]
-Modality = Literal["text", "image", "audio"]
+Modality = Literal["text", "image", "audio", "video"]
 
 
 LABELS = "num_labels"
@@ -65,6 +67,7 @@ class TaskSpec:
         sample: Path of what makes the inputs for a trace.
         stands_in: Path of a module around the model that a trace can follow where the model's own code goes through rows one by one;
             empty for none.
+        parts: Path of what takes a model apart that generates nothing and has several graphs; empty for one graph.
         fronts: By pipeline task, path of what serves it as text where another server runs the model: texts in, answers out.
         processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
@@ -92,6 +95,7 @@ class TaskSpec:
     predictor: str = ""
     sample: str = "accel.capture.samples:default_sample"
     stands_in: str = ""
+    parts: str = ""
     fronts: Mapping[str, str] = field(default_factory=dict)
     processor: str = ""
     adapter: str = ""

@@ -39,6 +39,10 @@ _DETR = {
 }
 
 
+_PHRASES = 1030
+"""Words of a vocabulary that has BERT's punctuation where BERT has it, which Grounding DINO looks for by number."""
+
+
 def _resnet(*stages: int) -> Any:
     return transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=_WIDTHS, depths=[1, 1, 1, 1], layer_type="basic",
@@ -58,6 +62,32 @@ def _clip() -> Any:
 
 def _siglip() -> Any:
     return transformers.SiglipModel(transformers.SiglipConfig(text_config=_TEXT, vision_config=_VISION))
+
+
+def _owl(name: str) -> Any:
+    config = getattr(transformers, f"{name}Config")(text_config=_TEXT, vision_config=_VISION, projection_dim=32)
+    return getattr(transformers, f"{name}ForObjectDetection")(config)
+
+
+def _owlvit() -> Any:
+    return _owl("OwlViT")
+
+
+def _owlv2() -> Any:
+    return _owl("Owlv2")
+
+
+def _grounding_dino() -> Any:
+    backbone = transformers.SwinConfig(
+        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.GroundingDinoConfig(
+        backbone_config=backbone, text_config=transformers.BertConfig(**{**_TEXT, "vocab_size": _PHRASES}), d_model=32,
+        encoder_layers=1, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
+        decoder_attention_heads=4, num_queries=8, max_text_len=48,
+    )  # fmt: skip
+    return transformers.GroundingDinoForObjectDetection(config)
 
 
 def _detr() -> Any:
@@ -108,6 +138,50 @@ def _mask2former() -> Any:
     return transformers.Mask2FormerForUniversalSegmentation(config)
 
 
+def _sam(name: str) -> Any:
+    """Three strides of 8 pixels, one layer of attention in windows and one over all of the image."""
+    edges = {"image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config={
+            **edges, "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_dim": 48,
+            "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 16,
+        },
+        prompt_encoder_config={**edges, "hidden_size": 32, "mask_input_channels": 4},
+        mask_decoder_config={
+            "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32,
+            **({"vit_dim": 32} if name == "SamHQ" else {}),
+        },
+    )  # fmt: skip
+    return getattr(transformers, f"{name}Model")(config)
+
+
+def _sam_one() -> Any:
+    return _sam("Sam")
+
+
+def _sam_hq() -> Any:
+    return _sam("SamHQ")
+
+
+def _loftr() -> Any:
+    config = transformers.EfficientLoFTRConfig(
+        stage_num_blocks=[1, 1, 1, 1], stage_stride=[2, 1, 2, 2], out_features=[8, 8, 16, 64], hidden_size=64,
+        num_attention_layers=1, num_attention_heads=8, fine_matching_slice_dim=4, coarse_matching_threshold=0.0,
+    )  # fmt: skip
+    return transformers.EfficientLoFTRForKeypointMatching(config)
+
+
+def _superglue() -> Any:
+    keypoints = transformers.SuperPointConfig(
+        encoder_hidden_sizes=[16] * 4, decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=20
+    )
+    config = transformers.SuperGlueConfig(
+        keypoint_detector_config=keypoints, hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
+        num_attention_heads=2, sinkhorn_iterations=5,
+    )  # fmt: skip
+    return transformers.SuperGlueForKeypointMatching(config)
+
+
 def _dpt() -> Any:
     config = transformers.DPTConfig(
         **{**_VISION, "num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[16] * 4,
@@ -141,6 +215,9 @@ def _swin2sr() -> Any:
 
 _SQUARE, _EDGES = {"height": 64, "width": 64}, {"shortest_edge": 64, "longest_edge": 96}
 _SMALL = {"height": 32, "width": 32}
+_OF_SAM = {
+    "size": {"longest_edge": 32}, "pad_size": _SMALL, "mask_size": {"longest_edge": 16}, "mask_pad_size": {"height": 16, "width": 16},
+}  # fmt: skip
 
 PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = {
     "clip": (
@@ -151,9 +228,21 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
     "detr": ("object-detection", _detr, "DetrImageProcessorPil", {"size": _EDGES}),
     "yolos": ("object-detection", _yolos, "YolosImageProcessorPil", {"size": _EDGES}),
     "rt-detr": ("object-detection", _rt_detr, "RTDetrImageProcessorPil", {"size": _SQUARE}),
+    "owlvit": ("zero-shot-object-detection", _owlvit, "OwlViTImageProcessorPil", {"size": _SMALL, "do_center_crop": False}),
+    "owlv2": ("zero-shot-object-detection", _owlv2, "Owlv2ImageProcessorPil", {"size": _SMALL}),
+    "grounding-dino": (
+        "zero-shot-object-detection", _grounding_dino, "GroundingDinoImageProcessorPil",
+        {"size": {"height": 96, "width": 96}},
+    ),
     "segformer": ("image-segmentation", _segformer, "SegformerImageProcessorPil", {"size": _SQUARE}),
     "maskformer": ("image-segmentation", _maskformer, "MaskFormerImageProcessorPil", {"size": _EDGES}),
     "mask2former": ("image-segmentation", _mask2former, "Mask2FormerImageProcessorPil", {"size": _SQUARE}),
+    "sam": ("mask-generation", _sam_one, "SamImageProcessorPil", _OF_SAM),
+    "sam-hq": ("mask-generation", _sam_hq, "SamImageProcessorPil", _OF_SAM),
+    "efficientloftr": (
+        "keypoint-matching", _loftr, "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}},
+    ),
+    "superglue": ("keypoint-matching", _superglue, "SuperGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
     "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
         "depth-estimation", _depth_anything, "DPTImageProcessorPil",
@@ -164,7 +253,14 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
 }  # fmt: skip
 """Task, model, and processor with its settings, by family."""
 
-_PROCESSORS = {"clip": ("CLIPProcessor", ["input_ids", "attention_mask"]), "siglip": ("SiglipProcessor", ["input_ids"])}
+_PROCESSORS = {
+    "clip": ("CLIPProcessor", ["input_ids", "attention_mask"]),
+    "siglip": ("SiglipProcessor", ["input_ids"]),
+    "owlvit": ("OwlViTProcessor", ["input_ids", "attention_mask"]),
+    "owlv2": ("Owlv2Processor", ["input_ids", "attention_mask"]),
+    "grounding-dino": ("GroundingDinoProcessor", ["input_ids", "token_type_ids", "attention_mask"]),
+}
+_DEFORMABLE = ("mask2former", "grounding-dino")
 
 
 def tiny_picture_model(family: str, seed: int = 0) -> Any:
@@ -172,7 +268,7 @@ def tiny_picture_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = PICTURES[family][1]()
     # Deformable attention samples at offsets that its own initialisation keeps inside the image.
-    return (model if family == "mask2former" else rescale(model, seed)).eval()
+    return (model if family in _DEFORMABLE else rescale(model, seed)).eval()
 
 
 def tiny_processor(family: str) -> Any:
@@ -182,12 +278,27 @@ def tiny_processor(family: str) -> Any:
     if family not in _PROCESSORS:
         return images
     both, names = _PROCESSORS[family]
+    backend = _with_punctuation() if family == "grounding-dino" else copy.deepcopy(tiny_tokenizer().backend_tokenizer)
     tokenizer = tiny_tokenizer().__class__(
-        tokenizer_object=copy.deepcopy(tiny_tokenizer().backend_tokenizer), model_max_length=_TEXT["max_position_embeddings"],
+        tokenizer_object=backend, model_max_length=_TEXT["max_position_embeddings"],
         pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", eos_token="[SEP]", unk_token="[UNK]",
         model_input_names=names,
     )  # fmt: skip
     return getattr(transformers, both)(images, tokenizer)
+
+
+def _with_punctuation() -> Any:
+    """The tiny tokenizer with BERT's numbers of the tokens that end phrases."""
+    from tokenizers import models, processors
+
+    backend = copy.deepcopy(tiny_tokenizer().backend_tokenizer)
+    ids = {word: number for word, number in backend.get_vocab().items() if number not in (101, 102)}
+    ids |= {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
+    backend.model = models.WordLevel(ids, unk_token="[UNK]")
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)]
+    )
+    return backend
 
 
 def save_tiny_pictures(folder: Path, family: str, seed: int = 0) -> Path:

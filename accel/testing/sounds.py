@@ -13,7 +13,7 @@ import transformers
 
 from accel.tasks.infer import task_spec
 
-from .models import LABELS, rescale
+from .models import LABELS, rescale, tiny_tokenizer
 
 RATE = 1000
 """Samples a second of the tiny models' sounds: what they stride over is short, and so is a second."""
@@ -74,4 +74,67 @@ def save_sound_model(folder: Path, family: str = "wav2vec2", task: str = "ctc", 
     if name == "ctc":
         (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(_LETTERS)}))
         transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
+    return folder
+
+
+CLAP = "clap"
+"""The family of the tiny model of sounds and texts."""
+_BINS, _SPECTROGRAM = 16, 64
+
+
+def save_clap(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny CLAP with its feature extractor and tokenizer."""
+    text = {
+        "vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
+    }  # fmt: skip
+    audio = {
+        "hidden_size": 32, "patch_embeds_hidden_size": 16, "depths": [1, 1], "num_attention_heads": [2, 2], "patch_size": 4,
+        "patch_stride": [4, 4], "num_hidden_layers": 2, "window_size": 4, "num_mel_bins": _BINS, "spec_size": _SPECTROGRAM,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model: Any = transformers.ClapModel(
+        transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=16)
+    )
+    # The scale of its logits is a logarithm, which no layer draws anew.
+    scales = {
+        name: value.detach().clone() for name, value in model.named_parameters() if name.startswith("logit_scale")
+    }
+    rescale(model, seed).eval()
+    with torch.no_grad():
+        for name, value in scales.items():
+            model.get_parameter(name).copy_(value)
+    extractor = transformers.ClapFeatureExtractor(
+        feature_size=_BINS, sampling_rate=RATE, hop_length=10, max_length_s=2, fft_window_size=64, frequency_max=RATE // 2,
+        frequency_min=10, truncation="rand_trunc",
+    )  # fmt: skip
+    tokenizer = tiny_tokenizer(roberta_like=True)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    model.save_pretrained(folder)
+    transformers.ClapProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+VITS = "vits"
+"""The family of the tiny model that speaks."""
+
+
+def save_vits(folder: Path, seed: int = 0, speakers: int = 1) -> Path:
+    """Write a tiny VITS with its tokenizer of letters."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = ["<pad>", "<unk>", " ", "'", *"abcdefghijklmnopqrstuvwxyz"]
+    config = transformers.VitsConfig(
+        vocab_size=len(letters), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, flow_size=8,
+        spectrogram_bins=9, duration_predictor_num_flows=2, duration_predictor_flow_bins=4, prior_encoder_num_flows=1,
+        prior_encoder_num_wavenet_layers=1, posterior_encoder_num_wavenet_layers=1, upsample_initial_channel=16,
+        upsample_rates=[4, 4], upsample_kernel_sizes=[8, 8], resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1]],
+        depth_separable_num_layers=1, sampling_rate=RATE, num_speakers=speakers, speaker_embedding_size=8 if speakers > 1 else 0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    # Its own initialisation: durations are exponentials, which grow beyond all bounds in a model of large weights.
+    model: Any = transformers.VitsModel(config).eval()
+    model.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    transformers.VitsTokenizer(str(folder / "vocab.json"), phonemize=False).save_pretrained(folder)
     return folder

@@ -141,6 +141,10 @@ def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[Tenso
     probes = [
         {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)} for sizes in _PROBES
     ]
+    for times, made in enumerate(probes, start=2):
+        if {"texts", "batch"} <= set(made):
+            # Where texts belong to images, each image has as many.
+            made["texts"] = times * made["batch"]
     shapes = [_probe(model, inputs, sizes) for sizes in probes]
     specs = []
     for index, port in enumerate(model.outputs):

@@ -128,6 +128,9 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
     for first in (2, 5 if set(IMAGE_AXES) <= set(names) else 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
         sizes |= {axis: AXIS_STEPS[axis] * (first + names.index(axis)) for axis in names if axis in AXIS_STEPS}
+        if "texts" in sizes:
+            # Where texts belong to images, each image has as many.
+            sizes["texts"] = first * sizes["batch"]
         runs.append((sizes, reference(part.model, part.sample(sizes))))
     (sizes, one), (_, other) = runs
     return tuple(

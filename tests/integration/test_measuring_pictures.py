@@ -15,8 +15,12 @@ from PIL import Image
 from test_pictures import original, picture, processors
 
 import accel
+from accel.artifact import Artifact
 from accel.capture import feeds_for
 from accel.data.batches import calibration_batches
+from accel.data.columns import map_columns
+from accel.data.pictures import categories
+from accel.data.rows import load_rows
 from accel.errors import InputError
 from accel.tasks.infer import task_spec
 from accel.tasks.spec import load
@@ -93,6 +97,75 @@ class TestDetection:
         rows = [{"image": picture(60, 80), "objects": {"category": [0]}}]
         with pytest.raises(InputError, match=r"none of bbox"):
             measured("detr", tiny_folder("detr", self.TASK), rows)
+
+
+class TestDetectionByName:
+    TASK = "zero-shot-object-detection"
+    NAMES = ("my card", "cash")
+
+    @pytest.mark.parametrize("family", ["owlvit", pytest.param("grounding-dino", marks=pytest.mark.thorough)])
+    def test_finds_what_the_stock_pipeline_finds(self, family: str, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder(family, self.TASK)
+        pictures = [picture(height, width, seed) for seed, (height, width) in enumerate(SIZES)]
+        objects = {"bbox": [[4.0, 4.0, 30.0, 20.0]] * 2, "category": list(self.NAMES)}
+        rows = [{"image": image, "objects": objects} for image in pictures]
+        found = measured(family, folder, rows)
+        assert found.metric == "map"
+        assert 0 <= found.value <= 1
+        task = task_spec(self.TASK)
+        predictor = load(task.predictor)(
+            map_columns(load_rows(rows), self.TASK), task=self.TASK, config=None, max_length=None, limit=None, batch_size=2,
+            processor=transformers.AutoProcessor.from_pretrained(folder),
+        )  # fmt: skip
+        # The classes of the data by their names, in the alphabet's order.
+        numbers = {"cash": 0, "my card": 1}
+        model = original(folder, self.TASK)
+        detect = transformers.pipeline(self.TASK, model=model, **processors(folder))
+        for image, boxes in zip(pictures, predictor.predict(model, "predicting"), strict=True):
+            expected = [
+                (numbers[one["label"]], one["score"], *one["box"].values())
+                for one in detect(image, candidate_labels=list(self.NAMES), threshold=0.0)
+            ]
+            # Scores of two boxes may be the same but for rounding.
+            made, expected = (
+                sorted(some, key=lambda box: (box[0], round(box[1], 4), box[2:])) for some in (boxes, expected)
+            )
+            assert len(made) == len(expected) > 10
+            assert [box[0] for box in made] == [box[0] for box in expected]
+            # The pipeline cuts corners to whole pixels.
+            apart = np.abs(np.array(made)[:, 1:] - np.array(expected)[:, 1:])
+            assert apart[:, 0].max() <= 1e-5
+            assert apart[:, 1:].max() <= 1
+
+    def test_names_that_the_data_declares(self, tiny_folder: Callable[..., Path]) -> None:
+        names = datasets.ClassLabel(names=["cash", "a bank", "my card"])
+        boxes = datasets.List(datasets.List(datasets.Value("float32")))
+        features = datasets.Features(
+            {"image": datasets.Image(), "objects": {"bbox": boxes, "category": datasets.List(names)}}
+        )
+        row = {"image": picture(60, 80), "objects": {"bbox": [[4.0, 4.0, 30.0, 20.0]], "category": ["my card"]}}
+        rows = map_columns(load_rows(datasets.Dataset.from_list([row], features=features)), self.TASK)
+        assert categories(rows) == ["cash", "a bank", "my card"]
+        encoded = load(task_spec(self.TASK).encode)(
+            rows, transformers.AutoProcessor.from_pretrained(tiny_folder("owlvit", self.TASK)), None
+        )
+        assert len(encoded.batch([0])["input_ids"]) == 3
+
+    def test_numbers_without_names(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("owlvit", self.TASK)
+        rows = [{"image": picture(60, 80), "objects": {"bbox": [[1.0, 1.0, 9.0, 9.0]], "category": [1]}}]
+        with pytest.raises(InputError, match="numbers without names"):
+            measured("owlvit", folder, rows)
+
+    def test_calibration(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        """Each image meets each text, and a graph takes them."""
+        artifact = tiny_artifact("owlvit", self.TASK)
+        rows = [{"image": picture(60, 80, seed), "text": text} for seed, text in enumerate(self.NAMES)]
+        batches = list(calibration_batches(artifact, rows))
+        assert [len(batch["pixel_values"]) for batch in batches] == [2, 2]
+        assert all(len(batch["input_ids"]) == 2 for batch in batches)
+        for batch in batches:
+            assert accel.ORTModelForZeroShotObjectDetection(artifact)(**batch).logits.shape == (2, 16, 1)
 
 
 class TestSegmentation:

@@ -17,7 +17,7 @@ from accel.artifact import Artifact
 from accel.errors import InputError, TaskError
 from accel.models.inputs import Inputs
 from accel.tasks.infer import fitting_task, infer_task, specs_for
-from accel.testing.sounds import RATE, tiny_sound
+from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
 # An export costs seconds.
@@ -250,3 +250,155 @@ def test_sounds_that_are_too_short(backend: str, artifact: Callable[..., Artifac
         model(torch.zeros(1, model._least - 1))
     assert error.value.fix
     assert model(torch.zeros(1, model._least)).logits.shape[:2] == (1, 1)
+
+
+CLAP_TASK = "zero-shot-audio-classification"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
+    folder = source(CLAP, CLAP_TASK)
+    ours = accel.ORTModelForZeroShotAudioClassification.from_pretrained(
+        artifact(CLAP, CLAP_TASK, backend), backend=backend, task=CLAP_TASK
+    )
+    given = {
+        "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
+    }
+    reference = transformers.pipeline(CLAP_TASK, model=transformers.ClapModel.from_pretrained(folder).eval(), **given)
+    names = ["my card", "a bank in london", "cash"]
+    for stock in (transformers.pipeline(CLAP_TASK, model=ours, **given), accel.pipeline(CLAP_TASK, model=ours)):
+        for sound in SOUNDS:
+            expected, found = (pipe(sound, candidate_labels=names) for pipe in (reference, stock))
+            assert len({round(one["score"], 3) for one in expected}) > 1
+            assert [one["label"] for one in found] == [one["label"] for one in expected]
+            assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= 1e-3
+
+
+def test_sounds_beside_texts_are_measured_by_names(artifact: Any, source: Callable[..., Path], tmp_path: Path) -> None:
+    folder = source(CLAP, CLAP_TASK)
+    hear = accel.pipeline(CLAP_TASK, model=folder, backend="pytorch")
+    names = ["cash", "my card", "london"]
+    rows = [{"audio": {"array": sound, "sampling_rate": RATE}} for sound in SOUNDS]
+    for row in rows:
+        row["label"] = hear(row["audio"]["array"], candidate_labels=names)[0]["label"]
+    # Every name is a candidate.
+    rows += [{**rows[0], "label": name} for name in names]
+    right = sum(row["label"] == rows[i if i < 3 else 0]["label"] for i, row in enumerate(rows)) / len(rows)
+    graph = artifact(CLAP, CLAP_TASK)
+    found = accel.evaluate(graph.path, rows)
+    assert (found.metric, found.value) == ("accuracy", pytest.approx(right))
+    calibration = [{**row, "text": name} for row, name in zip(rows, [*names, *names], strict=True)]
+    made = accel.quantize(graph, tmp_path / "int8", scheme="static-int8", calibration=calibration)
+    assert accel.evaluate(made.path, rows).value is not None
+
+
+def test_a_model_that_fuses_long_sounds_is_refused() -> None:
+    from accel.capture.sound_text import sound_text_sample
+    from accel.errors import ExportError
+
+    model: Any = torch.nn.Module()
+    model.config = transformers.ClapConfig(audio_config={"enable_fusion": True})
+    with pytest.raises(ExportError, match="fuses features"):
+        sound_text_sample(model, None)
+
+
+SPEECH = "text-to-audio"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
+    """After the same seed the sound is the same: noise is drawn as in PyTorch."""
+    folder = source(VITS, SPEECH)
+    # OpenVINO's own converter makes another graph of texts of other lengths than the trace's, which an export refuses.
+    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    ours = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = transformers.VitsModel.from_pretrained(folder).eval()
+    reference = transformers.pipeline(SPEECH, model=theirs, tokenizer=tokenizer)
+    for stock in (transformers.pipeline(SPEECH, model=ours, tokenizer=tokenizer), accel.pipeline(SPEECH, model=ours)):
+        for text in ("where is my card", "please help"):
+            sounds = []
+            for pipe in (reference, stock, stock):
+                torch.manual_seed(7)
+                sounds.append(pipe(text))
+            expected, found, again = sounds
+            assert found["sampling_rate"] == expected["sampling_rate"] == RATE
+            assert found["audio"].shape == expected["audio"].shape
+            assert np.abs(found["audio"] - expected["audio"]).max() <= 1e-3
+            assert np.array_equal(found["audio"], again["audio"])
+            torch.manual_seed(8)
+            other = stock(text)["audio"]
+            assert other.shape != again["audio"].shape or np.abs(other - again["audio"]).max() > 1e-3
+
+
+def test_speech_of_padded_texts(artifact: Any, source: Callable[..., Path]) -> None:
+    folder = source(VITS, SPEECH)
+    model, theirs = (
+        accel.ORTModelForTextToWaveform(artifact(VITS, SPEECH)),
+        transformers.VitsModel.from_pretrained(folder).eval(),
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(["where is my card", "please"], padding=True, return_tensors="pt")
+    found = []
+    for one in (theirs, model):
+        torch.manual_seed(3)
+        with torch.inference_mode():
+            found.append(one(**inputs, speaking_rate=0.5))
+    assert torch.equal(found[0].sequence_lengths, found[1].sequence_lengths)
+    assert found[1].sequence_lengths[0] > found[1].sequence_lengths[1]
+    assert (found[0].waveform - found[1].waveform).abs().max() <= 1e-3
+    assert (found[0].spectrogram - found[1].spectrogram).abs().max() <= 1e-3
+    with pytest.raises(InputError, match="speaking rate is 0"):
+        model(**inputs, speaking_rate=0)
+    with pytest.raises(InputError, match="shape"):
+        model(input_ids=inputs["input_ids"][0])
+
+
+def test_speech_of_several_voices(tmp_path: Path) -> None:
+    folder = save_vits(tmp_path / "model", speakers=3)
+    model = accel.ORTModelForTextToWaveform(accel.export(folder, tmp_path / "graph"))
+    theirs = transformers.VitsModel.from_pretrained(folder).eval()
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)("my card", return_tensors="pt")
+    sounds = []
+    for voice in (0, 2):
+        pair = []
+        for one in (theirs, model):
+            torch.manual_seed(3)
+            with torch.inference_mode():
+                pair.append(one(**inputs, speaker_id=voice).waveform)
+        assert (pair[0] - pair[1]).abs().max() <= 1e-3
+        sounds.append(pair[1])
+    assert sounds[0].shape != sounds[1].shape or not torch.equal(*sounds)
+    for wrong in (None, 3, -1):
+        with pytest.raises(InputError, match="voices"):
+            model(**inputs, speaker_id=wrong)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_speech_optimized_and_quantized(
+    backend: str, artifact: Any, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    graphs = artifact(VITS, SPEECH)
+    inputs = transformers.AutoTokenizer.from_pretrained(source(VITS, SPEECH))("my card", return_tensors="pt")
+    optimized = accel.optimize(graphs, tmp_path / "optimized", backend=backend)
+    scheme = {"cpu": "dynamic-int8", "openvino": "weight-int8"}[backend]
+    small = accel.quantize(graphs, tmp_path / "small", backend=backend, scheme=scheme)
+    sounds = []
+    for one in (graphs, optimized, small):
+        torch.manual_seed(3)
+        sounds.append(accel.ORTModelForTextToWaveform(one)(**inputs).waveform)
+    assert (sounds[1] - sounds[0]).abs().max() <= 1e-3
+    # Eight bits may make a token a frame longer.
+    assert abs(sounds[2].shape[1] - sounds[0].shape[1]) <= 0.2 * sounds[0].shape[1]
+    assert sounds[2].isfinite().all()
+
+
+def test_other_models_that_speak_are_refused() -> None:
+    from accel.capture.waveforms import waveform_sample
+    from accel.errors import ExportError
+
+    model: Any = torch.nn.Module()
+    model.config = transformers.SpeechT5Config()
+    with pytest.raises(ExportError, match="no VITS"):
+        waveform_sample(model, None)

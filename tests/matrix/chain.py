@@ -37,6 +37,14 @@ FAMILY: Mapping[str, str] = {
     "image-segmentation": "segformer",
     "depth-estimation": "glpn",
     "image-to-image": "swin2sr",
+    "video-classification": "videomae",
+    "zero-shot-object-detection": "owlvit",
+    "mask-generation": "sam",
+    "keypoint-matching": "efficientloftr",
+    "zero-shot-audio-classification": "clap",
+    "document-question-answering": "layoutlm",
+    "table-question-answering": "tapas",
+    "text-to-audio": "vits",
     "text-generation": "llama",
     # Not T5, whose tiny weights are so large that 8 bits change 40 % of its answers; here it is 4 %.
     "text2text-generation": "bart",
@@ -62,6 +70,10 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
     if task in _PIXELS:
         return {"pixel_values": torch.randn((rows, 3, *_PIXELS[task]), generator=draw)}
     start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
+    if task == "keypoint-matching":
+        return {"pixel_values": torch.rand((rows, 2, 3, 64, 96), generator=draw)}
+    if task == "video-classification":
+        return {"pixel_values": torch.randn((rows, 4, 3, 32, 32), generator=draw)}
     if FAMILY[task] == "wav2vec2":
         mask = torch.ones((rows, 900), dtype=torch.int64)
         for row in range(1, rows):
@@ -71,11 +83,24 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
         return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
     if task == "image-to-text":
         return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), **start}
-    if task == "zero-shot-image-classification":
+    if task == "mask-generation":
+        points = 32 * torch.rand((rows, 4, 2, 2), generator=draw)
+        labels = torch.randint(0, 2, points.shape[:-1], generator=draw)
+        return {
+            "pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), "input_points": points, "input_labels": labels
+        }  # fmt: skip
+    if task in ("zero-shot-image-classification", "zero-shot-object-detection"):
         images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
-        texts = torch.randint(6, 100, (rows + 1, 10), generator=draw)
+        # Any number beside images, or as many for each of them.
+        count = rows + 1 if task == "zero-shot-image-classification" else 2 * rows
+        texts = torch.randint(6, 100, (count, 10), generator=draw)
         return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **images}
-    ids = torch.randint(6, 100, (rows, 10), generator=draw)
+    if task == "zero-shot-audio-classification":
+        sounds = {"input_features": torch.randn((rows, 1, 201, 16), generator=draw)}
+        texts = torch.randint(6, 100, (rows + 1, 10), generator=draw)
+        return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **sounds}
+    # Letters are fewer than words.
+    ids = torch.randint(6, 30 if task == "text-to-audio" else 100, (rows, 10), generator=draw)
     mask = torch.ones_like(ids)
     # Decoders read on from the last token, so that they are padded in front of the first.
     for row in range(1, rows):
@@ -88,7 +113,12 @@ def inputs_of(task: str, *, rows: int = 3, seed: int = 0) -> Tensors:
         pixels = torch.randn((rows, 3, 16, 16), generator=draw)
         return {"input_ids": ids * mask, "attention_mask": mask, "pixel_values": pixels}
     feeds = {"input_ids": ids * mask, "attention_mask": mask}
-    if FAMILY[task] == "bert":
+    if task == "document-question-answering":
+        corners, sizes = (torch.randint(0, 500, (rows, 10, 2), generator=draw) for _ in range(2))
+        feeds["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
+    if task == "table-question-answering":
+        feeds["token_type_ids"] = torch.randint(0, 2, (rows, 10, 7), generator=draw)
+    if FAMILY[task] in ("bert", "layoutlm"):
         feeds["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=draw)
     if task == "multiple-choice":
         return {name: tensor.view(1, rows, -1) for name, tensor in feeds.items()}

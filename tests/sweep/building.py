@@ -30,7 +30,7 @@ def build(pair: Pair, seed: int = 0) -> Any:
     """
     try:
         # A question-answering head has two outputs, start and end.
-        labels = 2 if task_spec(pair.task).name == "question-answering" else LABELS
+        labels = 2 if task_spec(pair.task).name in ("question-answering", "document-question-answering") else LABELS
         config = small_config(pair.architecture)
         cls = getattr(transformers, pair.model)
         text = getattr(config, "text_config", None)

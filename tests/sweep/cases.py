@@ -61,6 +61,9 @@ def _all_pairs() -> Iterable[Pair]:
         for architecture, model in sorted(_models(spec.auto_models).items()):
             if spec.embeds and architecture not in _encoders_of_text():
                 continue
+            if not spec.embeds and spec.auto_model == "AutoModel" and not model.endswith(spec.suffixes):
+                # The class for any model, of which the task is for some.
+                continue
             if spec.name == "text2text-generation" and not _has_encoder(architecture):
                 # Voxtral and its kind: sounds in the prompt of a decoder, which the table of speech has as well.
                 continue

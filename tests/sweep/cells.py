@@ -262,8 +262,9 @@ class _Run:
         return accel.optimize(parent, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
 
     def _quantized(self, artifact: Artifact) -> Artifact:
-        generates = task_spec(self.pair.task).generates
-        scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if generates else "static-int8"
+        spec = task_spec(self.pair.task)
+        several = spec.generates or spec.parts
+        scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if several else "static-int8"
         names = {spec.name for spec in artifact.components[0].inputs}
         batches = [{n: t for n, t in question.inputs.items() if n in names} for question in self.asked]
         calibration = batches if scheme == "static-int8" else None

@@ -92,6 +92,61 @@ def _mask2former(small: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
+def _sam(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Embeddings of an image as high and wide as its prompt encoder takes them."""
+    edges = {"image_size": 32, "patch_size": 8}
+
+    def made(small: Callable[..., Any]) -> Any:
+        decoder = {
+            "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32,
+            **({"vit_dim": 64} if name == "SamHQ" else {}),
+        }  # fmt: skip
+        return getattr(transformers, f"{name}Config")(
+            vision_config={
+                **edges, "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "mlp_dim": 96, "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 16,
+            },
+            prompt_encoder_config={**edges, "hidden_size": 32, "mask_input_channels": 4}, mask_decoder_config=decoder,
+        )  # fmt: skip
+
+    return made
+
+
+def _clap(small: Callable[..., Any]) -> Any:
+    audio = {
+        "hidden_size": 32, "patch_embeds_hidden_size": 16, "depths": [1, 1], "num_attention_heads": [2, 2], "patch_size": 4,
+        "patch_stride": [4, 4], "num_hidden_layers": 2, "window_size": 4, "num_mel_bins": 16, "spec_size": 64,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+        "max_position_embeddings": 322, "type_vocab_size": 1,
+    }  # fmt: skip
+    return transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=32)
+
+
+def _grounding_dino(name: str) -> Callable[[Callable[..., Any]], Any]:
+    def made(small: Callable[..., Any]) -> Any:
+        backbone = transformers.SwinConfig(
+            image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+            out_features=["stage2", "stage3", "stage4"],
+        )  # fmt: skip
+        return getattr(transformers, f"{name}Config")(
+            backbone_config=backbone, text_config=small("bert"), d_model=32, encoder_layers=1, decoder_layers=2,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4, num_queries=8,
+            max_text_len=64,
+        )  # fmt: skip
+
+    return made
+
+
+_VITS = {
+    "vocab_size": 120, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32, "flow_size": 8,
+    "spectrogram_bins": 9, "duration_predictor_num_flows": 2, "duration_predictor_flow_bins": 4, "prior_encoder_num_flows": 1,
+    "prior_encoder_num_wavenet_layers": 1, "posterior_encoder_num_wavenet_layers": 1, "upsample_initial_channel": 16,
+    "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8], "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1]],
+    "depth_separable_num_layers": 1, "num_speakers": 1, "speaker_embedding_size": 0,
+}  # fmt: skip
+
 # A state-space layer's heads together are as wide as its inner size, twice the hidden one.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
@@ -192,4 +247,22 @@ OVERRIDES: dict[str, Special] = {
     "encoder-decoder": _encoder_decoder,
     "vision-encoder-decoder": _captioner,
     "speech-encoder-decoder": _speech_encoder_decoder,
+    "clap": _clap,
+    "efficientloftr": {
+        "stage_num_blocks": [1, 1, 1, 1],
+        "stage_stride": [2, 1, 2, 2],
+        "out_features": [8, 8, 16, 64],
+        "hidden_size": 64,
+        "num_attention_layers": 1,
+        "num_attention_heads": 8,
+        "fine_matching_slice_dim": 4,
+    },
+    "grounding-dino": _grounding_dino("GroundingDino"),
+    "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
+    # Real ones read 16 tokens; the sweep asks with up to 33.
+    "owlv2": {"text_config": {"max_position_embeddings": 64}},
+    "owlvit": {"text_config": {"max_position_embeddings": 64}},
+    "sam": _sam("Sam"),
+    "sam_hq": _sam("SamHQ"),
+    "vits": _VITS,
 }

@@ -17,10 +17,12 @@ from accel.tasks.infer import task_spec
 
 from .building import NotBuilt, first_line
 from .cases import Pair
-from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, PAD
+from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, IMAGE, LAST_PLAIN_TOKEN, PAD
 
 Tensors = dict[str, torch.Tensor]
 CHOICES = 3
+# What models write where nothing may be chosen (TAPAS' other columns, Grounding DINO's missing tokens) is less, and measures nothing.
+_NOTHING = -1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,11 @@ def _reads_both_ways(pair: Pair) -> bool:
 
 @torch.inference_mode()
 def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-    """What a model, PyTorch's or ours, answers: floating-point tensors by name."""
+    """What a model, PyTorch's or ours, answers: floating-point tensors by name; models that draw noise draw the same each time."""
+    torch.manual_seed(0)
     result = model(**inputs)
     return {
-        name: value.detach().float().cpu()
+        name: value.detach().float().cpu().clamp(min=_NOTHING)
         for name, value in result.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
@@ -125,7 +128,8 @@ def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
 
 # What tasks are about; hidden states only where there is nothing else (Moshi returns both).
 _MAIN = (
-    ("logits_per_image",), ("class_queries_logits", "masks_queries_logits"), ("logits", "pred_boxes", "pred_masks"),
+    ("logits_per_image",), ("logits_per_audio",), ("waveform",), ("matching_scores",),
+    ("class_queries_logits", "masks_queries_logits"), ("logits", "pred_boxes", "pred_masks"),
     ("predicted_depth",), ("reconstruction",), ("start_logits", "end_logits"), ("last_hidden_state",),
 )  # fmt: skip
 
@@ -151,20 +155,42 @@ def make_inputs(
     main = model.main_input_name
     spec = task_spec(pair.task)
     real: torch.Tensor | None = None
-    if main == "input_ids" and "audio" in spec.modalities:
+    if main == "input_ids" and "audio" in spec.modalities and spec.generates:
         raise NotBuilt("reads sounds within a prompt, in a form of its own")
-    if "image" in spec.modalities and not spec.generates:
-        inputs = {"pixel_values": torch.randn((batch, *_image_shape(config)), generator=draw)}
+    if "video" in spec.modalities:
+        inputs = {main: torch.randn((batch, *_video_shape(config)), generator=draw)}
+    elif spec.modalities == ("audio", "text"):
+        audio = config.audio_config
+        # What CLAP makes no larger.
+        frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
+        sounds = torch.randn((batch, 1, frames, audio.num_mel_bins), generator=draw)
+        texts, _ = _text(config.get_text_config(), (batch + 1, sequence), padding, draw, parameters)
+        inputs = {**texts, "input_features": sounds}
+    elif "image" in spec.modalities and not spec.generates:
+        pair = (2,) if spec.name == "keypoint-matching" else ()
+        inputs = {"pixel_values": torch.randn((batch, *pair, *_image_shape(config)), generator=draw)}
         if "pixel_mask" in parameters and padding == "right":
             inputs["pixel_mask"] = torch.ones_like(inputs["pixel_values"][:, 0], dtype=torch.int64)
             inputs["pixel_mask"][1::2, -8:] = 0
         if "text" in spec.modalities:
-            # Any number of texts beside any number of images.
-            texts, _ = _text(config.get_text_config(), (batch + 1, sequence), padding, draw, parameters)
+            # Any number of texts beside any number of images; as many for each of them where they are looked for.
+            count = batch + 1
+            if spec.name == "zero-shot-object-detection":
+                count = batch if getattr(config, "max_text_len", None) else 2 * batch
+            texts, _ = _text(config.get_text_config(), (count, sequence), padding, draw, parameters)
             inputs |= texts
+        if spec.name == "mask-generation":
+            inputs["input_points"] = IMAGE * torch.rand((batch, 3, 2, 2), generator=draw)
+            inputs["input_labels"] = torch.randint(0, 2, (batch, 3, 2), generator=draw)
     elif main == "input_ids":
         shape = (batch, CHOICES, sequence) if spec.name == "multiple-choice" else (batch, sequence)
         inputs, mask = _text(config, shape, padding, draw, parameters)
+        if "bbox" in parameters:
+            half = min(400, config.max_2d_position_embeddings // 2)
+            corners, sizes = (torch.randint(0, half, (*shape, 2), generator=draw) for _ in range(2))
+            inputs["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
+        if spec.name == "table-question-answering":
+            inputs["token_type_ids"] = torch.randint(0, 2, (*shape, len(config.type_vocab_sizes)), generator=draw)
         if spec.generates:
             # transformers' `generate` passes none to a decoder, and refuses them for BERT's.
             inputs.pop("token_type_ids", None)
@@ -233,6 +259,13 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
     size = getattr(part, "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
     return int(getattr(part, "num_channels", 3) or 3), int(height), int(width)
+
+
+def _video_shape(config: Any) -> tuple[int, ...]:
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    channels, height, width = _image_shape(config)
+    size = getattr(config, "crop_size", None)
+    return (int(frames or 4), channels, *((size, size) if isinstance(size, int) else (height, width)))
 
 
 def _feature_shape(config: Any, length: int) -> tuple[int, int]:

@@ -61,6 +61,7 @@ _MODULE_OF = {
 _SAME_AS = {
     "OVModelForVisualCausalLM": "OVModelForImageTextToText",
     "OVModelForMultimodalLM": "OVModelForImageTextToText",
+    "OVSamModel": "OVModelForMaskGeneration",
 }
 _DIFFUSION = "diffusion models are out of scope"
 # Beginnings of names that Optimum has and we do not, and why.
@@ -83,8 +84,7 @@ _ABSENT = {
     "OVCalibrationDataset": "calibration data are rows: pass a datasets.Dataset or a list of dictionaries",
     "OVSentenceTransformer": "sentence-transformers runs on OpenVINO itself: SentenceTransformer(..., backend='openvino')",
     "OVModelOpenCLIP": "open_clip's models are not transformers' ones",
-    "OVSamModel": "its prompts and masks are no task here",
-    "OVModelForTextToSpeechSeq2Seq": "no task here",
+    "OVModelForTextToSpeechSeq2Seq": "SpeechT5 writes its sound in steps; VITS is OVModelForTextToWaveform",
     "ORTModelForPix2Struct": "its patches are no task here",
     "OVModelForPix2Struct": "its patches are no task here",
 }

@@ -330,6 +330,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     "pixels": ("psnr",),
     "transcripts": ("wer", "cer"),
     "frames": ("accuracy",),
+    "document answers": ("anls",),
     "voices": ("eer",),
     "rankings": ("ndcg@10", "mrr@10", "map"),
 }
@@ -338,6 +339,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
 _MADE_BY = {
     **dict.fromkeys(("boxes", "areas", "depths", "pixels"), "accel.measuring.accuracy.image_metrics:of_images"),
     "transcripts": "accel.measuring.accuracy.rates:edit_rate",
+    "document answers": "accel.measuring.accuracy.documents:answers_alike",
     "frames": "accel.measuring.accuracy.rates:frame_accuracy",
     "voices": "accel.measuring.accuracy.rates:equal_error_rate",
     "rankings": "accel.measuring.accuracy.ranking:ranked",

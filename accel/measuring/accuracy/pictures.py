@@ -12,21 +12,27 @@ import torch
 
 from ...data.batches import Encoded, images_of
 from ...data.labels import texts
-from ...data.pictures import Box, beside, boxes, check_boxes, one_channel, pixels
+from ...data.pictures import Box, beside, boxes, categories, check_boxes, one_channel, pixels, with_each
+from ...data.rows import Rows
 from ...errors import InputError
 from .predictors import Model, Predictor
 
-TEMPLATE = "This is a photo of {}."
-"""What transformers' pipeline makes of a candidate."""
 IGNORED = 255
 """The class of pixels that are not measured."""
 _MOST_DECIBELS = 100.0  # of images that are equal, whose ratio has no bound
 
 
 class Candidates(Predictor):
-    """The likeliest of the data's classes for an image, by their names alone."""
+    """The likeliest of the data's classes for an image, by their names alone.
+
+    Attributes:
+        template: What transformers' pipeline makes of a candidate.
+        output: The model's output `(rows, candidates)`.
+    """
 
     kind = "classes"
+    template: ClassVar[str] = "This is a photo of {}."
+    output: ClassVar[str] = "logits_per_image"
 
     def _references(self) -> list[Any]:
         """The place of each row's class among the names.
@@ -45,20 +51,24 @@ class Candidates(Predictor):
             return list(values)
         if not all(isinstance(value, str) for value in values):
             raise InputError(
-                f"The labels in the column {column!r} are numbers without names, which are what images are compared with.",
+                f"The labels in the column {column!r} are numbers without names, which are what rows are compared with.",
                 fix="give the names of the classes.",
             )
         self.names = sorted(set(texts(self.rows, "label")))
         return [self.names.index(value) for value in values]
 
     def _encode(self) -> Encoded:
-        return beside(self.rows, self.processor, [TEMPLATE.format(name) for name in self.names], self.max_length)
+        candidates = [self.template.format(name) for name in self.names]
+        return self._beside(self.rows, self.processor, candidates, self.max_length)
+
+    def _beside(self, rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+        return beside(rows, processor, candidates, max_length)
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Places among the names."""
         predictions: list[Any] = [None] * len(self.rows)
         for part, _, output in self.batches(model, what):
-            for i, value in zip(part, output["logits_per_image"].float().argmax(-1).tolist(), strict=True):
+            for i, value in zip(part, output[self.output].float().argmax(-1).tolist(), strict=True):
                 predictions[i] = value
         return predictions
 
@@ -134,6 +144,38 @@ class Detections(_Pictures):
         self._sizes[row] = size[::-1]
         together = zip(answer["labels"].tolist(), answer["scores"].tolist(), answer["boxes"].tolist(), strict=True)
         return [(label, score, *corners) for label, score, corners in together]
+
+
+class DetectionsByName(Detections):
+    """The same of the data's classes, by their names alone: an image and a name at a time."""
+
+    def _references(self) -> list[Any]:
+        self._names = categories(self.rows)
+        numbers = {name: number for number, name in enumerate(self._names)}
+        self.config = SimpleNamespace(label2id=numbers, id2label=dict(enumerate(self._names)), num_labels=len(numbers))
+        return super()._references()
+
+    def _encode(self) -> Encoded:
+        return self._encoded_for(self._names[0])
+
+    def _encoded_for(self, name: str) -> Encoded:
+        # Padding changes which of its tokens Grounding DINO takes for one phrase.
+        return with_each(self.rows, self.processor, [name], self.max_length)
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Boxes, a list a row."""
+        found: list[list[Any]] = [[] for _ in range(len(self.rows))]
+        for number, name in enumerate(self._names):
+            self.encoded = self._encoded_for(name)
+            for row, boxes_of_row in zip(found, super().predict(model, what), strict=True):
+                row += [(number, *box[1:]) for box in boxes_of_row]
+        return found
+
+    def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        found: Sequence[Any] = self.processor.image_processor.post_process_object_detection(
+            output, threshold=0.0, target_sizes=torch.tensor(sizes)
+        )
+        return found
 
 
 class Segments(_Pictures):

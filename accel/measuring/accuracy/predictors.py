@@ -210,7 +210,7 @@ class Answers(Predictor):
     kind = "answers"
 
     def _references(self) -> list[Any]:
-        return [_accepted(value, self.rows) for value in self.rows.column("answers")]
+        return [accepted_answers(value, self.rows) for value in self.rows.column("answers")]
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Answers as texts."""
@@ -229,7 +229,7 @@ class Answers(Predictor):
         return found
 
 
-def _accepted(value: Any, rows: Rows) -> list[str]:
+def accepted_answers(value: Any, rows: Rows) -> list[str]:
     """Accepted answers of a row: `{"text": [...]}` as in SQuAD, a list, or one text; empty for unanswerable."""
     if isinstance(value, Mapping):
         value = value.get("text")

@@ -12,7 +12,7 @@ from .metrics import Floats, Metric, Values, ratio
 # Transcripts: predictions and references are texts.
 
 
-def _edits(found: Sequence[str], true: Sequence[str]) -> int:
+def edits(found: Sequence[str], true: Sequence[str]) -> int:
     """Insertions, removals and replacements between two sequences (Levenshtein, 1966)."""
     row = list(range(len(found) + 1))
     for i, wanted in enumerate(true, start=1):
@@ -25,7 +25,7 @@ def _edits(found: Sequence[str], true: Sequence[str]) -> int:
 def _edit_sums(split: Callable[[str], Sequence[str]]) -> Callable[[Values, Values], Floats]:
     def sums(predictions: Values, references: Values) -> Floats:
         pairs = [(split(found), split(true)) for found, true in zip(predictions, references, strict=True)]
-        return np.asarray([(_edits(found, true), len(true)) for found, true in pairs], np.float64)
+        return np.asarray([(edits(found, true), len(true)) for found, true in pairs], np.float64)
 
     return sums
 

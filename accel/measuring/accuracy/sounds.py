@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from ...data.batches import Encoded
 from ...data.labels import label_ids, numbers, texts
+from ...data.rows import Rows
+from ...data.sounds import sounds_beside
 from ...errors import InputError
+from .pictures import Candidates
 from .predictors import Cosines, Model, Predictor
 
 
@@ -72,3 +76,13 @@ class Voices(Cosines):
                 fix="give 1 for two sounds of one speaker, 0 for those of two.",
             )
         return found
+
+
+class SoundCandidates(Candidates):
+    """The likeliest of the data's classes for a sound, by their names alone."""
+
+    template = "This is a sound of {}."
+    output = "logits_per_audio"
+
+    def _beside(self, rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+        return sounds_beside(rows, processor, candidates, max_length)

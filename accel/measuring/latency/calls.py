@@ -21,6 +21,9 @@ from .variants import Block, Loaded, Traffic, Variant, Workload, resolved_varian
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from ...artifact.manifest import Artifact
+    from ...backends.specs import TensorSpec
+
 from ..processes import peak_memory, quiet_child
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,12 @@ def serve(pipe: Connection, variant: Variant, threads: int) -> None:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
+def _given(artifact: Artifact) -> tuple[TensorSpec, ...]:
+    """What a caller gives: the inputs of all graphs that no other one answers with."""
+    made = {spec.name for component in artifact.components for spec in component.outputs}
+    return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in made)
+
+
 class _Served:
     """The variant in its process; a method for each request."""
 
@@ -79,7 +88,7 @@ class _Served:
         self._model = model = open_model(resolved, replace(settings, options=options))
         component = artifact.components[0]
         session = model.sessions[component.name]
-        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in session.inputs))
+        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _given(artifact)))
         given = variant.provider_options or {}
         return Loaded(
             load_s=time.perf_counter() - started,
@@ -98,7 +107,7 @@ class _Served:
         from ... import capture
 
         artifact = self._model.artifact
-        specs = artifact.components[0].inputs
+        specs = artifact.components[0].inputs if self._model.can_generate() else _given(artifact)
         if self._model.can_generate():
             # A prompt: what a caller of `generate` passes, and nothing of what it makes of it.
             specs = tuple(spec for spec in specs if spec.name in _PROMPT)

@@ -132,7 +132,7 @@ def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
     """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them."""
     found = {}
     main, reads = model.main_input_name, model.input_names
-    sounds = main in ("input_values", "input_features")
+    sounds = {"input_values", "input_features"} & {main, *reads}
     if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
         found["tokenizer"] = companion_of(model, "AutoTokenizer")
     if "pixel_values" in reads:

@@ -1,0 +1,49 @@
+"""Texts with a place for each token: on a page (LayoutLM), or in a table (TAPAS)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ExportError
+from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, parameters_of, resize, text_inputs
+from .wrapper import Tensors, Wrapper
+
+_SIDES = 4
+
+
+def document_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Words and their boxes, as the stock pipeline gives them: `input_ids: (batch, sequence)`, `bbox: (batch, sequence, 4)`.
+
+    Raises:
+        ExportError: The model cannot do without the image.
+    """
+    if "image" in parameters_of(module):
+        inner = module.unwrapped if isinstance(module, Wrapper) else module
+        raise ExportError(
+            f"{type(inner).__name__} looks at images with a network of detectron2, whose operators no graph of a backend here has.",
+            fix="run it with transformers, or take LayoutLMv3.",
+        )
+    return _places(module, folder, BOXES, _SIDES)
+
+
+def table_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Questions and tables: `input_ids: (batch, sequence)`, `token_type_ids: (batch, sequence, 7)`."""
+    kinds = len(getattr(module.config, "type_vocab_sizes", ()))
+    return _places(module, folder, "token_type_ids", kinds)
+
+
+def _places(
+    module: torch.nn.Module, folder: Path | None, name: str, count: int
+) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Texts and, by another name, so many whole numbers for each token."""
+    config: Any = module.config
+    names, unused = text_inputs(module, config, folder)
+    shape = (SAMPLE_BATCH, SAMPLE_SEQUENCE)
+    example: Tensors = {one: torch.ones(shape, dtype=torch.int64) for one in names}
+    example[name] = torch.ones((*shape, count), dtype=torch.int64)
+    axes = {one: {0: "batch", 1: "sequence"} for one in example}
+    sizes = {"batch": SAMPLE_BATCH, "sequence": SAMPLE_SEQUENCE}
+    return resize(example, axes, sizes, config, seed=0), axes, tuple(one for one in unused if one != name)

@@ -1,0 +1,37 @@
+"""Videos that a trace cannot misread: two of them, of the one length and size that their model has positions for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ExportError
+from .samples import SAMPLE_BATCH, Axes, image_size
+from .wrapper import Tensors, Wrapper
+
+_FRAMES = ("num_frames", "frames_per_clip")
+_NAMES = ("pixel_values", "pixel_values_videos")
+
+
+def video_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Two videos, `(batch, frames, channels, height, width)`, by the name that the model has for them.
+
+    Raises:
+        ExportError: The model reads something else, or its config says no number of frames.
+    """
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    config: Any = module.config
+    name = getattr(inner, "main_input_name", None)
+    frames = next((n for field in _FRAMES if isinstance(n := getattr(config, field, None), int)), None)
+    if name not in _NAMES or frames is None:
+        raise ExportError(
+            f"No videos can be made for a {type(inner).__name__}: it reads {name!r}, and its config says {frames} frames.",
+            fix="pass sample={name: tensor} and axes={name: {0: 'batch'}}.",
+        )
+    # V-JEPA 2's word for it.
+    cropped = getattr(config, "crop_size", None)
+    height, width = (cropped, cropped) if isinstance(cropped, int) else image_size(config, folder)
+    shape = (SAMPLE_BATCH, frames, getattr(config, "num_channels", None) or 3, height, width)
+    return {name: torch.randn(shape)}, {name: {0: "batch"}}, ()

@@ -1,0 +1,148 @@
+"""Speech made of texts in one go (VITS): a graph for the tokens, noise and durations between, and a graph for the sound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ..backends.interfaces import Session
+from ..capture.waveforms import (
+    FRAMES,
+    LATENTS,
+    NOISE,
+    SPEAKER,
+    TEXT_ENCODER,
+    WAVEFORM_DECODER,
+    laid_out,
+    lengths_of,
+)
+from ..errors import InputError, TaskError
+from .base import ORTModel
+from .outputs import fast_output, numpy_too
+
+
+@dataclass
+class WaveformOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What a model that speaks returns.
+
+    Attributes:
+        waveform: `(batch, samples)` at the config's `sampling_rate`.
+        sequence_lengths: `(batch,)`: samples of each row; what is behind is padding.
+        spectrogram: `(batch, channels, frames)`
+    """
+
+    waveform: torch.Tensor | None = None
+    sequence_lengths: torch.Tensor | None = None
+    spectrogram: torch.Tensor | None = None
+
+
+class ORTModelForTextToWaveform(ORTModel):
+    """Texts to sounds: `waveform: (batch, samples)`.
+
+    The noise is PyTorch's: after `torch.manual_seed(...)` the sound is the one that the PyTorch model makes on a CPU.
+
+    Attributes:
+        speaking_rate: Larger values are faster; the config's at first, like the two scales of the noise.
+        noise_scale: Of the sound.
+        noise_scale_duration: Of how long each token lasts.
+    """
+
+    task = "text-to-audio"
+
+    def _open(self) -> None:
+        super()._open()
+        self._decoder = self._opened.sessions[WAVEFORM_DECODER]
+        self.speaking_rate = float(self.config.speaking_rate)
+        self.noise_scale = float(self.config.noise_scale)
+        self.noise_scale_duration = float(self.config.noise_scale_duration)
+
+    def watch(self, around: Callable[[str, Session], Session]) -> None:
+        """Put something around the session of each graph, by component, until the model is opened again."""
+        self._session = around(TEXT_ENCODER, self._session)
+        self._decoder = around(WAVEFORM_DECODER, self._decoder)
+
+    @property
+    def output_modalities(self) -> tuple[str, ...]:
+        """What it makes, in transformers' words."""
+        return ("audio",)
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        missing = {TEXT_ENCODER, WAVEFORM_DECODER} - set(self._opened.sessions)
+        if missing:
+            raise TaskError(
+                f"{self.artifact.path} holds the graphs {sorted(self._opened.sessions)}, and no {min(missing)}.",
+                fix="use the class that the model was exported for.",
+            )
+        return WaveformOutput
+
+    @numpy_too
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        speaker_id: Any = None,
+        speaking_rate: float | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Speak.
+
+        Args:
+            input_ids: `(batch, sequence)`
+            attention_mask: `(batch, sequence)`; ones when `None`.
+            speaker_id: A number, or one for each row `(batch,)`; needed where the model has several voices.
+            speaking_rate: The model's own when `None`.
+            return_dict: `False` for a tuple.
+            **others: The graph's others.
+
+        Raises:
+            InputError: No speaker where there are several, or one that is not there; a rate that is not above 0.
+        """
+        self._check_fork()
+        rate = self.speaking_rate if speaking_rate is None else float(speaking_rate)
+        if not (rate > 0 and math.isfinite(rate)):
+            raise InputError(f"The speaking rate is {rate}.", fix="pass a number above 0.")
+        ids = torch.as_tensor(input_ids)
+        if ids.ndim != 2:
+            raise InputError(f"input_ids have the shape {tuple(ids.shape)}.", fix="pass (batch, sequence).")
+        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
+        speaker = self._speaker(speaker_id, len(ids))
+        given = {"input_ids": ids, "attention_mask": mask, **speaker, **others}
+        if any(spec.name == NOISE for spec in self._session.inputs):
+            drawn = torch.randn(ids.shape[0], 2, ids.shape[1]).to(device=ids.device, dtype=self.dtype)
+            given[NOISE] = drawn * self.noise_scale_duration
+        encoded = self._run(given)
+        durations = torch.ceil(torch.exp(encoded["log_durations"]) * mask * (1 / rate))
+        means, variances = (laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
+        latents = means + torch.randn_like(means) * torch.exp(variances) * self.noise_scale
+        lengths = lengths_of(durations)
+        frames = torch.arange(latents.shape[-1], device=lengths.device) < lengths[:, None]
+        sound = self._decoder.run({LATENTS: latents.contiguous(), FRAMES: frames.long(), **speaker})
+        values = {
+            "waveform": sound["waveform"],
+            "sequence_lengths": lengths * math.prod(self.config.upsample_rates),
+            "spectrogram": sound["spectrogram"],
+        }
+        return tuple(values.values()) if return_dict is False else fast_output(WaveformOutput, values)
+
+    def _speaker(self, speaker_id: Any, rows: int) -> dict[str, torch.Tensor]:
+        voices = int(self.config.num_speakers)
+        if voices <= 1:
+            return {}
+        if speaker_id is None:
+            raise InputError(f"The model has {voices} voices, and none was chosen.", fix="pass speaker_id=0, ...")
+        chosen = torch.as_tensor(speaker_id).long().reshape(-1)
+        if len(chosen) not in (1, rows) or not bool(((chosen >= 0) & (chosen < voices)).all()):
+            raise InputError(
+                f"speaker_id is {chosen.tolist()}; the model has the voices 0 to {voices - 1}.",
+                fix="pass one of them, or one for each row.",
+            )
+        return {SPEAKER: chosen.expand(rows).contiguous()}
+
+
+_PRIORS = ("prior_means", "prior_log_variances")

@@ -1,0 +1,53 @@
+"""Seeded tiny models of videos with their processors, and videos for them: made offline, as in `models`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from .models import LABELS, rescale
+
+FRAMES = 4
+"""What the tiny models read at a time."""
+
+_SIZE = 32
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": _SIZE,
+    "num_frames": FRAMES,
+    "num_labels": LABELS,
+}
+VIDEO_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "videomae": ("VideoMAE", {**_COMMON, "patch_size": 8}),
+    "timesformer": ("Timesformer", {**_COMMON, "patch_size": 8}),
+    "vivit": ("Vivit", {**_COMMON, "tubelet_size": [2, 8, 8]}),
+}
+"""Names and configs of classes, by family."""
+
+
+def tiny_video(height: int = 40, width: int = 60, frames: int = FRAMES, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Coloured patches that move to the right: `(frames, height, width, 3) uint8`."""
+    patches = np.random.default_rng(seed).integers(0, 255, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
+    picture = patches.repeat(8, 0).repeat(8, 1)[:height, :width]
+    return np.stack([np.roll(picture, 4 * i, axis=1) for i in range(frames)])
+
+
+def save_video_model(folder: Path, family: str = "videomae", seed: int = 0) -> Path:
+    """Write a tiny model of a family of `VIDEO_FAMILIES` with its processor as a transformers folder."""
+    prefix, settings = VIDEO_FAMILIES[family]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model: Any = rescale(getattr(transformers, f"{prefix}ForVideoClassification")(config), seed).eval()
+    model.save_pretrained(folder)
+    size = {"height": _SIZE, "width": _SIZE}
+    transformers.VideoMAEImageProcessorPil(size={"shortest_edge": _SIZE}, crop_size=size).save_pretrained(folder)
+    return folder

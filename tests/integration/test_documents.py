@@ -1,0 +1,238 @@
+"""Questions about documents and tables: the stock pipelines' answers beside those of PyTorch, accuracy and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import ExportError, InputError
+from accel.measuring.accuracy.documents import answers_alike
+from accel.tasks.infer import infer_task
+from accel.testing.documents import DOCUMENT_FAMILIES
+from accel.testing.tables import TAPAS
+
+TOLERANCE = 1e-3
+DOCUMENTS, TABLES = "document-question-answering", "table-question-answering"
+BACKENDS = ("cpu", "openvino", "pytorch")
+FAMILIES = ["layoutlm", pytest.param("layoutlmv3", marks=pytest.mark.thorough)]
+PAGE = [
+    (word, [40 * place, 100 * (place // 4), 40 * place + 35, 100 * (place // 4) + 20])
+    for place, word in enumerate("the lost card was old bank paid a fee for new phone in london please help".split())
+]
+ASKED = ["what was paid?", "where is my card", "how can i pay for a new phone"]
+TABLE = {"bank": ["london bank", "paris bank", "my bank"], "fee": ["12", "3", "45"], "card": ["old", "new", "lost"]}
+
+
+def original(folder: Path, task: str) -> Any:
+    auto = {
+        DOCUMENTS: transformers.AutoModelForDocumentQuestionAnswering,
+        TABLES: transformers.AutoModelForTableQuestionAnswering,
+    }[task]
+    return auto.from_pretrained(folder).eval()
+
+
+def opened(family: str, task: str, backend: str, folder: Path, tiny_artifact: Callable[..., Artifact]) -> Any:
+    return accel.ORTModel.from_pretrained(
+        folder if backend == "pytorch" else tiny_artifact(family, task), backend=backend, task=task
+    )
+
+
+def alike(found: Any, expected: Any) -> None:
+    assert [one["answer"] for one in found] == [one["answer"] for one in expected]
+    assert [(one["start"], one["end"]) for one in found] == [(one["start"], one["end"]) for one in expected]
+    assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_in_the_stock_pipeline(
+    family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    folder = tiny_folder(family, DOCUMENTS)
+    ours = opened(family, DOCUMENTS, backend, folder, tiny_artifact)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.pipeline(DOCUMENTS, model=original(folder, DOCUMENTS), tokenizer=tokenizer)
+    # The second one is read in windows.
+    options: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_k": 2, "max_seq_len": 24, "doc_stride": 4})
+    if family == "layoutlmv3":
+        # It has a token a letter here.
+        options = ({"top_k": 3}, {"top_k": 2, "max_seq_len": 60, "doc_stride": 10})
+    for stock in (
+        transformers.pipeline(DOCUMENTS, model=ours, tokenizer=tokenizer),
+        accel.pipeline(DOCUMENTS, model=ours),
+    ):
+        for question in ASKED:
+            for option in options:
+                given = {"question": question, "word_boxes": PAGE}
+                expected = reference(given, **option)
+                assert expected
+                alike(stock(given, **option), expected)
+
+
+def test_an_image_is_passed_over_as_in_transformers(
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    folder = tiny_folder("layoutlm", DOCUMENTS)
+    model = opened("layoutlm", DOCUMENTS, "cpu", folder, tiny_artifact)
+    ids = torch.randint(6, 100, (1, 7), generator=torch.Generator().manual_seed(0))
+    boxes = torch.tensor([0, 0, 10, 10]).expand(1, 7, 4)
+    given = {"input_ids": ids, "bbox": boxes, "token_type_ids": torch.zeros_like(ids)}
+    assert torch.equal(model(**given, image=torch.zeros(1, 3, 8, 8)).start_logits, model(**given).start_logits)
+
+
+@pytest.mark.parametrize("box", [[-1, 0, 10, 10], [0, 0, 10, 5000], [20, 0, 10, 10], [0, 30, 10, 10]])
+def test_boxes_that_pytorch_refuses(
+    box: list[int], tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    """A runtime would look some of them up from the end of a table."""
+    folder = tiny_folder("layoutlm", DOCUMENTS)
+    model = opened("layoutlm", DOCUMENTS, "cpu", folder, tiny_artifact)
+    ids = torch.full((1, 3), 7)
+    boxes = torch.tensor([[[0, 0, 10, 10], box, [5, 5, 6, 6]]])
+    with pytest.raises(IndexError):
+        original(folder, DOCUMENTS)(input_ids=ids, bbox=boxes)
+    with pytest.raises(InputError, match="Boxes"):
+        model(input_ids=ids, bbox=boxes)
+
+
+def rows_answered_by(folder: Path) -> list[dict[str, Any]]:
+    ask = transformers.pipeline(
+        DOCUMENTS, model=original(folder, DOCUMENTS), tokenizer=transformers.AutoTokenizer.from_pretrained(folder)
+    )
+    words, boxes = [word for word, _ in PAGE], [box for _, box in PAGE]
+    return [
+        {
+            "question": question, "words": words, "boxes": boxes,
+            "answers": [ask({"question": question, "word_boxes": PAGE})[0]["answer"]],
+        }
+        for question in ASKED
+    ]  # fmt: skip
+
+
+def test_accuracy_of_documents(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+    folder = tiny_folder("layoutlm", DOCUMENTS)
+    rows = rows_answered_by(folder)
+    artifact = tiny_artifact("layoutlm", DOCUMENTS)
+    found = accel.evaluate(artifact.path, rows)
+    assert (found.metric, found.value) == ("anls", 1.0)
+    rows[0] = {**rows[0], "answers": ["zzz", "qqqqqqqqqqqqqq"]}
+    assert accel.evaluate(artifact.path, rows).value == pytest.approx(2 / 3)
+    for wrong, message in (
+        ({"boxes": rows[0]["boxes"][1:]}, "16 words and 15 boxes"),
+        ({"boxes": [[0, 0, 2000, 1]] * 16}, r"\[0, 0, 2000, 1\]"),
+        ({"answers": []}, "has no answer"),
+    ):
+        with pytest.raises(InputError, match=message):
+            accel.evaluate(artifact.path, [{**rows[1], **wrong}, rows[1]])
+
+
+def test_answers_that_are_nearly_right() -> None:
+    metric = answers_alike("anls")
+    found = metric.compute(["London ", "londn", "paris", ""], [["london"], ["x", "London"], ["rome"], ["a"]])
+    assert found["anls"] == pytest.approx((1 + 5 / 6) / 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_calibrate(
+    family: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    folder, artifact = tiny_folder(family, DOCUMENTS), tiny_artifact(family, DOCUMENTS)
+    rows = rows_answered_by(folder)
+    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    optimized = accel.optimize(artifact, tmp_path / "o2")
+    ids = torch.randint(6, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    corners = torch.randint(0, 400, (2, 9, 2), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "bbox": torch.cat([corners, corners + 30], -1), "attention_mask": torch.ones_like(ids)}
+    if family == "layoutlm":
+        given["token_type_ids"] = torch.zeros_like(ids)
+    plain, small, fast = (
+        accel.ORTModel.from_pretrained(one)(**given).start_logits for one in (artifact, made, optimized)
+    )
+    assert (fast - plain).abs().max() <= TOLERANCE
+    assert 0 < (small - plain).abs().mean() <= 0.3 * plain.abs().mean()
+
+
+def test_layoutlmv2_is_refused() -> None:
+    model: Any = torch.nn.Module()
+    model.forward = lambda input_ids=None, bbox=None, image=None: None
+    model.config = transformers.LayoutLMConfig()
+    from accel.capture.documents import document_sample
+
+    with pytest.raises(ExportError, match="detectron2"):
+        document_sample(model, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_in_the_stock_pipeline(
+    backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    folder = tiny_folder(TAPAS, TABLES)
+    ours, theirs = opened(TAPAS, TABLES, backend, folder, tiny_artifact), original(folder, TABLES)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.pipeline(TABLES, model=theirs, tokenizer=tokenizer)
+    questions = ["which bank has a fee", "what is the old card", "how lost"]
+    for stock in (transformers.pipeline(TABLES, model=ours, tokenizer=tokenizer), accel.pipeline(TABLES, model=ours)):
+        for options in ({"sequential": True}, {"padding": True}):
+            expected = reference(table=TABLE, query=questions, **options)
+            assert any(one["cells"] for one in expected)
+            assert stock(table=TABLE, query=questions, **options) == expected
+    import pandas as pd
+
+    inputs = tokenizer(table=pd.DataFrame(TABLE), queries=questions, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        expected = theirs(**inputs)
+    found = ours(**inputs)
+    # Those of other columns are about -10,000.
+    chosen = inputs["attention_mask"].bool() & (expected.logits > -1000)
+    assert chosen.any()
+    assert (found.logits - expected.logits)[chosen].abs().max() <= TOLERANCE * 10
+    assert (found.logits_aggregation - expected.logits_aggregation).abs().max() <= TOLERANCE * 10
+    inputs["token_type_ids"][0, 3, 1] = 256
+    with pytest.raises(InputError, match="kind 1"):
+        ours(**inputs)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_tables_optimized_and_quantized(
+    backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    artifact = tiny_artifact(TAPAS, TABLES)
+    ids = torch.randint(6, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    kinds = torch.randint(0, 2, (2, 9, 7), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": kinds}
+    plain = accel.ORTModelForTableQuestionAnswering(artifact)(**given).logits
+    optimized = accel.optimize(artifact, tmp_path / "optimized", backend=backend)
+    assert torch.allclose(
+        accel.ORTModelForTableQuestionAnswering(optimized)(**given).logits, plain, atol=1e-3, rtol=1e-3
+    )
+    scheme = {"cpu": "dynamic-int8", "openvino": "weight-int8"}[backend]
+    small = accel.quantize(artifact, tmp_path / "small", backend=backend, scheme=scheme)
+    found = accel.ORTModelForTableQuestionAnswering(small, backend=backend)(**given).logits
+    assert 0 < (found - plain).abs().mean() <= 0.3 * plain.abs().mean()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "task"), [*((name, DOCUMENTS) for name in DOCUMENT_FAMILIES), (TAPAS, TABLES)])
+def test_exported_for_openvino(family: str, task: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The export compares itself with PyTorch."""
+    assert accel.export(tiny_folder(family, task), tmp_path / "out", backend="openvino").task == task
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("LayoutLMForQuestionAnswering", DOCUMENTS),
+        ("LayoutLMv3ForQuestionAnswering", DOCUMENTS),
+        ("TapasForQuestionAnswering", TABLES),
+        ("BertForQuestionAnswering", "question-answering"),
+    ],
+)
+def test_task_of_an_architecture(architecture: str, task: str) -> None:
+    assert infer_task({"architectures": [architecture]}) == task
