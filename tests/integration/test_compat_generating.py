@@ -150,6 +150,18 @@ def test_a_decoder_of_another_tool_is_at_its_own_path(foreign: Path, settings: d
     assert model.model_save_dir == foreign / "gpt2-pair"
 
 
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_merged_decoder_of_another_tool_is_said_to_be_one(foreign: Path, tmp_path: Path, merged: bool) -> None:
+    left_out = ("decoder_model.onnx", "decoder_with_past_model.onnx") if merged else ("decoder_model_merged.onnx",)
+    shutil.copytree(foreign / "t5-past", tmp_path / "t5", ignore=shutil.ignore_patterns(*left_out))
+    model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    assert model.use_merged is model.decoder.is_merged is merged
+    assert (model.decoder_with_past is None) is merged
+    assert model.can_use_cache
+    without = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", use_cache=False)
+    assert without.can_use_cache is merged
+
+
 def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: Path) -> None:
     names = {
         "encoder_file_name": "encoder_model_quantized.onnx",

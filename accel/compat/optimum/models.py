@@ -35,6 +35,7 @@ class Words(base.ORTModel):
     _use_io_binding: bool | None = None
     _use_merged: bool | None = None
     _asked: tuple[str | None, str, str | None] = (None, "", None)
+    _before: tuple[Path, dict[Part, Path]] | None = None
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
@@ -84,7 +85,9 @@ class Words(base.ORTModel):
 
     def files_before(self) -> dict[Part, Path]:
         """Another tool's files that the graphs were brought to our form from; none where the graphs are what was loaded."""
-        return files_before(self.artifact, *self._asked)
+        if self._before is None or self._before[0] != self.artifact.path:
+            self._before = self.artifact.path, files_before(self.artifact, *self._asked)
+        return self._before[1]
 
     @property
     def path(self) -> Path:
@@ -183,26 +186,24 @@ class WithEncoder(Writes, EncoderDecoder):
     @property
     def can_use_cache(self) -> bool:
         """Likewise; of a merged decoder in any case."""
-        return super().can_use_cache or (
-            self._use_merged is True and any(part.stateful for part in self.artifact.components)
-        )
+        return super().can_use_cache or (self.use_merged and any(part.stateful for part in self.artifact.components))
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
         """The decoder, callable by itself."""
-        return ORTDecoderForSeq2Seq(self, is_merged=self._use_merged is True)
+        return ORTDecoderForSeq2Seq(self, is_merged=self.use_merged)
 
     @property
     def decoder_with_past(self) -> ORTDecoderForSeq2Seq | None:
         """The same graph; `None` where Optimum has no second one, merged or without a cache."""
-        if not self.can_use_cache or self._use_merged:
+        if not self.can_use_cache or self.use_merged:
             return None
         return ORTDecoderForSeq2Seq(self, is_merged=False, with_past=True)
 
     @property
     def use_merged(self) -> bool:
-        """What was asked for."""
-        return self.decoder.is_merged
+        """What was asked for; where nothing was, whether it is a merged decoder that another tool wrote."""
+        return "merged" in self.files_before() if self._use_merged is None else self._use_merged
 
     @property
     def parts(self) -> list[ORTPart]:

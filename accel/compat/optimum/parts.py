@@ -162,7 +162,7 @@ class ORTDecoderForSeq2Seq(ORTPart):
     """The decoder: one graph with and without keys and values of earlier tokens.
 
     Attributes:
-        is_merged: What was asked for as `use_merged` when the model was loaded.
+        is_merged: What was asked for as `use_merged` when the model was loaded, or what another tool wrote.
     """
 
     def __init__(self, model: Words, *, is_merged: bool, with_past: bool = False) -> None:
