@@ -64,8 +64,13 @@ class Words(base.ORTModel):
         """Keep what was asked for at loading; `asked` is the graph's name, the subfolder and the variant."""
         self._asked = asked
         self._use_cache, self._use_io_binding, self._use_merged = use_cache, use_io_binding, use_merged
-        if use_cache is not None and self.can_generate():
+        if not self.can_generate():
+            return
+        if use_cache is not None:
             self.config.use_cache = use_cache
+        if self.generation_config.use_cache is None and self.can_use_cache:
+            # Optimum's default, which folders of older ones do not name.
+            self.generation_config.use_cache = True
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
