@@ -265,8 +265,10 @@ def test_pipeline(folder: Path) -> None:
     assert set(pipe("where is my card")[0]) == {"label", "score"}
 
 
-def test_a_pipeline_of_features_takes_a_custom_model(folder: Path) -> None:
-    model = optimum.ORTModelForCustomTasks.from_pretrained(folder, task="feature-extraction")
+def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_folder("bert", "feature-extraction")
+    optimum.ORTModelForFeatureExtraction.from_pretrained(folder).save_pretrained(tmp_path)
+    model = optimum.ORTModelForCustomTasks.from_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     features = optimum.pipeline("feature-extraction", model=model, tokenizer=tokenizer)("where is my card")
     assert len(features[0]) == len(tokenizer("where is my card").input_ids)
