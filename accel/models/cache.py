@@ -14,8 +14,8 @@ from ..errors import InputError
 _CROSS = "cross."
 
 
-class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A session's state as a transformers cache.
+class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """A session's state as a transformers cache, which scripts ask to be a `DynamicCache` and read by its `layers`.
 
     Keys and values stay where the runtime has them: the cache can be continued, reordered, cropped and passed to the next
     `generate`. `layers` copies them out, and `fill` takes those of another cache in.
@@ -31,7 +31,8 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.state: State | None = None
         self.constants: dict[str, torch.Tensor] = {}
         self._ones = torch.ones((0, 0), dtype=torch.int64)
-        super().__init__(layers=[])
+        # What it keeps is the session's: nothing of a DynamicCache's own layers.
+        Cache.__init__(self, layers=[])
 
     def whole_mask(self, batch: int, total: int) -> torch.Tensor:
         """A mask `(batch, total)` that hides nothing; a new one a step would cost more than the rest of it."""
@@ -231,3 +232,8 @@ def _readable(state: State) -> Any:
     if not hasattr(state, "read"):
         raise InputError("The keys and values of this backend cannot be read.", fix="use backend='cpu'.")
     return state
+
+
+def is_theirs(cache: Any) -> bool:
+    """Whether it is a `DynamicCache` that holds its keys and values itself, as PyTorch models fill them."""
+    return isinstance(cache, DynamicCache) and not isinstance(cache, StateCache)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_companion
@@ -21,7 +20,7 @@ from ..artifact.manifest import Artifact
 from ..backends.checks import check_readable
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
-from .cache import StateCache
+from .cache import StateCache, is_theirs
 from .decoding import decode, fits
 from .outputs import fast_output, numpy_too
 
@@ -117,7 +116,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         # Before anything reads the encoder or the cache.
         self._check_fork()
         theirs = kwargs.get("past_key_values")
-        if not isinstance(theirs, DynamicCache):
+        if not is_theirs(theirs):
             return super().generate(inputs, generation_config, **kwargs)
         kwargs["past_key_values"] = cache = self._own(theirs)
         made = super().generate(inputs, generation_config, **kwargs)
@@ -169,7 +168,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
 
     def _own(self, cache: Any) -> StateCache:
         """A cache of this model, or one with what a `DynamicCache` holds."""
-        if isinstance(cache, DynamicCache):
+        if is_theirs(cache):
             filled = self.new_cache()
             filled.fill(cache)
             return filled
@@ -266,7 +265,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         """What a decoder-only model returns: the logits, and the cache behind these tokens."""
         cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
         values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
-        if isinstance(past_key_values, DynamicCache):
+        if is_theirs(past_key_values):
             # Whoever filled it continues with it.
             cache.write_to(past_key_values)
             cache = past_key_values

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..backends.interfaces import Session
 from ..errors import InputError
-from .cache import StateCache
+from .cache import StateCache, is_theirs
 from .decoders import Generator
 from .outputs import fast_output, numpy_too
 
@@ -97,7 +96,7 @@ class EncoderDecoder(Generator):
         return self._encoder
 
     def _own(self, cache: Any) -> StateCache:
-        if isinstance(cache, DynamicCache):
+        if is_theirs(cache):
             raise InputError(
                 "A DynamicCache holds nothing of the encoder's answer, which the decoder reads.",
                 fix="pass what this model returned as past_key_values, or leave it out.",

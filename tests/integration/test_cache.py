@@ -30,6 +30,7 @@ def test_the_cache_can_be_read(models: tuple[Any, Any]) -> None:
     cache = model(input_ids=IDS).past_key_values
     with torch.no_grad():
         wanted = original(input_ids=IDS).past_key_values
+    assert isinstance(cache, DynamicCache)
     assert len(cache.layers) == len(wanted.layers)
     for layer, expected in zip(cache.layers, wanted.layers, strict=True):
         torch.testing.assert_close(layer.keys, expected.keys, **CLOSE)

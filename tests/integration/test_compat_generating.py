@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,62 @@ def test_a_quantized_decoder_beside_its_original_is_read_by_onnx(
     assert any(node.op_type in ("MatMulInteger", "DynamicQuantizeMatMul") for node in graph.node)
     again = optimum.ORTModelForCausalLM.from_pretrained(folder, file_name="model_quantized.onnx")
     assert again.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that Optimum wrote; see tests/fixtures/foreign."""
+    out = tmp_path_factory.mktemp("foreign")
+    with tarfile.open(Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz") as packed:
+        members = [member for member in packed if member.name.startswith(("optimum/gpt2-pair", "optimum/t5-"))]
+        packed.extractall(out, members, filter="data")
+    return out / "optimum"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "decoder_model_merged.onnx"),
+        ({"file_name": "decoder_with_past_model.onnx"}, "decoder_with_past_model.onnx"),
+        ({"file_name": "decoder_model.onnx"}, "decoder_model.onnx"),
+    ],
+)
+def test_a_decoder_of_another_tool_is_at_its_own_path(foreign: Path, settings: dict[str, str], name: str) -> None:
+    model = optimum.ORTModelForCausalLM.from_pretrained(foreign / "gpt2-pair", **settings)
+    assert model.path == foreign / "gpt2-pair" / name
+    assert model.model_save_dir == foreign / "gpt2-pair"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_merged_decoder_of_another_tool_is_said_to_be_one(foreign: Path, tmp_path: Path, merged: bool) -> None:
+    left_out = ("decoder_model.onnx", "decoder_with_past_model.onnx") if merged else ("decoder_model_merged.onnx",)
+    shutil.copytree(foreign / "t5-past", tmp_path / "t5", ignore=shutil.ignore_patterns(*left_out))
+    model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    assert model.use_merged is model.decoder.is_merged is merged
+    assert (model.decoder_with_past is None) is merged
+    assert model.can_use_cache
+    without = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", use_cache=False)
+    assert without.can_use_cache is merged
+
+
+def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: Path) -> None:
+    names = {
+        "encoder_file_name": "encoder_model_quantized.onnx",
+        "decoder_file_name": "decoder_model_quantized.onnx",
+        "decoder_with_past_file_name": "decoder_with_past_model_quantized.onnx",
+    }
+    shutil.copytree(foreign / "t5-web", tmp_path / "t5")
+    (tmp_path / "t5" / "onnx" / "decoder_model_merged_quantized.onnx").unlink()
+    model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", subfolder="onnx", **names)
+    assert {part.path.name for part in model.parts} == set(names.values())
+    assert model.path == tmp_path / "t5" / "onnx" / "encoder_model_quantized.onnx"
+    assert model.model_save_dir == tmp_path / "t5" / "onnx"
+
+    # A saved copy has files of its own.
+    model.save_pretrained(tmp_path / "saved")
+    again = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
+    assert {part.path.parent for part in again.parts} == {tmp_path / "saved"}
+    assert all(part.path.is_file() for part in again.parts)
 
 
 @pytest.mark.thorough

@@ -97,6 +97,7 @@ def test_use_cache_false_is_kept(generator: Any) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(path, use_cache=False)
     assert (model.can_use_cache, model.use_cache, model.config.use_cache) == (False, False, False)
     assert optimum.ORTModelForCausalLM.from_pretrained(path, use_cache=True).can_use_cache
+    assert optimum.ORTModelForCausalLM.from_pretrained(path).generation_config.use_cache is True
     ids = torch.tensor([[3, 4, 5]])
     assert model(input_ids=ids, use_cache=False).past_key_values is None
 
@@ -262,6 +263,15 @@ def test_pipeline(folder: Path) -> None:
     pipe = optimum.pipeline("text-classification", model=str(folder), accelerator="ort")
     assert isinstance(pipe.model, optimum.ORTModelForSequenceClassification)
     assert set(pipe("where is my card")[0]) == {"label", "score"}
+
+
+def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_folder("bert", "feature-extraction")
+    optimum.ORTModelForFeatureExtraction.from_pretrained(folder).save_pretrained(tmp_path)
+    model = optimum.ORTModelForCustomTasks.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    features = optimum.pipeline("feature-extraction", model=model, tokenizer=tokenizer)("where is my card")
+    assert len(features[0]) == len(tokenizer("where is my card").input_ids)
 
 
 def test_standing_in_for_what_is_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

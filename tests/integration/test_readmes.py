@@ -49,16 +49,23 @@ def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
     assert results == wanted("where is my card", max_new_tokens=4, do_sample=False)
 
 
-def test_the_command_line_of_the_front_page(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [([], "ORTModel"), pytest.param(["--backend", "openvino"], "OVModel", marks=pytest.mark.thorough)],
+)
+def test_the_command_line_of_the_front_page(
+    tiny_folder: Callable[..., Path], tmp_path: Path, settings: list[str], kind: str
+) -> None:
     from typer.testing import CliRunner
 
     from accel.cli import app
-    from accel.compat.optimum import ORTModel
+    from accel.compat import optimum
 
-    # `optimum-cli export onnx --model MODEL OUT` there, and behind `optimum-cli accel` the same words.
-    done = CliRunner().invoke(app, ["export", str(tiny_folder()), str(tmp_path / "onnx")])
+    # `optimum-cli export onnx --model MODEL OUT` and `optimum-cli export openvino --model MODEL OUT` there, and behind
+    # `optimum-cli accel` the same words as here.
+    done = CliRunner().invoke(app, ["export", str(tiny_folder()), str(tmp_path / "exported"), *settings])
     assert done.exit_code == 0, done.output
-    assert ORTModel.from_pretrained(tmp_path / "onnx").path.is_file()
+    assert getattr(optimum, kind).from_pretrained(tmp_path / "exported").path.is_file()
 
 
 @pytest.mark.thorough

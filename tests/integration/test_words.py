@@ -131,3 +131,12 @@ def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert "No model was given" in caplog.text
     with pytest.raises(ConfigError, match="No model was given"):
         accel.pipeline()
+
+    # Of a pipeline that transformers 5 removed: the one that transformers 4 took.
+    for task in ("question-answering", "translation_en_to_fr"):
+        with pytest.raises(TaskError, match="enough"):
+            accel.pipeline(task)
+    assert asked[1:] == [
+        ("question-answering", "distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
+        ("translation_en_to_fr", "google-t5/t5-base", "a9723ea"),
+    ]

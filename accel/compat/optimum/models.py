@@ -16,8 +16,9 @@ from ...models import base
 from ...models.decoders import Generator
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.saving import save_model
+from ...stages.foreign.files import Part
 from ...tasks.infer import task_spec
-from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, runtime_of
+from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Words(base.ORTModel):
     _use_cache: bool | None = None
     _use_io_binding: bool | None = None
     _use_merged: bool | None = None
+    _asked: tuple[str | None, str, str | None] = (None, "", None)
+    _before: tuple[Path, dict[Part, Path]] | None = None
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
@@ -45,15 +48,29 @@ class Words(base.ORTModel):
         if arguments.get("force_download") and (isinstance(model_id, Artifact) or Path(model_id).is_dir()):
             # Of a folder there is nothing to download.
             del arguments["force_download"]
-        made = super().from_pretrained(model_id, **cls._translated(arguments))
-        made.remember(use_cache, use_io_binding, arguments.get("use_merged"))
+        translated = cls._translated(arguments)
+        made = super().from_pretrained(model_id, **translated)
+        asked = (translated["file_name"], translated.get("subfolder") or "", translated.get("variant"))
+        made.remember(use_cache, use_io_binding, arguments.get("use_merged"), asked)
         return made
 
-    def remember(self, use_cache: bool | None, use_io_binding: bool | None, use_merged: bool | None) -> None:
-        """Keep what was asked for at loading."""
+    def remember(
+        self,
+        use_cache: bool | None,
+        use_io_binding: bool | None,
+        use_merged: bool | None,
+        asked: tuple[str | None, str, str | None],
+    ) -> None:
+        """Keep what was asked for at loading; `asked` is the graph's name, the subfolder and the variant."""
+        self._asked = asked
         self._use_cache, self._use_io_binding, self._use_merged = use_cache, use_io_binding, use_merged
-        if use_cache is not None and self.can_generate():
+        if not self.can_generate():
+            return
+        if use_cache is not None:
             self.config.use_cache = use_cache
+        if self.generation_config.use_cache is None and self.can_use_cache:
+            # Optimum's default, which folders of older ones do not name.
+            self.generation_config.use_cache = True
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +87,24 @@ class Words(base.ORTModel):
         if given.get("file_name") is None:
             given["file_name"] = named_one
         return given
+
+    def files_before(self) -> dict[Part, Path]:
+        """Another tool's files that the graphs were brought to our form from; none where the graphs are what was loaded."""
+        if self._before is None or self._before[0] != self.artifact.path:
+            self._before = self.artifact.path, files_before(self.artifact, *self._asked)
+        return self._before[1]
+
+    @property
+    def path(self) -> Path:
+        """The first graph's file; of a graph that was brought to our form, the file that it was."""
+        before = self.files_before()
+        usual: tuple[Part, ...] = ("encoder", "model", "merged", "following" if self.can_use_cache else "first")
+        return next((before[part] for part in (*usual, *before) if part in before), super().path)
+
+    @property
+    def model_save_dir(self) -> Path:
+        """The folder of that file."""
+        return self.path.parent if self.files_before() else super().model_save_dir
 
     @property
     def session(self) -> Any:
@@ -156,29 +191,30 @@ class WithEncoder(Writes, EncoderDecoder):
     @property
     def can_use_cache(self) -> bool:
         """Likewise; of a merged decoder in any case."""
-        return super().can_use_cache or (
-            self._use_merged is True and any(part.stateful for part in self.artifact.components)
-        )
+        return super().can_use_cache or (self.use_merged and any(part.stateful for part in self.artifact.components))
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
         """The decoder, callable by itself."""
-        return ORTDecoderForSeq2Seq(self, is_merged=self._use_merged is True)
+        return ORTDecoderForSeq2Seq(self, is_merged=self.use_merged)
 
     @property
     def decoder_with_past(self) -> ORTDecoderForSeq2Seq | None:
         """The same graph; `None` where Optimum has no second one, merged or without a cache."""
-        return self.decoder if self.can_use_cache and not self._use_merged else None
+        if not self.can_use_cache or self.use_merged:
+            return None
+        return ORTDecoderForSeq2Seq(self, is_merged=False, with_past=True)
 
     @property
     def use_merged(self) -> bool:
-        """What was asked for."""
-        return self.decoder.is_merged
+        """What was asked for; where nothing was, whether it is a merged decoder that another tool wrote."""
+        return "merged" in self.files_before() if self._use_merged is None else self._use_merged
 
     @property
     def parts(self) -> list[ORTPart]:
-        """The encoder and the decoder."""
-        return [self.encoder, self.decoder]
+        """The encoder and the decoder; also the decoder behind a cache where that was a file of its own."""
+        found, following = [self.encoder, self.decoder], self.decoder_with_past
+        return [*found, following] if following is not None and following.path != self.decoder.path else found
 
 
 class ORTModel(Words):

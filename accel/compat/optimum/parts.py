@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...artifact.home import accel_home
+from ...artifact.manifest import Artifact
 from ...backends.interfaces import Session
-from ...errors import ConfigError, InputError
+from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...models.encoder_decoder import EncoderOf
-from ...stages.foreign.files import named
+from ...stages.foreign.files import Part, named, several_graphs
 from .constants import (
     ONNX_DECODER_MERGED_NAME,
     ONNX_DECODER_NAME,
@@ -47,6 +49,34 @@ def file_name_of(given: Mapping[str, str | None]) -> str | None:
     return names[1]
 
 
+def files_before(
+    artifact: Artifact, file_name: str | None, subfolder: str, variant: str | None = None
+) -> dict[Part, Path]:
+    """Another tool's files that an artifact was brought to our form from, by what each holds.
+
+    Args:
+        artifact: The artifact.
+        file_name, subfolder, variant: What was asked for when it was loaded.
+
+    Returns:
+        Nothing for an artifact whose graphs are its own files.
+    """
+    source = artifact.manifest.source
+    if artifact.manifest.steps or source is None or artifact.path.parent != accel_home() / "exports":
+        return {}
+    folder = Path(source.id)
+    asked = [f"{subfolder}/{file_name}", file_name] if file_name else []
+    inside = next((name for name in asked if (folder / name).is_file()), None)
+    encoder = any(component.name == "encoder" for component in artifact.components)
+    try:
+        found = several_graphs(folder, inside, variant, encoder=encoder)
+    except ArtifactNotFoundError:  # the folder has changed since
+        return {}
+    if inside is not None and (one := named(inside)) is not None and not encoder:
+        found = {one.part: inside}
+    return {part: folder / file for part, file in found.items()}
+
+
 def runtime_of(session: Session, backend: str) -> Any:
     """The runtime's own session.
 
@@ -65,10 +95,11 @@ class ORTPart:
     Args:
         model: The model that it is a part of.
         name: The component's name.
+        reads: What another tool's file for it may hold, the likeliest first.
     """
 
-    def __init__(self, model: Words, name: str) -> None:
-        self._of, self._name = model, name
+    def __init__(self, model: Words, name: str, reads: tuple[Part, ...] = ()) -> None:
+        self._of, self._name, self._reads = model, name, reads
 
     @property
     def _ours(self) -> Session:
@@ -76,7 +107,10 @@ class ORTPart:
 
     @property
     def path(self) -> Path:
-        """The graph's file."""
+        """The graph's file; of a graph that was brought to our form, the file that it was."""
+        before = self._of.files_before()
+        if (part := next((part for part in self._reads if part in before), None)) is not None:
+            return before[part]
         artifact = self._of.artifact
         return artifact.path / artifact.component(self._name).file
 
@@ -120,7 +154,7 @@ class ORTEncoder(ORTPart, EncoderOf):
     """The encoder, which may be called."""
 
     def __init__(self, model: Words, session: Session, main_input_name: str) -> None:
-        ORTPart.__init__(self, model, "encoder")
+        ORTPart.__init__(self, model, "encoder", ("encoder",))
         EncoderOf.__init__(self, session, main_input_name)
 
 
@@ -128,11 +162,11 @@ class ORTDecoderForSeq2Seq(ORTPart):
     """The decoder: one graph with and without keys and values of earlier tokens.
 
     Attributes:
-        is_merged: What was asked for as `use_merged` when the model was loaded.
+        is_merged: What was asked for as `use_merged` when the model was loaded, or what another tool wrote.
     """
 
-    def __init__(self, model: Words, *, is_merged: bool) -> None:
-        super().__init__(model, "decoder")
+    def __init__(self, model: Words, *, is_merged: bool, with_past: bool = False) -> None:
+        super().__init__(model, "decoder", ("merged", "following" if with_past else "first"))
         self.is_merged = is_merged
 
     def forward(
