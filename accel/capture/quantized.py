@@ -306,8 +306,8 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
     integers: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, layer in found:
-        assert isinstance(layer, Trained)
         if layer not in integers:
+            assert isinstance(layer, Trained)
             integers[layer] = layer.to_integers()
         # A layer that a model has under several names is one again.
         replace_layer(made, name, integers[layer])

@@ -248,7 +248,8 @@ class _Distillation:
                 )
             self._counts = found[-1]
             return self._weight(args, kwargs)
-        return counts[self._counts] / items
+        weight: torch.Tensor = counts[self._counts] / items
+        return weight
 
 
 class TrainingPreparer:
