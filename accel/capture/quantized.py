@@ -304,13 +304,13 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     record = record_of(model)
     made = copy.deepcopy(model).eval()
     found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
-    integers: dict[torch.nn.Module, torch.nn.Module] = {}
+    integers: dict[int, torch.nn.Module] = {}
     for name, layer in found:
-        if layer not in integers:
-            assert isinstance(layer, Trained)
-            integers[layer] = layer.to_integers()
+        assert isinstance(layer, Trained)
         # A layer that a model has under several names is one again.
-        replace_layer(made, name, integers[layer])
+        if id(layer) not in integers:
+            integers[id(layer)] = layer.to_integers()
+        replace_layer(made, name, integers[id(layer)])
     return made if record is None else with_record(made, record)
 
 
