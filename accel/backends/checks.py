@@ -6,6 +6,7 @@ declared types, shapes that passed before (`ShapeCheck`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -268,6 +269,61 @@ class MaskCheck:
                 f"Row {int(rows.argmin())} of {name!r} has no token that is not masked, which this runtime does not answer as "
                 "PyTorch does.",
                 fix="leave such rows out.",
+            )
+
+
+class FiniteCheck:
+    """Checks that values are finite numbers, for runtimes that answer what is none otherwise than PyTorch does, by numbers as well.
+
+    Masks are left out, which may add minus infinity to what they hide.
+
+    Args:
+        inputs: What the graph takes.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        self._values = [
+            (place, spec.name)
+            for place, spec in enumerate(inputs)
+            if spec.role == "data" and spec.dtype.startswith("float") and "mask" not in spec.name
+        ]
+
+    def __call__(self, feeds: Feeds) -> None:
+        """Check the values of a call's inputs.
+
+        Raises:
+            InputError: One is infinite, or not a number.
+        """
+        for _, name in self._values:
+            tensor = feeds.get(name)
+            if tensor is not None and tensor.is_cpu:
+                self._check(tensor.numpy(), name)
+
+    def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        """The same for all inputs in the graph's order.
+
+        Raises:
+            InputError: One is infinite, or not a number.
+        """
+        for place, name in self._values:
+            self._check(arrays[place], name)
+
+    @staticmethod
+    def _check(values: np.ndarray[Any, Any], name: str) -> None:
+        import numpy as np
+
+        # A sum is one pass that allocates nothing; one of numbers that are very large may be infinite as well.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if math.isfinite(values.sum()):
+                return
+        finite = np.isfinite(values)
+        if not finite.all():
+            place = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), values.shape))
+            raise InputError(
+                f"Input {name!r} holds {values[place]} at {place}, which this runtime does not answer as PyTorch does.",
+                fix="pass finite numbers.",
             )
 
 

@@ -299,15 +299,18 @@ def record_of(model: torch.nn.Module) -> Quantization | None:
 def without_training(model: torch.nn.Module) -> torch.nn.Module:
     """A model that was trained for integers, as one that has them; any other model itself. The given one stays as it is."""
     # By its class: wrappers hand on what the layer inside them has.
-    names = [name for name, one in model.named_modules() if hasattr(type(one), "to_integers")]
-    if not names:
+    if not any(hasattr(type(one), "to_integers") for one in model.modules()):
         return model
     record = record_of(model)
     made = copy.deepcopy(model).eval()
-    for name in names:
-        layer = made.get_submodule(name)
+    found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
+    integers: dict[int, torch.nn.Module] = {}
+    for name, layer in found:
         assert isinstance(layer, Trained)
-        replace_layer(made, name, layer.to_integers())
+        # A layer that a model has under several names is one again.
+        if id(layer) not in integers:
+            integers[id(layer)] = layer.to_integers()
+        replace_layer(made, name, integers[id(layer)])
     return made if record is None else with_record(made, record)
 
 
@@ -331,11 +334,22 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
     record = record_of(model)
     values = {
         "schema": _SCHEMA,
-        "layers": {name: layer.description() for name, layer in quantized_layers(model).items()},
+        "layers": _descriptions(model),
         "quantization": None if record is None else asdict(record),
     }
     (folder / LAYERS_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return (WEIGHTS_FILE, LAYERS_FILE)
+
+
+def _descriptions(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """What each quantized layer is, by name; of one that the model has under several names, the others name the first."""
+    firsts: dict[torch.nn.Module, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in model.named_modules(remove_duplicate=False):
+        if isinstance(one, IntegerLinear | BlockLinear):
+            first = firsts.setdefault(one, name)
+            found[name] = one.description() if first == name else {"same": first}
+    return found
 
 
 def _save_configs(model: Any, folder: Path) -> None:
@@ -391,7 +405,9 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
     try:
         for name, description in values["layers"].items():
             settings = dict(description)
-            replace_layer(model, name, _KINDS[settings.pop("kind")](**settings))
+            first = settings.get("same")
+            made = model.get_submodule(first) if first is not None else _KINDS[settings.pop("kind")](**settings)
+            replace_layer(model, name, made)
         missing, unexpected = load_model(model, str(folder / WEIGHTS_FILE), strict=False)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise IntegrityError(f"{folder} does not fit its config: {error}", fix="quantize the model again.") from error

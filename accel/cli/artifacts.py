@@ -279,7 +279,8 @@ def _quantized(artifact: Any) -> str:
     """What quantization did, what it cost, and what else was tried."""
     manifest = artifact.manifest
     step, quantization = manifest.steps[-1], manifest.quantization
-    lines = [f"{artifact.path}: {quantization.scheme} ({quantization.preset}), {artifact.bytes / 1e6:.1f} MB"]
+    preset = f" ({quantization.preset})" if quantization.preset else ""
+    lines = [f"{artifact.path}: {quantization.scheme}{preset}, {artifact.bytes / 1e6:.1f} MB"]
     accuracy = step.validation.get("accuracy")
     if accuracy is None:
         return f"{lines[0]}\naccuracy was not measured: pass --data FILE, or run `accel evaluate`"

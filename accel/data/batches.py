@@ -244,7 +244,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for rows in self._plan:
-            yield for_graph(self._encoded.batch(rows), self._inputs)
+            yield for_graph(_as_prompts(self._encoded.batch(rows), self._inputs), self._inputs)
 
 
 def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
@@ -254,6 +254,23 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
     width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
     size = max(1, _CALIBRATION_TOKENS // max(width, 1))
     return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def _as_prompts(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+    """Feeds with what a decoder's graph takes besides a tokenizer's: positions, which padding does not count in, and which logits are
+    wanted, all of them.
+    """
+    import torch
+
+    made = dict(feeds)
+    names = {spec.name for spec in inputs}
+    ids = made.get("input_ids")
+    if ids is not None and ids.ndim == 2 and "logits_to_keep" in names:
+        mask = made.get("attention_mask", torch.ones_like(ids))
+        if "position_ids" in names:
+            made.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+        made.setdefault("logits_to_keep", torch.arange(ids.shape[1]))
+    return made
 
 
 def for_graph(
@@ -298,7 +315,7 @@ class _GivenBatches:
                         f"Batch {position} of the calibration data has values in {name!r} that are not finite.",
                         fix="remove them: they would decide the ranges.",
                     )
-            yield for_graph(tensors, self._inputs)
+            yield for_graph(_as_prompts(tensors, self._inputs), self._inputs)
 
 
 def calibration_batches(

@@ -7,6 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import InputError
+
+
+class UnknownOptionError(InputError):
+    """Options that an operation does not have: the fault of whoever asks, whatever the inputs are."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Timing:

@@ -240,6 +240,11 @@ class _Csv(_OfLines):
             for cells in csv.reader(iter(lines), delimiter=self._delimiter, strict=True):
                 yield cells or None
         except csv.Error as error:
+            if "new-line character" in str(error):
+                raise InputError(
+                    f"Lines end in a carriage return alone around byte {lines.offset}.",
+                    fix="convert the file: tr '\\r' '\\n' < IN > OUT",
+                ) from error
             raise InputError(
                 f"The file is no CSV around byte {lines.offset}: {error}.",
                 fix='correct it: a quote inside a quoted cell is written twice (""), and one that opens a cell is closed.',

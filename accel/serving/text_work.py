@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..models.ranking import activation_of
 from ..models.texts import Embedder, PairScorer, TokenRow
-from .job import Prepared, Row
+from .job import Prepared, Row, UnknownOptionError
 from .work import Options, can_pad
 
 
@@ -130,4 +130,4 @@ def _texts(inputs: Any) -> list[str]:
 def _no_others(options: Options, known: Sequence[str]) -> None:
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise InputError(f"There is no option {unknown}.", fix=f"use {', '.join(known)}.")
+        raise UnknownOptionError(f"There is no option {unknown}.", fix=f"use {', '.join(known)}.")

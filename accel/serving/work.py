@@ -21,7 +21,7 @@ from ..models.base import ORTModel
 from ..models.companions import companion_of
 from ..models.pipelines.opening import pipeline, pipeline_tasks
 from ..models.pipelines.words import known_options
-from .job import Prepared, Row
+from .job import Prepared, Row, UnknownOptionError
 
 Options = Mapping[str, Any]
 
@@ -179,7 +179,7 @@ class PipelineWork:
         """
         unknown = sorted(set(options) - self._known) if self._known is not None else []
         if unknown:
-            raise InputError(
+            raise UnknownOptionError(
                 f"{self._pipe.task} has no option {unknown[0]!r}.{did_you_mean(unknown[0], self._known or ())}",
                 fix="see transformers' pipeline.",
             )

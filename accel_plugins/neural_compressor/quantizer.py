@@ -278,7 +278,8 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
     Raises:
         QuantizeError: There are none.
     """
-    names = [spec.name for spec in artifact.components[0].inputs]
+    # A model in PyTorch computes its positions, and all logits, itself.
+    names = [spec.name for spec in artifact.components[0].inputs if spec.name not in ("position_ids", "logits_to_keep")]
     rows = 0
     for feeds in calibration:
         if rows >= limit:

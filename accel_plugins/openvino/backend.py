@@ -78,20 +78,25 @@ class OpenVinoBackend:
         folder = settings.pop("CACHE_DIR", None)
         sessions = {}
         for component in artifact.components:
-            if artifact.manifest.target is not None:
-                compiled = _import(artifact, component, name, settings)
-            elif folder is not None:
+
+            def compile_(component: Component = component) -> ov.CompiledModel:
+                if artifact.manifest.target is not None:
+                    return _import(artifact, component, name, settings)
+                return _compile(artifact, component, name, settings, request.shapes)
+
+            if artifact.manifest.target is None and folder is not None:
                 compiled = cached(
                     Path(folder), artifact, component, device=name, settings=settings, shapes=request.shapes,
-                    compile_=lambda c=component: _compile(artifact, c, name, settings, request.shapes),  # type: ignore[misc]
+                    compile_=compile_,
                 )  # fmt: skip
             else:
-                compiled = _compile(artifact, component, name, settings, request.shapes)
+                compiled = compile_()
             sessions[component.name] = OpenVinoSession(
                 compiled,
                 component,
                 executing_device(compiled, request.device),
                 shapes=request.shapes,
+                compile_again=compile_,
                 masked_rows=answers_masked_rows(artifact, component),
                 profile=request.session.profile,
             )

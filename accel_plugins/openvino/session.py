@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ import torch
 
 from accel.artifact import Component
 from accel.backends.checks import (
+    FiniteCheck,
     MaskCheck,
     ShapeCheck,
     check_buffer_shape,
@@ -77,10 +78,11 @@ _HOST = torch.device("cpu")
 class _Request:
     """One infer request and the small buffers bound to it. Used by one thread at a time."""
 
-    __slots__ = ("_start", "buffers", "infer", "outputs", "request", "shapes", "views")
+    __slots__ = ("_start", "buffers", "infer", "of", "outputs", "request", "shapes", "views")
 
-    def __init__(self, request: ov.InferRequest) -> None:
-        self.request = request
+    def __init__(self, compiled: ov.CompiledModel) -> None:
+        self.of = compiled
+        self.request = request = compiled.create_infer_request()
         self.infer = _infer.__get__(request)
         self._start = _start.__get__(request)
         # Of the last call, where it can be repeated with the buffers below; else `None`.
@@ -110,6 +112,7 @@ class OpenVinoSession(SessionDescription):
         component: What the artifact says about it.
         device: Where it runs.
         shapes: Sizes that it was opened with for named axes.
+        compile_again: Makes the model anew behind a call that failed.
         masked_rows: Whether it answers rows as PyTorch does that a mask hides as a whole; else they are refused.
         profile: Folder for a profile of its operators.
     """
@@ -121,6 +124,7 @@ class OpenVinoSession(SessionDescription):
         device: DeviceSpec,
         *,
         shapes: Mapping[str, int],
+        compile_again: Callable[[], ov.CompiledModel],
         masked_rows: bool = True,
         profile: str | None = None,
     ) -> None:
@@ -135,7 +139,10 @@ class OpenVinoSession(SessionDescription):
         self._component = component
         self._check_shapes = ShapeCheck(component.inputs, shapes)
         self._check_masks = MaskCheck(() if masked_rows else component.inputs)
+        self._check_finite = FiniteCheck(component.inputs)
         self._profile = profile
+        self._compile_again = compile_again
+        self._anew = threading.Lock()
         self._dtypes = tensor_dtypes(component.inputs)
         self._numpy_dtypes = [np.dtype(_NUMPY.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._types = [_TYPES[dtype] for dtype in self._dtypes.values()]
@@ -146,13 +153,12 @@ class OpenVinoSession(SessionDescription):
         self._plain = all(dtype in _NUMPY for dtype in (*self._dtypes.values(), *self._output_dtypes.values()))
         # As many as OpenVINO runs at once and one that is ready behind them: further callers wait here, where they cost no
         # memory and do not compete.
-        self._pool: SimpleQueue[_Request] | _ClosedPool = SimpleQueue()
-        self._requests = [self._new_request() for _ in range(_concurrency(compiled) + 1)]
-        self._others = len(self._requests) - 1
-        for request in self._requests:
-            self._pool.put(request)
+        self._pool: SimpleQueue[_Request] | _ClosedPool
+        self._requests: list[_Request]
         # Requests whose outputs of these names are bound to callers' buffers; never used for other calls.
-        self._bound: dict[frozenset[str], list[_Request]] = {}
+        self._bound: dict[frozenset[str], list[_Request]]
+        self._fill(compiled)
+        self._others = len(self._requests) - 1
 
     @property
     def runtime(self) -> ov.CompiledModel:
@@ -185,8 +191,8 @@ class OpenVinoSession(SessionDescription):
         self._check_shapes(tuple([array.shape for array in arrays]))
         self._check_values.arrays(arrays)
         self._check_masks.arrays(arrays)
-        pool = self._pool
-        request = pool.get()
+        self._check_finite.arrays(arrays)
+        pool, request = self._taken()
         alone = pool.qsize() == self._others
         try:
             if request.shapes == [array.shape for array in arrays]:
@@ -197,7 +203,7 @@ class OpenVinoSession(SessionDescription):
             else:
                 results = self._run_new_shapes(request, arrays, alone=alone)
         except RuntimeError as error:
-            request = self._replaced(request)
+            self._renew(request)
             raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
         finally:
             pool.put(request)
@@ -243,19 +249,38 @@ class OpenVinoSession(SessionDescription):
         request.request.set_output_tensor(port, ov.Tensor(tensor.element_type, tensor.shape))
         return view
 
-    def _new_request(self) -> _Request:
-        return _Request(self.runtime.create_infer_request())
+    def _fill(self, compiled: ov.CompiledModel) -> None:
+        """Requests of a compiled model in the place of all that there were."""
+        requests = [_Request(compiled) for _ in range(_concurrency(compiled) + 1)]
+        pool: SimpleQueue[_Request] = SimpleQueue()
+        for request in requests:
+            pool.put(request)
+        self._compiled, self._requests, self._bound, self._pool = compiled, requests, {}, pool
 
-    def _replaced(self, failed: _Request) -> _Request:
-        """A new request in the place of one whose call failed: nothing of that call may reach the next."""
+    def _taken(self) -> tuple[SimpleQueue[_Request] | _ClosedPool, _Request]:
+        """A request that is free, and where it goes back to."""
+        while True:
+            pool = self._pool
+            request = pool.get()
+            if request.of is self._compiled or self._compiled is None:
+                return pool, request
+            # Of a model that a call failed in while this one waited.
+            pool.put(request)
+
+    def _renew(self, failed: _Request) -> None:
+        """Another compiled model in the place of one whose call failed.
+
+        Its operators keep what they prepared for the sizes of a call, and one that fails in the middle leaves some of them with the sizes
+        of the call before: that call again then fails as well (2026.4: a convolution behind an image that is smaller than its kernel), also
+        in a new request. Another request of the same model is no help, and compiling again takes as long as opening did.
+        """
         failed.shapes = None
-        if self._compiled is None:
-            return failed
-        made = self._new_request()
-        # Beside `close`, which may empty the list, and other calls that fail.
-        with contextlib.suppress(ValueError):
-            self._requests[self._requests.index(failed)] = made
-        return made
+        with self._anew:
+            if self._compiled is failed.of:
+                compiled = self._compile_again()
+                # Beside `close`.
+                if self._compiled is not None:
+                    self._fill(compiled)
 
     def _run_unusual(
         self,
@@ -269,6 +294,7 @@ class OpenVinoSession(SessionDescription):
         tensors = self._checked(feeds)
         self._check_values(feeds)
         self._check_masks(tensors)
+        self._check_finite(tensors)
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if isinstance(state, OpenVinoState):
             return self._run_stateful(tensors, names, state)
@@ -277,9 +303,10 @@ class OpenVinoSession(SessionDescription):
             check_buffers(out, names, self._output_dtypes, _HOST)
         pool = self._bound.setdefault(frozenset(out), [])
         try:
-            request = pool.pop().request
+            taken = pool.pop()
         except IndexError:
-            request = self._new_request().request
+            taken = _Request(self.runtime)
+        request = taken.request
         try:
             for port, tensor in zip(self._input_ports, tensors.values(), strict=True):
                 request.set_input_tensor(port, _wrapped(tensor))
@@ -288,11 +315,12 @@ class OpenVinoSession(SessionDescription):
             request.infer(_NOTHING)
             found = {name: request.get_output_tensor(self._port(name)) for name in names}
         except RuntimeError as error:
+            self._renew(taken)
             raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
         for name, buffer in out.items():
             check_buffer_shape(name, buffer, tuple(found[name].shape))
         results = {name: out[name] if name in out else _unwrapped(found[name]).clone() for name in names}
-        pool.append(_Request(request))
+        pool.append(taken)
         return results
 
     def _run_stateful(self, tensors: Feeds, names: Sequence[str], state: OpenVinoState) -> dict[str, torch.Tensor]:
@@ -319,10 +347,11 @@ class OpenVinoSession(SessionDescription):
         """Give OpenVINO's memory back, once the calls under way are through."""
         if self._compiled is not None and self._profile is not None:
             self._write_profile(Path(self._profile))
-        self._compiled = None
-        self._pool = _ClosedPool()
-        self._requests = []
-        self._bound = {}
+        with self._anew:
+            self._compiled = None
+            self._pool = _ClosedPool()
+            self._requests = []
+            self._bound = {}
 
     def _write_profile(self, folder: Path) -> None:
         """Time of each node in the last call of one request, in microseconds, slowest first."""

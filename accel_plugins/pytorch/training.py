@@ -174,6 +174,8 @@ class _Distillation:
     def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
         self._teacher, self._share, self._temperature = teacher, share, temperature
         self._told = False
+        # What the model's loss is a sum of, where it divides by `num_items_in_batch`; `None`: not known yet.
+        self._counts: str | None = None
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> _Distillation:
         return self
@@ -192,12 +194,62 @@ class _Distillation:
             return output
         device = next(model.parameters()).device
         with torch.no_grad():
-            want = self._teacher.to(device)(*args, **kwargs).logits
-        hot = self._temperature
-        soft, target = (functional.log_softmax(logits.flatten(0, -2) / hot, dim=-1) for logits in (output.logits, want))
-        apart = functional.kl_div(soft, target, reduction="batchmean", log_target=True) * hot * hot
-        output["loss"] = (1 - self._share) * loss + self._share * apart
+            want = self._teacher.to(device)(*args, **kwargs)
+        apart = sum(self._apart(output[name], want[name]) for name in self._names(model, output))
+        output["loss"] = (1 - self._share) * loss + self._share * self._weight(args, kwargs) * apart
         return output
+
+    @staticmethod
+    def _names(model: torch.nn.Module, output: Any) -> list[str]:
+        """What a model answers: `logits`, or several of them, as where a span begins and where it ends.
+
+        Raises:
+            PrepareError: Neither.
+        """
+        names = ["logits"] if "logits" in output else [name for name in output if name.endswith("_logits")]
+        if not names:
+            raise PrepareError(
+                f"A {type(model).__name__} answers with {', '.join(output)}, and no logits that could be distilled.",
+                fix="prepare the model without distillation.",
+            )
+        return names
+
+    def _apart(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if logits.shape[-1] == 1:
+            # A number: there are no classes whose shares could differ.
+            return functional.mse_loss(logits, target)
+        hot = self._temperature
+        soft, aim = (functional.log_softmax(one.flatten(0, -2) / hot, dim=-1) for one in (logits, target))
+        return functional.kl_div(soft, aim, reduction="batchmean", log_target=True) * hot * hot
+
+    def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | float:
+        """What the model's loss was multiplied by: transformers' Trainer sums over the batches of a step the losses of models that
+        divide by the labels of all these batches, `num_items_in_batch`, and what is distilled has to count like them.
+        """
+        items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
+        if items is None or not isinstance(labels, torch.Tensor) or self._counts == "nothing":
+            return 1.0
+        counts = {"labels": labels.ne(-100).sum(), "labels behind others": labels[..., 1:].ne(-100).sum()}
+        if self._counts is None:
+            with torch.no_grad():
+                rest = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+                mean, whole = (self._teacher(*args, **rest, **one).loss for one in ({}, {"num_items_in_batch": 1}))
+            found = [name for name, count in counts.items() if torch.isclose(mean * count, whole, rtol=1e-3)]
+            if torch.isclose(mean, whole, rtol=1e-3):
+                if found:
+                    # One label: the next batch will tell.
+                    return 1.0
+                found = ["nothing"]
+            if not found:
+                raise PrepareError(
+                    "The model divides its loss by num_items_in_batch, and not as transformers counts them, so that it cannot be said "
+                    "how much what is distilled counts.",
+                    fix="train with gradient_accumulation_steps=1 and without num_items_in_batch, or without distillation.",
+                )
+            self._counts = found[-1]
+            return self._weight(args, kwargs)
+        weight: torch.Tensor = counts[self._counts] / items
+        return weight
 
 
 class TrainingPreparer:
@@ -223,10 +275,12 @@ class TrainingPreparer:
             ranges = _ranges(model, layers, calibration, config.samples)
         elif calibration is not None:
             raise ConfigError("The preset 'int4' rounds no activations.", fix="leave calibration out.")
-        made = {name: _trained(name, layer, ranges, config) for name, layer in layers.items()}
+        made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
         teacher = _teacher(model, config)
-        for name, layer in made.items():
-            replace_layer(model, name, layer)
+        # A layer that a model has under several names is one again.
+        for name, one in [*model.named_modules(remove_duplicate=False)]:
+            if one in made:
+                replace_layer(model, name, made[one])
         if teacher is not None:
             hook = _Distillation(teacher, config.distillation, config.temperature)
             model.register_forward_hook(hook, with_kwargs=True)
@@ -339,7 +393,8 @@ def _ranges(
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     # Decoders make their inputs from the labels.
     encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    was_training, device, rows = model.training, next(model.parameters()).device, 0
+    training = [one for one in model.modules() if one.training]
+    device, rows = next(model.parameters()).device, 0
     try:
         model.eval()
         with torch.no_grad(), quiet():
@@ -357,9 +412,11 @@ def _ranges(
             fix="pass batches as the model takes them: dictionaries of tensors by the names of its inputs.",
         ) from error
     finally:
-        model.train(was_training)
-        for one in hooks:
-            one.remove()
+        for one in training:
+            # Itself alone: parts may be left in evaluation mode.
+            one.training = True
+        for hook in hooks:
+            hook.remove()
     missing = sorted(set(layers) - set(found))
     if not rows or missing:
         what = "is empty" if not rows else f"does not reach {', '.join(missing[:3])}"

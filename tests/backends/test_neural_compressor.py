@@ -194,6 +194,22 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
 
 
+@pytest.mark.parametrize("algorithm", ["awq"])
+def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) -> None:
+    """As the command line gives them: rows, which the model's tokenizer reads."""
+    folder = save_generator(tmp_path / "llama", "llama")
+    texts = [{"text": text} for text in ("where is my card and my phone", "help", "i lost my phone and cannot pay")]
+    artifact = accel.quantize(
+        folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", algorithm=algorithm, block_size=16,
+        calibration=texts * 4,
+    )  # fmt: skip
+    assert artifact.manifest.quantization is not None
+    assert artifact.manifest.quantization.calibration is not None
+    graph = accel.export(artifact.path, tmp_path / "onnx")
+    model = accel.ORTModelForCausalLM.from_pretrained(graph.path)
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
 def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
     """GPT-2's embedding and output layer, of which it makes two."""
     folder = save_generator(tmp_path / "gpt2", "gpt2")

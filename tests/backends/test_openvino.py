@@ -256,7 +256,7 @@ def test_ten_threads(tiny_ir: Callable[..., Artifact]) -> None:
 def test_a_call_that_failed_leaves_nothing_behind(
     tiny_ir: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request is dropped, also where other calls wait for it."""
+    """All requests of the compiled model are dropped, also where other calls wait for them."""
     model = ORTModelForSequenceClassification.from_pretrained(tiny_ir().path, backend="openvino")
     expected = model(**text()).logits
     session = model._session

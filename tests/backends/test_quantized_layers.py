@@ -26,7 +26,9 @@ from accel.capture import (
     unpack,
     with_record,
 )
+from accel.capture.quantized import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
+from accel.testing.generators import tiny_generator
 from accel.testing.models import tiny_model
 from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 from accel_plugins.ortkit.export.quantized import lower_quantized_layers
@@ -394,3 +396,91 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
     feeds = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
     found = open_artifact(artifact).sessions["model"].run({name: feeds[name] for name in names})["logits"]
     assert (found - expected).abs().max() < 0.02
+
+
+# What the model computes its loss by, and layers under several names
+
+
+def _gradient(model: Any, feeds: dict[str, torch.Tensor], parts: int, **more: Any) -> torch.Tensor:
+    """As the Trainer sums it over the parts of a batch."""
+    model.zero_grad()
+    rows = len(feeds["input_ids"]) // parts
+    for i in range(parts):
+        model(**{name: value[i * rows : (i + 1) * rows] for name, value in feeds.items()}, **more).loss.backward()
+    # The steps of activations learn at a rate that depends on how many of them there are in a call.
+    learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_scale"))
+    return torch.cat([grad.flatten() for grad in learned if grad is not None])
+
+
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_distillation_counts_like_the_loss_where_batches_are_accumulated(ignored: int) -> None:
+    """Models that divide their loss by the labels of all batches of a step: what is distilled is divided alike."""
+    model = tiny_generator("llama").train()
+    ids = torch.randint(6, 90, (8, 8), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    feeds = {"input_ids": ids, "labels": labels}
+    accel.prepare_qat(model, calibration=[{"input_ids": ids}], distillation=0.9, temperature=1.0)
+    count = labels[:, 1:].ne(-100).sum()
+    whole, parts = (_gradient(model, feeds, n, num_items_in_batch=count) for n in (1, 4))
+    torch.testing.assert_close(parts, whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-3)
+    torch.testing.assert_close(whole, _gradient(model, feeds, 1), atol=1e-5 * float(whole.abs().max()), rtol=1e-3)
+
+
+def test_distillation_stays_whole_where_the_loss_does() -> None:
+    """A model that ignores `num_items_in_batch`, as BERT's classifier does."""
+    model = tiny_model("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
+    ids = torch.randint(6, 100, (8, 8), generator=torch.Generator().manual_seed(0))
+    feeds = {"input_ids": ids, "labels": ids[:, 0] % 3}
+    accel.prepare_qat(model, calibration=[{"input_ids": ids}], distillation=0.9)
+    found = _gradient(model, feeds, 1, num_items_in_batch=torch.tensor(32))
+    assert torch.equal(found, _gradient(model, feeds, 1))
+
+
+def test_spans_and_numbers_are_distilled() -> None:
+    """Where a span begins and ends; and a number, which has no classes."""
+    ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
+    spans = tiny_model("bert", "question-answering")
+    numbers = tiny_model("bert", num_labels=1)
+    for model, targets in (
+        (spans, {"start_positions": torch.ones(4, dtype=torch.long), "end_positions": torch.full((4,), 2)}),
+        (numbers, {"labels": torch.ones(4)}),
+    ):
+        accel.prepare_qat(model, calibration=[{"input_ids": ids}], preset="int4-per-tensor", distillation=1.0)
+        model.train()
+        for part in model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.eval()
+        loss = model(input_ids=ids, **targets).loss
+        loss.backward()
+        assert loss > 1e-6
+        assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_a_layer_under_two_names_stays_one(tmp_path: Path) -> None:
+    model = tiny_model("bert")
+    first, second = (one.attention.self for one in model.bert.encoder.layer)
+    second.query = first.query
+    ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
+    accel.prepare_qat(model, calibration=[{"input_ids": ids}], preset="int4-per-tensor")
+    assert type(first.query) is not torch.nn.Linear
+    assert second.query is first.query
+    artifact = accel.export(model, tmp_path / "out", format="torch")
+    made = without_training(model)
+    with torch.inference_mode():
+        wanted = made(input_ids=ids).logits
+    one, other = (layer.attention.self.query for layer in made.bert.encoder.layer)
+    assert isinstance(one, IntegerLinear)
+    assert one is other
+    opened = accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
+    torch.testing.assert_close(opened(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_in_evaluation_mode_stay_in_it() -> None:
+    model = tiny_model("bert").train()
+    model.bert.embeddings.eval()
+    before = [one.training for one in model.modules()]
+    ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
+    accel.prepare_qat(model, calibration=[{"input_ids": ids}])
+    assert not model.bert.embeddings.training
+    assert before == [one.training for one in model.modules()]

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import accel
 from accel.artifact import Artifact
 from accel.backends.opening import RunSettings, open_artifact
 from accel.config import SessionOptions
-from accel.errors import AccelError
+from accel.errors import AccelError, InputError
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
+from accel.testing.models import rescale
+from accel.testing.pictures import tiny_picture_model
 
 Feeds = dict[str, torch.Tensor]
 
@@ -143,3 +146,85 @@ def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact
             opened.sessions["model"].run(right())
         found.add(str(caught.value))
     assert len(found) == 1
+
+
+# Pictures
+
+
+def picture(side: int = 64, batch: int = 2) -> Feeds:
+    return {"pixel_values": torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(side))}
+
+
+def with_value(value: float) -> Feeds:
+    feeds = picture()
+    feeds["pixel_values"][0, 0, 2, 3] = value
+    return feeds
+
+
+@pytest.fixture(scope="module")
+def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
+    """Models of pictures of any size, with PyTorch's answers, and the same on ONNX Runtime and OpenVINO."""
+    convolutions = transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16], num_labels=3, image_size=64)
+    )
+    models = {"convnext": rescale(convolutions).eval(), "segformer": tiny_picture_model("segformer")}
+    made: dict[str, tuple[Any, Any, Any]] = {}
+    opened = []
+    for name, model in models.items():
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder / "weights")
+        sessions = {}
+        for backend, format in (("cpu", "onnx"), ("openvino", "openvino_ir")):
+            artifact = accel.export(folder / "weights", folder / backend, format=format)
+            opened.append(open_artifact(artifact, RunSettings(backend=backend)))
+            sessions[backend] = opened[-1].sessions["model"]
+        made[name] = (model, sessions["cpu"], sessions["openvino"])
+    yield made
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize("sides", [(64,), (64, 96), (96, 64, 96)])
+@pytest.mark.parametrize("outputs", [None, ("logits",)])
+def test_a_picture_that_is_too_small_leaves_nothing_behind(
+    of_pictures: dict[str, tuple[Any, Any, Any]], sides: tuple[int, ...], outputs: tuple[str, ...] | None
+) -> None:
+    model, *sessions = of_pictures["convnext"]
+    for session in sessions:
+        for side in sides:
+            session.run(picture(side), outputs=outputs)
+        with pytest.raises(AccelError):
+            session.run(picture(1), outputs=outputs)
+        for side in (*reversed(sides), *sides):
+            with torch.inference_mode():
+                wanted = model(**picture(side)).logits
+            torch.testing.assert_close(
+                session.run(picture(side), outputs=outputs)["logits"], wanted, atol=1e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["convnext", "segformer"])
+def test_values_that_are_no_numbers_are_refused_or_answered_as_pytorch_does(
+    of_pictures: dict[str, tuple[Any, Any, Any]], name: str, value: float
+) -> None:
+    model, *sessions = of_pictures[name]
+    with torch.inference_mode():
+        wanted, right_one = model(**with_value(value)).logits, model(**picture()).logits
+    for session in sessions:
+        for outputs in (None, ("logits",)):
+            try:
+                found = session.run(with_value(value), outputs=outputs)["logits"]
+            except InputError:
+                pass
+            else:
+                torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
+            torch.testing.assert_close(
+                session.run(picture(), outputs=outputs)["logits"], right_one, atol=1e-4, rtol=1e-4
+            )
+
+
+def test_numbers_whose_sum_is_none_are_answered(of_pictures: dict[str, tuple[Any, Any, Any]]) -> None:
+    _, _, session = of_pictures["convnext"]
+    large = {"pixel_values": torch.full((2, 3, 64, 64), 3e38)}
+    assert session.run(large)["logits"].shape == (2, 3)

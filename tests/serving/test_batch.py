@@ -418,3 +418,27 @@ def test_without_ray_it_says_how_to_get_it(
     done = CliRunner().invoke(app, [command, "model", "--ray", *more])
     assert done.exit_code == 1
     assert "accel-transformers[ray]" in done.output
+
+
+@pytest.mark.parametrize("on_error", ["stop", "record"])
+def test_an_option_that_does_not_exist_is_no_rows_fault_and_binds_nobody(
+    on_error: Any, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    model = served("text-classification")
+    with pytest.raises(InputError, match="has no option 'topk'") as caught:
+        batch(model, rows, tmp_path / "out", options={"topk": 3}, on_error=on_error)
+    assert "Row" not in str(caught.value)
+    assert "on-error" not in str(caught.value.fix)
+    done = batch(model, rows, tmp_path / "out", options={"top_k": 3}, on_error=on_error)
+    assert done.broken == 0
+
+
+def test_answers_of_a_run_that_are_not_recorded_yet_bind_the_next(
+    served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
+    model = served("text-classification")
+    batch(model, rows, tmp_path / "out")
+    (record,) = (one for one in (tmp_path / "out").iterdir() if "done" in one.name)
+    record.unlink()
+    with pytest.raises(ConfigError, match="holds another run"):
+        batch(model, rows, tmp_path / "out", rows_a_part=3)

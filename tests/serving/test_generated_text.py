@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import accel
+from accel import ORTModelForCausalLM
 from accel.artifact import Artifact
 from accel.errors import InputError
 from accel.serving.generation.engine import GenerationEngine
@@ -110,3 +113,46 @@ def test_a_chat_needs_a_template(model: Any) -> None:
         assert engine.encode(messages) == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         with pytest.raises(InputError, match="roles"):
             engine.encode([{"role": "odd", "content": ""}])
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
+    assert GenerationOptions(stop="card").stop == ("card",)  # type: ignore[arg-type]  # what callers pass
+    assert GenerationOptions(stop=["card", "pay"]).stop == ("card", "pay")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"max_new_tokens": "4"}, {"seed": "x"}, {"seed": 1.0},
+        {"top_k": 2.0}, {"temperature": "hot"}, {"temperature": True}, {"top_p": "0.9"}, {"presence_penalty": None},
+        {"logit_bias": [1, 2]}, {"logit_bias": {1: "a"}}, {"stop": None}, {"stop": (1,)}, {"stop": 5}, {"ignore_eos": "no"},
+    ],
+)  # fmt: skip
+def test_options_of_another_type_are_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(InputError, match=name) as caught:
+        GenerationOptions(**wrong)
+    assert caught.value.fix
+
+
+def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]) -> None:
+    options = GenerationOptions(max_new_tokens=4, temperature=0)
+    with GenerationEngine(ORTModelForCausalLM(generator("llama"))) as engine:
+        wanted = engine([5, 6, 7], options).text
+        for same in ((5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
+            assert engine(same, options).text == wanted  # type: ignore[arg-type]  # what callers pass
+        for wrong in (
+            [1.5, 2.5],
+            [True, False],
+            [[5, 6]],
+            torch.tensor([[5, 6]]),
+            ["a", "b"],
+            None,
+            5,
+            {"role": "user"},
+        ):
+            with pytest.raises(InputError, match="The prompt is a"):
+                engine(wrong, options)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="options is a dict"):
+            engine([5, 6, 7], {"max_new_tokens": 4})  # type: ignore[arg-type]
+        assert engine([5, 6, 7], options).text == wanted

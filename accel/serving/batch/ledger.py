@@ -121,11 +121,12 @@ class Ledger:
         with held(self.folder / _LOCK) as free:
             if not free:
                 raise OutputFolderError(f"Another process writes to {self.folder}.", fix="wait for it, or end it.")
-            if known.is_file():
+            self._read()
+            # What is begun and has no answers yet binds nobody.
+            if known.is_file() and (self.done or any(self.folder.glob("rows-*"))):
                 _compare(_parsed(known.read_bytes(), known), run, self.folder)
             else:
                 write_whole(known, json.dumps(run, indent=1).encode() + b"\n")
-            self._read()
             for left in self.folder.glob(f"{_PREFIX}*"):
                 left.unlink(missing_ok=True)
             yield

@@ -16,6 +16,7 @@ from ...errors import ConfigError, InputError, TaskError
 from ..asking import check_options, inputs_of
 from ..engine import Engine
 from ..generation.options import GenerationOptions
+from ..job import UnknownOptionError
 from ..tables import Broken, Part, Table
 from .answers import shape_of, table
 from .ledger import Done, write_whole
@@ -117,16 +118,16 @@ def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any
 def _tried(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
+    except UnknownOptionError:
+        # No row's fault.
+        raise
     except (InputError, TaskError) as error:
         return Broken(error.message)
 
 
 def _generation(options: Mapping[str, Any]) -> GenerationOptions:
     try:
-        given = dict(options)
-        if isinstance(given.get("stop"), list):
-            given["stop"] = tuple(given["stop"])
-        return GenerationOptions(**given)
+        return GenerationOptions(**options)
     except TypeError as error:
         raise InputError(f"These are no options of a generation: {error}.", fix="see GenerationOptions.") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
 
@@ -84,15 +85,25 @@ class GenerationEngine:
         """The tokens of a text, of messages (`role` and `content`, through the tokenizer's chat template), or tokens as they are.
 
         Raises:
-            InputError: An empty prompt, or messages that the template refuses.
+            InputError: An empty prompt, messages that the template refuses, or none of these.
         """
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("The prompt is empty.", fix="give a text.")
             with self._encoding:
                 return list(self.tokenizer(prompt)["input_ids"])
-        if prompt and isinstance(prompt[0], Mapping):
+        if hasattr(prompt, "tolist"):
+            # A tensor or an array of tokens.
+            prompt = prompt.tolist()
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
             return self._chat(cast(Messages, prompt))
+        if not isinstance(prompt, Sequence) or not all(
+            isinstance(one, Integral) and not isinstance(one, bool) for one in prompt
+        ):
+            raise InputError(
+                f"The prompt is a {type(prompt).__name__}{f' of {type(prompt[0]).__name__}' if isinstance(prompt, Sequence) else ''}.",
+                fix="give one text, one row of tokens (integers), or messages with role and content.",
+            )
         return [int(cast(int, token)) for token in prompt]
 
     def _chat(self, messages: Messages) -> list[int]:
@@ -118,6 +129,10 @@ class GenerationEngine:
             QueueFullError: As many wait as may.
             EngineClosedError: After `close`.
         """
+        if options is not None and not isinstance(options, GenerationOptions):
+            raise InputError(
+                f"options is a {type(options).__name__}.", fix="pass GenerationOptions(max_new_tokens=..., ...)."
+            )
         return self.scheduler.submit(self.encode(prompt), options or GenerationOptions())
 
     async def generate(self, prompt: Prompt, options: GenerationOptions | None = None) -> AsyncIterator[Token]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from ...errors import ConfigError, InputError
 
 _COLDEST = 1e-5  # logits divided by less are no float32 any more
+_MAY_BE_NONE = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -27,7 +29,7 @@ class GenerationOptions:
         presence_penalty: Taken from the logits of tokens that were generated.
         frequency_penalty: The same for each time they were.
         logit_bias: Added to the logits of these tokens, by id.
-        stop: The text ends before the first of these.
+        stop: The text ends before the first of these; one text is one of them.
         seed: Of what is drawn: the same as `generate` behind `torch.manual_seed(seed)`.
         ignore_eos: Go on behind the model's own end.
     """
@@ -46,6 +48,11 @@ class GenerationOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        self._check_types()
         wrong = [
             f"{name} is {value!r}, not {wanted}"
             for name, value, fits, wanted in (
@@ -71,6 +78,24 @@ class GenerationOptions:
         if wrong:
             raise InputError(f"{'; '.join(wrong)}.", fix="correct these settings of the generation.")
 
+    def _check_types(self) -> None:
+        wrong = [
+            f"{name} is {value!r}, not {wanted}"
+            for names, fits, wanted in (
+                (("max_new_tokens", "top_k", "seed"), _is_integer, "an integer"),
+                (("temperature", "top_p", "min_p", "repetition_penalty"), _is_number, "a number"),
+                (("presence_penalty", "frequency_penalty"), _is_number, "a number"),
+                (("logit_bias",), _is_bias, "a number for each of some tokens"),
+                (("stop",), _are_texts, "texts"),
+                (("ignore_eos",), lambda value: isinstance(value, bool), "True or False"),
+            )
+            for name in names
+            if (value := getattr(self, name)) is not None or name not in _MAY_BE_NONE
+            if not fits(value)
+        ]
+        if wrong:
+            raise InputError(f"{'; '.join(wrong)}.", fix="correct these settings of the generation.")
+
     def overrides(self) -> dict[str, Any]:
         """What of transformers' `GenerationConfig` differs from the model's own."""
         given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -83,6 +108,22 @@ class GenerationOptions:
         if self.logit_bias:
             given["sequence_bias"] = {(int(token),): float(bias) for token, bias in self.logit_bias.items()}
         return given
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_number(one) for one in value.values())
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
 
 
 def _at_least(value: float | None, least: float) -> bool:
