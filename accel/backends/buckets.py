@@ -11,7 +11,7 @@ import bisect
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..errors import ConfigError, InputError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 OpenShapes = Callable[[Mapping[str, int] | None], Mapping[str, Session]]
+Side = Literal["right", "left"]
+_SIDES: tuple[Side, ...] = ("right", "left")
 _AXIS = "sequence"
 
 
@@ -55,10 +57,16 @@ class _PaddedSession(SessionDescription, ABC):
         self._made = {spec.name: spec for spec in component.outputs}
         self._check_shapes = ShapeCheck(component.inputs)
         self._forms = checks
+        self._masks = [spec.name for spec in component.inputs if spec.role == "mask" and len(spec.shape) == 2]
 
     @abstractmethod
-    def _fitting(self, length: int) -> int | None:
-        """The length to pad to, at least `length`; `None` for a call as it is."""
+    def _fitting(self, length: int, side: Side) -> int | None:
+        """The length to pad to, at least `length`; `None` for a call as it is.
+
+        Args:
+            length: Of the call.
+            side: Where its rows are padded already: with padding in front a model may answer by what it makes of that.
+        """
 
     @abstractmethod
     def _session(self, size: int | None) -> Session:
@@ -74,7 +82,8 @@ class _PaddedSession(SessionDescription, ABC):
             check_readable(name, tensor)
         # Before padding, which would hide a mask that is too short.
         self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
-        return self._run_in(self._fitting(self._length(feeds)), feeds, outputs=outputs, state=state)
+        side: Side = "right" if all(bool(feeds[name][:, 0].all()) for name in self._masks) else "left"
+        return self._run_in(self._fitting(self._length(feeds), side), feeds, outputs=outputs, state=state)
 
     def _run_in(
         self, size: int | None, feeds: Feeds, *, outputs: Sequence[str] | None = None, state: State | None = None
@@ -131,7 +140,7 @@ class BucketedSession(_PaddedSession):
         self._sessions: dict[int | None, Session] = {self._buckets[0]: first}
         super().__init__(component, first, checks(first))
         # Which buckets were found right here; asked for each when it is first needed.
-        self._right: dict[int, bool] = {}
+        self._right: dict[tuple[int, Side], bool] = {}
 
     @classmethod
     def open_all(
@@ -178,10 +187,10 @@ class BucketedSession(_PaddedSession):
             )
         return super().run(feeds, outputs=outputs, state=state)
 
-    def _fitting(self, length: int) -> int | None:
+    def _fitting(self, length: int, side: Side) -> int | None:
         position = bisect.bisect_left(self._buckets, length)
         bucket = self._buckets[position] if position < len(self._buckets) else None
-        return bucket if bucket is not None and self._is_right(bucket) else None
+        return bucket if bucket is not None and self._is_right(bucket, side) else None
 
     def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         """One call with dynamic shapes; sessions that are opened for it alone are closed again."""
@@ -194,18 +203,18 @@ class BucketedSession(_PaddedSession):
             for session in opened.values():
                 session.close()
 
-    def _is_right(self, bucket: int) -> bool:
-        if bucket not in self._right:
-            self._right[bucket] = self._verdict(bucket).passed
-        return self._right[bucket]
+    def _is_right(self, bucket: int, side: Side) -> bool:
+        if (bucket, side) not in self._right:
+            self._right[bucket, side] = self._verdict(bucket, side).passed
+        return self._right[bucket, side]
 
-    def _verdict(self, bucket: int) -> FormVerdict:
-        form = Form(name=f"bucket of {bucket}", sizes={"batch": 2, _AXIS: max(1, bucket - 1)}, padding="right")
+    def _verdict(self, bucket: int, side: Side) -> FormVerdict:
+        form = _form(f"bucket of {bucket}", max(1, bucket - 1), side)
         return self._forms.check(form, functools.partial(self._run_in, bucket), self._run_plain)
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare every bucket with dynamic shapes."""
-        return [self._verdict(bucket) for bucket in self._buckets]
+        return [self._verdict(bucket, side) for bucket in self._buckets for side in _SIDES]
 
     def _session(self, size: int | None) -> Session:
         if size not in self._sessions:
@@ -229,7 +238,7 @@ class RoundedSession(_PaddedSession):
         self._multiple = multiple
         self._plain = session
         self._longest = component.max_sizes.get(_AXIS)
-        self._right: bool | None = None
+        self._right: dict[Side, bool] = {}
 
     @classmethod
     def open_all(
@@ -257,23 +266,25 @@ class RoundedSession(_PaddedSession):
             return self._plain.run(feeds, outputs=outputs, out=out, state=state)
         return super().run(feeds, outputs=outputs, state=state)
 
-    def _fitting(self, length: int) -> int | None:
+    def _fitting(self, length: int, side: Side) -> int | None:
         size = -(-length // self._multiple) * self._multiple
         if size == length or (self._longest is not None and size > self._longest):
             return None
-        if self._right is None:
-            self._right = self._verdict().passed
-        return size if self._right else None
+        if side not in self._right:
+            self._right[side] = self._verdict(side).passed
+        return size if self._right[side] else None
 
-    def _verdict(self) -> FormVerdict:
+    def _verdict(self, side: Side) -> FormVerdict:
         size = self._multiple
-        form = Form(name=f"multiples of {size}", sizes={"batch": 2, _AXIS: size - 1}, padding="right")
+        form = _form(f"multiples of {size}", size - 1, side)
         return self._forms.check(form, functools.partial(self._run_in, size), self._plain.run)
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare a padded call with one that is not, and whatever forms the session has."""
         own = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
-        return [*own, self._verdict()] if self._longest is None or self._multiple <= self._longest else own
+        if self._longest is not None and self._multiple > self._longest:
+            return own
+        return [*own, *map(self._verdict, _SIDES)]
 
     def _session(self, size: int | None) -> Session:
         return self._plain
@@ -281,6 +292,13 @@ class RoundedSession(_PaddedSession):
     def close(self) -> None:
         """Close the session."""
         self._plain.close()
+
+
+def _form(name: str, length: int, side: Side) -> Form:
+    """Padding behind rows that are padded on a side; two rows, of which one is."""
+    return Form(
+        name=name if side == "right" else f"{name}, padding in front", sizes={"batch": 2, _AXIS: length}, padding=side
+    )
 
 
 def _checks(artifact: Artifact, component: Component, versions: Mapping[str, str], session: Session) -> FormChecks:

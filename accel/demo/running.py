@@ -187,7 +187,12 @@ def _exporters() -> tuple[list[BackendSpec], dict[str, str]]:
     able, absent = [], {}
     for spec in sorted(registry.describe_all()[0], key=lambda spec: -spec.priority):
         capability = spec.capability("export")
-        if capability is None or capability.produces == WEIGHTS or "cpu" not in capability.devices:
+        if (
+            capability is None
+            or capability.produces == WEIGHTS
+            or not capability.searched
+            or "cpu" not in capability.devices
+        ):
             continue
         found = registry.probe(spec)
         if found.available:

@@ -6,11 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import progress
-from ..errors import SessionError
+from ..errors import BudgetError, SessionError
 from ..measuring.latency import rounds, workloads
 from ..measuring.latency.results import VariantResult, result
 from ..measuring.latency.rounds import Measured
@@ -104,11 +105,23 @@ class Timer:
         for i in range(0, len(waiting), _HEAT):
             heat = waiting[i : i + _HEAT]
             # A heat that would not be done in time is not begun. The first one is: nothing can win without it.
-            if self._anchor is not None and self._clock.left(share) < self._heat_s:
+            first = self._anchor is None
+            if not first and self._clock.left(share) < self._heat_s:
                 for tried in heat:
                     tried.reason = LATE
                 continue
-            for tried, record, lost in self._heat(heat, amount, "screening"):
+            try:
+                timed = self._heat(heat, amount, "screening")
+            except _LateError as error:
+                if first:
+                    raise BudgetError(
+                        f"The time limit of {self._clock.limit_s:g} s ended before anything was timed.",
+                        fix="give it more time: time_limit_s=..., --time-limit.",
+                    ) from error
+                for tried in heat:
+                    tried.reason = LATE
+                continue
+            for tried, record, lost in timed:
                 tried.screen, tried.anchor = _results(record)
                 # A process that died or was cut off may do better the next time.
                 if not lost:
@@ -129,12 +142,16 @@ class Timer:
             return
         left = (self._clock.left() - self._load_s - _RESERVE_S) / max(len(self._workloads), 1)
         budget = min(FINAL.budget_s, left)
-        if budget < 1:
+        amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=budget)
+        timed = None
+        if budget >= 1:
+            with suppress(_LateError):
+                timed = self._heat(waiting, amount, "timing")
+        if timed is None:
             for tried in waiting:
                 tried.final, tried.final_anchor = tried.screen, tried.anchor
             return
-        amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=budget)
-        for tried, record, _ in self._heat(waiting, amount, "timing"):
+        for tried, record, _ in timed:
             found, anchor = _results(record)
             if found.error is not None:
                 tried.reason = found.error
@@ -157,7 +174,10 @@ class Timer:
             if left < 1:
                 return tried.final, tried.final_anchor
             amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=min(FINAL.budget_s, left))
-            record = self._heat([tried], amount, "timing the winner")[0][1]
+            try:
+                record = self._heat([tried], amount, "timing the winner")[0][1]
+            except _LateError:
+                return tried.final, tried.final_anchor
             self._store.put("alone", self._key(tried, "alone"), record)
         found, anchor = _results(record)
         return (found, anchor) if found.error is None else (tried.final, tried.final_anchor)
@@ -210,6 +230,8 @@ class Timer:
             rounds.close(others)
         self._heat_s = time.perf_counter() - started
         if anchor.error is not None:
+            if self._clock.left() <= 0:
+                raise _LateError
             raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
         return [
             (tried, {"result": one_result, "anchor": base}, one.lost)
@@ -240,6 +262,10 @@ class Timer:
             )
             for size in self._work.batch
         ]  # fmt: skip
+
+
+class _LateError(Exception):
+    """The time limit ended while PyTorch was timed."""
 
 
 def _results(record: Mapping[str, Any]) -> tuple[VariantResult, VariantResult]:

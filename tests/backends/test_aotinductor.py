@@ -109,7 +109,7 @@ class TestAotInductor(BackendConformance):
         ours = held.file().read_bytes()
         loaded: list[bytes] = []
 
-        def load(package: Path, *, device_index: int) -> Any:
+        def load(package: Path) -> Any:
             # Somebody who writes into the folder comes too late.
             held.file().write_bytes(b"somebody else's")
             loaded.append(package.read_bytes())

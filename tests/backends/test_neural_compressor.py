@@ -178,7 +178,7 @@ def test_tune_exports_what_it_quantized() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
 def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_path: Path) -> None:
     folder = save_generator(tmp_path / family, family)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from accel.backends import registry
 from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
 from accel.measuring.reporting import html_page
 from accel.testing.models import save_tiny
+from accel.tuning import timing
 from accel.tuning.report import Tuning
 from accel.tuning.store import Store
 
@@ -177,6 +179,25 @@ def test_a_time_limit_that_is_too_short_is_an_error_at_once(
     # Half a second, and what it takes to end the processes.
     assert time.perf_counter() - started < 20
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("what", ["timing", "timing the winner"])
+def test_a_time_limit_that_ends_in_a_long_measurement_leaves_the_short_ones(
+    what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heat = timing.Timer._heat
+
+    def late(self: timing.Timer, group: Any, amount: Any, kind: str) -> Any:
+        if kind == what:
+            raise timing._LateError
+        return heat(self, group, amount, kind)
+
+    # Kept results of long measurements would be taken instead.
+    how = {**HOW, "backends": ["toy"], "seed": 7}
+    monkeypatch.setattr(timing.Timer, "_heat", late)
+    again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
+    assert again.winner.backend == "toy"
+    assert again.artifact.manifest.run is not None
 
 
 def test_a_sample_is_not_passed_off_as_all_rows(found: Tuning) -> None:

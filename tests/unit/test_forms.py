@@ -156,4 +156,25 @@ def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.Monke
     monkeypatch.setattr("accel.stages.validate.open_artifact", with_buckets)
     found = accel.validate(artifact)
     assert found.passed
-    assert [(form.form, form.passed) for form in found.forms] == [("bucket of 8", True), ("bucket of 16", True)]
+    assert [(form.form, form.passed) for form in found.forms] == [
+        (f"bucket of {size}{side}", True) for size in (8, 16) for side in ("", ", padding in front")
+    ]
+
+
+@pytest.mark.parametrize("options", [SessionOptions(buckets=(16, 32)), SessionOptions(pad_to_multiple_of=8)], ids=str)
+def test_rows_that_begin_with_padding_are_not_padded_where_that_changes_them(
+    options: SessionOptions, tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeBERTa classifies by the first token, and its masked tokens see all of the padding."""
+    artifact = tiny_artifact("deberta-v2")
+    ids = torch.arange(5, 16).repeat(2, 1)
+    for mask in (torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])):
+        feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+        feeds = {spec.name: feeds[spec.name] for spec in artifact.components[0].inputs}
+        expected = open_artifact(artifact).sessions["model"].run(feeds)["logits"]
+        session = open_artifact(artifact, RunSettings(options=options)).sessions["model"]
+        torch.testing.assert_close(session.run(feeds)["logits"], expected, atol=1e-5, rtol=0)
+    assert [record.message for record in caplog.records if "padding in front" in record.message]
+    assert not [
+        record.message for record in caplog.records if record.message.count("off (") and "front" not in record.message
+    ]
