@@ -162,27 +162,53 @@ def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
             "--no-bettertransformer", "--url-prefix", "/v1", "--host", "127.0.0.1", "--port", "8463", "--log-level", "error")  # fmt: skip
 
 
-def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
-    """One caller: HTTP and the same model called in this process, taking turns, 40 calls each."""
+def in_process(folder: str, path: str) -> None:
+    """The same model called where it is: for each line of texts that is read, a line of seconds."""
     import accel
     from accel.models.texts import Embedder
 
-    connection = Connection(port)
-    ways: dict[str, Any] = {"http": lambda text: connection.post(path, {FIELD[path]: text})}
     if path == CLASSIFY:
-        ways["in_process"] = accel.pipeline("text-classification", model=folder)
+        call: Any = accel.pipeline("text-classification", model=folder)
     else:
         model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
         embedder = Embedder(model)
-        ways["in_process"] = lambda text: embedder.embed(embedder.rows([text]))[0].tolist()
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, call in ways.items():
-            for text in texts[:40]:
-                start = time.perf_counter()
-                call(text)
-                if turn:
-                    taken[name].append(time.perf_counter() - start)
+
+        def call(text: str) -> Any:
+            return embedder.embed(embedder.rows([text]))[0].tolist()
+
+    for line in sys.stdin:
+        print(json.dumps(seconds_of(call, json.loads(line))), flush=True)
+
+
+def seconds_of(call: Any, texts: list[str]) -> list[float]:
+    """How long each call takes."""
+    taken = []
+    for text in texts:
+        start = time.perf_counter()
+        call(text)
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
+    """One caller: HTTP, and the same model called in a process of its own, taking turns, 40 calls each. In the client's own process
+    its threads, which spin between calls, would take a processor from the server.
+    """
+    connection = Connection(port)
+    words = [sys.executable, __file__, "-", folder, "--path", path, "--in-process"]
+    taken: dict[str, list[float]] = {"http": [], "in_process": []}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for turn in range(4 * rounds + 1):
+            process.stdin.write(json.dumps(texts[:40]) + "\n")
+            process.stdin.flush()
+            found = {"in_process": json.loads(process.stdout.readline())}
+            time.sleep(0.1)
+            found["http"] = seconds_of(lambda text: connection.post(path, {FIELD[path]: text}), texts[:40])
+            for name, seconds in found.items():
+                taken[name] += seconds if turn else []
+        process.stdin.close()
     medians = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in taken.items()}
     return {**medians, "overhead_ms": medians["http_ms"] - medians["in_process_ms"]}
 
@@ -229,11 +255,15 @@ def main() -> None:
     parser.add_argument("--int8", type=Path)
     parser.add_argument("--infinity", help="its program")
     parser.add_argument("--backend", default="openvino")
-    parser.add_argument("--fastapi-port", type=int)
+    parser.add_argument("--fastapi-port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--path", default=EMBED)
     args = parser.parse_args()
     if args.fastapi_port:
         fastapi(args.model, args.path, args.fastapi_port)
+        return
+    if args.in_process:
+        in_process(args.model, args.path)
         return
     texts, path, folders = read_test_set()[0], EMBED, (args.model, args.model)
     task = "sentence-similarity"
