@@ -1,0 +1,92 @@
+"""Encoder-decoders that hear: what they are traced with, and their mask, which the encoder shortens as it shortens the sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .samples import Axes, default_sample
+from .sounds import sound_sample
+from .wrapper import Tensors, Wrapper
+
+# Of other encoder-decoders it is not known here how their masks reach the decoder.
+_ANY_LENGTH = ("moonshine", "speech_to_text")
+# Kernels and strides of Moonshine's three convolutions, which its config does not say.
+_MOONSHINE = ((127, 64), (7, 3), (3, 2))
+
+
+def speech_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+    """Inputs for a model that writes what it hears: sounds of any length with their mask, Whisper's windows without one.
+
+    Raises:
+        ExportError: The model reads something else.
+    """
+    if getattr(getattr(module, "config", None), "model_type", None) in _ANY_LENGTH:
+        return sound_sample(module, folder)
+    return default_sample(module, folder)
+
+
+def longest_sound(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
+    """How many frames the encoder's positions allow, where they are looked up in a table (Speech2Text's)."""
+    inner: Any = module.unwrapped if isinstance(module, Wrapper) else module
+    config = getattr(inner, "config", None)
+    varied = {axis for named in axes.values() for axis in named.values()}
+    if getattr(config, "model_type", None) != "speech_to_text" or "frames" not in varied:
+        return {}
+    table: Any = inner.get_encoder().embed_positions
+    # The model counts from behind its padding row, and makes a longer table where it needs one, which a graph cannot.
+    positions = int(table.weights.shape[0]) - int(table.padding_idx) - 1
+    return {"frames": positions * 2 ** int(config.num_conv_layers)}
+
+
+def shortened_mask(encoder: Any, output: Any, mask: torch.Tensor) -> torch.Tensor | None:
+    """Which positions of an encoder's answer are no padding, `(batch, encoder_sequence)`; `None` where it shortens nothing.
+
+    Args:
+        encoder: The encoder.
+        output: What it answered.
+        mask: What it was given, `(batch, samples)` or `(batch, frames)`.
+    """
+    found: torch.Tensor | None = getattr(output, "attention_mask", None)
+    if found is None and hasattr(encoder, "_get_feature_vector_attention_mask"):
+        found = encoder._get_feature_vector_attention_mask(output.last_hidden_state.shape[1], mask)
+    return None if found is None else found.to(mask.dtype)
+
+
+@contextmanager
+def whole_lengths(encoder: Any) -> Iterator[None]:
+    """Moonshine's encoder with the lengths of its answers computed in integers: its own code divides floats, which are no sizes in a
+    trace.
+    """
+    if getattr(encoder.config, "model_type", None) != "moonshine":
+        yield
+        return
+
+    def lengths(samples: Any) -> Any:
+        for kernel, stride in _MOONSHINE:
+            samples = (samples - kernel) // stride + 1
+        return samples
+
+    encoder._get_feat_extract_output_lengths = lengths
+    try:
+        yield
+    finally:
+        del encoder._get_feat_extract_output_lengths
+
+
+@contextmanager
+def short_masks(model: Any) -> Iterator[None]:
+    """A model that takes the mask of its encoder's answer as it is, where its own code would shorten that of its sounds."""
+    inner = getattr(model, "model", None)
+    if not hasattr(inner, "_get_feature_vector_attention_mask"):
+        yield
+        return
+    inner._get_feature_vector_attention_mask = lambda _, mask: mask
+    try:
+        yield
+    finally:
+        del inner._get_feature_vector_attention_mask
