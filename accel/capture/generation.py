@@ -27,7 +27,7 @@ from .recurrence import recurrent
 from .samples import has_position_table
 from .sounds import SOUND_AXES
 from .source import Source
-from .speech import short_masks, shortened_mask, whole_lengths
+from .speech import short_masks, shortened_mask, traced_lengths
 from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
 from .wrapper import Tensors, Wrapper
 
@@ -152,15 +152,12 @@ class Encoder(_Part):
         """One call of the encoder."""
         model: Any = self.model
         encoder = model.get_encoder()
-        with whole_lengths(encoder):
+        heard = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
+        with traced_lengths(encoder):
             output = encoder(**feeds, return_dict=True)
+            mask = shortened_mask(encoder, output, feeds["attention_mask"]) if heard else None
         found = {"last_hidden_state": output.last_hidden_state}
-        heard = model.main_input_name in ("input_features", "input_values")
-        if heard and "attention_mask" in feeds:
-            mask = shortened_mask(encoder, output, feeds["attention_mask"])
-            if mask is not None:
-                found[ENCODER_MASK] = mask
-        return found
+        return found if mask is None else {**found, ENCODER_MASK: mask}
 
 
 def _encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
@@ -454,10 +451,12 @@ def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
 def _positions(model: Any) -> dict[str, int]:
     """How many tokens the decoder's positions allow, prompt and answer together; no limit where they are computed."""
     config = model.config.get_text_config(decoder=True)
+    # Of a model that hears, the decoder alone reads tokens.
+    reads = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}
     # Angles that depend on how long the text is: a trace holds those of its sample.
     changing = "dynamic" in str(rope) or "longrope" in str(rope)
-    if not isinstance(limit, int) or not (changing or has_position_table(model, limit)):
+    if not isinstance(limit, int) or not (changing or has_position_table(reads, limit)):
         return {}
     return {"total": int(limit)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +59,38 @@ def shortened_mask(encoder: Any, output: Any, mask: torch.Tensor) -> torch.Tenso
 
 
 @contextmanager
-def whole_lengths(encoder: Any) -> Iterator[None]:
-    """Moonshine's encoder with the lengths of its answers computed in integers: its own code divides floats, which are no sizes in a
-    trace.
+def traced_lengths(encoder: Any) -> Iterator[None]:
+    """In a trace, an encoder that computes the lengths of its answers in integers and compares them; outside of one it is as it was.
+
+    Moonshine's own code divides floats, which are no sizes in a trace. Speech2Text's writes a 1 at the end of each row and sums
+    backwards, which OpenVINO's converter (2026.3) makes something else of.
     """
-    if getattr(encoder.config, "model_type", None) != "moonshine":
-        yield
-        return
-
-    def lengths(samples: Any) -> Any:
-        for kernel, stride in _MOONSHINE:
-            samples = (samples - kernel) // stride + 1
-        return samples
-
-    encoder._get_feat_extract_output_lengths = lengths
+    replacements: dict[str, Callable[..., Any]] = {}
+    if torch.compiler.is_exporting():
+        kind = getattr(encoder.config, "model_type", None)
+        if kind == "moonshine":
+            replacements["_get_feat_extract_output_lengths"] = _moonshine_lengths
+        elif kind == "speech_to_text":
+            replacements["_get_feature_vector_attention_mask"] = partial(_compared, encoder)
+    vars(encoder).update(replacements)
     try:
         yield
     finally:
-        del encoder._get_feat_extract_output_lengths
+        for name in replacements:
+            delattr(encoder, name)
+
+
+def _moonshine_lengths(samples: Any) -> Any:
+    for kernel, stride in _MOONSHINE:
+        samples = (samples - kernel) // stride + 1
+    return samples
+
+
+def _compared(encoder: Any, length: Any, mask: torch.Tensor) -> torch.Tensor:
+    """The mask `(batch, length)` of what an encoder makes of frames with a mask `(batch, frames)`."""
+    ends = encoder._get_feat_extract_output_lengths(mask.sum(-1)).unsqueeze(-1)
+    # A row without any frame counts as whole, as in the model's own code.
+    return ((torch.arange(length, device=mask.device) < ends) | (ends < 1)).to(mask.dtype)
 
 
 @contextmanager
