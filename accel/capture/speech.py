@@ -88,9 +88,11 @@ def _moonshine_lengths(samples: Any) -> Any:
 
 def _compared(encoder: Any, length: Any, mask: torch.Tensor) -> torch.Tensor:
     """The mask `(batch, length)` of what an encoder makes of frames with a mask `(batch, frames)`."""
-    ends = encoder._get_feat_extract_output_lengths(mask.sum(-1)).unsqueeze(-1)
+    frames = mask.sum(-1, keepdim=True)
+    # Each convolution halves, and rounds up. OpenVINO's division of integers rounds otherwise, so nothing is divided.
+    first = torch.arange(length, device=mask.device) * 2**encoder.config.num_conv_layers
     # A row without any frame counts as whole, as in the model's own code.
-    return ((torch.arange(length, device=mask.device) < ends) | (ends < 1)).to(mask.dtype)
+    return ((first < frames) | (frames < 1)).to(mask.dtype)
 
 
 @contextmanager
