@@ -60,10 +60,10 @@ def shortened_mask(encoder: Any, output: Any, mask: torch.Tensor) -> torch.Tenso
 
 @contextmanager
 def traced_lengths(encoder: Any) -> Iterator[None]:
-    """In a trace, an encoder that computes the lengths of its answers in integers and compares them; outside of one it is as it was.
+    """In a trace, an encoder that compares the lengths of its answers without fractions; outside of one it is as it was.
 
-    Moonshine's own code divides floats, which are no sizes in a trace. Speech2Text's writes a 1 at the end of each row and sums
-    backwards, which OpenVINO's converter (2026.3) makes something else of.
+    Moonshine's own code divides floats, which are no sizes in a trace. Speech2Text's divides integers of the mask, which OpenVINO
+    (2026.3) answers with other masks.
     """
     replacements: dict[str, Callable[..., Any]] = {}
     if torch.compiler.is_exporting():
@@ -89,7 +89,7 @@ def _moonshine_lengths(samples: Any) -> Any:
 def _compared(encoder: Any, length: Any, mask: torch.Tensor) -> torch.Tensor:
     """The mask `(batch, length)` of what an encoder makes of frames with a mask `(batch, frames)`."""
     frames = mask.sum(-1, keepdim=True)
-    # Each convolution halves, and rounds up. OpenVINO's division of integers rounds otherwise, so nothing is divided.
+    # Each convolution halves and rounds up: a position is real where its first frame is.
     first = torch.arange(length, device=mask.device) * 2**encoder.config.num_conv_layers
     # A row without any frame counts as whole, as in the model's own code.
     return ((first < frames) | (frames < 1)).to(mask.dtype)

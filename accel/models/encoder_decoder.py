@@ -38,6 +38,8 @@ class EncoderOf:
         self.main_input_name = main_input_name
         self.names = tuple(spec.name for spec in session.inputs)
         self.shortens = _ENCODER_MASK in {spec.name for spec in session.outputs}
+        # Frames that its positions allow; 0 for any number.
+        self.longest = 0
 
     def forward(
         self,
@@ -52,7 +54,7 @@ class EncoderOf:
         """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types other than zero, which the graph does not take.
+            InputError: Token types other than zero, which the graph does not take, or more frames than it has positions for.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
@@ -70,10 +72,13 @@ class EncoderOf:
         if "attention_mask" in self.names and "attention_mask" not in feeds and self.main_input_name in feeds:
             shape = feeds[self.main_input_name].shape[:2]
             feeds["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=feeds[self.main_input_name].device)
+        if self.longest and feeds[self.main_input_name].shape[1] > self.longest:
+            raise InputError(
+                f"A sound of {feeds[self.main_input_name].shape[1]} frames came; the model has positions for {self.longest}.",
+                fix="cut the sound into shorter ones.",
+            )
         found = self._session.run(feeds)
-        return EncoderOutput(
-            last_hidden_state=found["last_hidden_state"], attention_mask=found.get(_ENCODER_MASK)
-        )
+        return EncoderOutput(last_hidden_state=found["last_hidden_state"], attention_mask=found.get(_ENCODER_MASK))
 
     __call__ = forward
 
@@ -85,16 +90,21 @@ class EncoderDecoder(Generator):
 
     def _open(self) -> None:
         super()._open()
-        self._encoder = self._make_encoder(self._opened.sessions["encoder"], self.main_input_name)
+        self._encoder = self._bounded(self._opened.sessions["encoder"])
         # Decoders of other tools may read the encoder's output themselves.
         self._cross_session = self._opened.sessions.get("cross_attention")
+
+    def _bounded(self, session: Session) -> EncoderOf:
+        encoder = self._make_encoder(session, self.main_input_name)
+        encoder.longest = self.artifact.component("encoder").max_sizes.get("frames", 0)
+        return encoder
 
     def _make_encoder(self, session: Session, main_input_name: str) -> EncoderOf:
         return EncoderOf(session, main_input_name)
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
         """Put something around the session of each graph, by component, until the model is opened again."""
-        self._encoder = self._make_encoder(around("encoder", self._opened.sessions["encoder"]), self.main_input_name)
+        self._encoder = self._bounded(around("encoder", self._opened.sessions["encoder"]))
         self._decoder_session = around("decoder", self._decoder_session)
         if self._cross_session is not None:
             self._cross_session = around("cross_attention", self._cross_session)
