@@ -10,7 +10,6 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
 
-
 _WHISPER = "whisper"
 
 
