@@ -25,7 +25,9 @@ from ..tasks.spec import TaskSpec, load
 from .attention import CacheLayer, FusedAttention, tracing
 from .recurrence import recurrent
 from .samples import has_position_table
+from .sounds import SOUND_AXES
 from .source import Source
+from .speech import short_masks, shortened_mask, traced_lengths
 from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
 from .wrapper import Tensors, Wrapper
 
@@ -142,20 +144,31 @@ class _Embedding(_Part):
 
 
 class Encoder(_Part):
-    """The encoder's inputs to `last_hidden_state`."""
+    """The encoder's inputs to `last_hidden_state`, and to `encoder_attention_mask` where it has fewer positions than its sounds have
+    samples or frames.
+    """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """One call of the encoder."""
-        encoder: Any = self.model
-        return {"last_hidden_state": encoder.get_encoder()(**feeds, return_dict=True).last_hidden_state}
+        model: Any = self.model
+        encoder = model.get_encoder()
+        heard = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
+        with traced_lengths(encoder):
+            output = encoder(**feeds, return_dict=True)
+            mask = shortened_mask(encoder, output, feeds["attention_mask"]) if heard else None
+        found = {"last_hidden_state": output.last_hidden_state}
+        return found if mask is None else {**found, ENCODER_MASK: mask}
 
 
-def _encoder_output(hidden: torch.Tensor) -> Any:
-    """What an encoder returned, with its hidden states `(batch, sequence, hidden)` alone; NLLB-MoE reads a field more."""
+def _encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    """What an encoder returned: its hidden states `(batch, sequence, hidden)`, and the fields that NLLB-MoE's and Moonshine's have beside
+    them.
+    """
     from transformers.modeling_outputs import BaseModelOutput
 
     output = BaseModelOutput(last_hidden_state=hidden)
     output.router_logits = None
+    output.attention_mask = mask
     return output
 
 
@@ -216,11 +229,11 @@ class CrossDecoder(_Part):
             optional["attention_mask"] = feeds[ENCODER_MASK]
         if "position_ids" in feeds:
             optional["decoder_position_ids"] = feeds["position_ids"]
-        with tracing(self.model, self.fusion, layers, batch, total):
+        with tracing(self.model, self.fusion, layers, batch, total), short_masks(self.model):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
-                encoder_outputs=_encoder_output(hidden),
+                encoder_outputs=_encoder_output(hidden, feeds.get(ENCODER_MASK)),
                 past_key_values=cache,
                 use_cache=True,
                 **optional,
@@ -330,7 +343,8 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     with torch.inference_mode(), quiet():
         hidden = encoder(**encoder_example)["last_hidden_state"].clone()
     batch, length, size = hidden.shape
-    fixed = "sequence" not in {axis for named in encoder_axes.values() for axis in named.values()}
+    varied = {axis for named in encoder_axes.values() for axis in named.values()}
+    fixed = not {"sequence", *SOUND_AXES} & varied
     cross_module = CrossAttention(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
@@ -437,10 +451,12 @@ def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
 def _positions(model: Any) -> dict[str, int]:
     """How many tokens the decoder's positions allow, prompt and answer together; no limit where they are computed."""
     config = model.config.get_text_config(decoder=True)
+    # Of a model that hears, the decoder alone reads tokens.
+    reads = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}
     # Angles that depend on how long the text is: a trace holds those of its sample.
     changing = "dynamic" in str(rope) or "longrope" in str(rope)
-    if not isinstance(limit, int) or not (changing or has_position_table(model, limit)):
+    if not isinstance(limit, int) or not (changing or has_position_table(reads, limit)):
         return {}
     return {"total": int(limit)}

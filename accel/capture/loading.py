@@ -28,6 +28,7 @@ from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of
 from .references import own_defaults_of
 from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
+from .speech import longest_sound
 from .wrapper import Tensors
 
 
@@ -105,7 +106,7 @@ def load_source(
         origin=origin,
         example=example,
         axes=axes,
-        max_sizes=max_sizes_of(module, axes),
+        max_sizes=max_sizes_of(module, axes) | longest_sound(module, axes),
         unused_inputs=unused,
         own_defaults=own,
         dtype=config.dtype,

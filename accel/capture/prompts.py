@@ -138,13 +138,14 @@ def _whole(
         inputs = source.sample(sizes, seed=seed)
         inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
         fixed: Tensors = {}
-        hidden = Encoder(model, None)(**inputs)["last_hidden_state"]
+        encoded = Encoder(model, None)(**inputs)
+        hidden = encoded["last_hidden_state"]
         cross = CrossAttention(model, None)(encoder_hidden_states=hidden)
         fixed.update({graph_name(name): value for name, value in cross.items()})
         # Decoders of other tools read the encoder's output itself.
         fixed["encoder_hidden_states"] = hidden
         if ENCODER_MASK in part.example:
-            fixed[ENCODER_MASK] = inputs["attention_mask"]
+            fixed[ENCODER_MASK] = encoded.get(ENCODER_MASK, inputs["attention_mask"])
         optional = {"decoder_position_ids": positions} if "position_ids" in part.example else {}
         logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
         padded = (mask == 0).any(1)

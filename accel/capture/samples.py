@@ -89,7 +89,7 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
     if _generates(module):
         return ExportError(
             f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
-            "'input_ids', 'pixel_values' or Whisper's 'input_features'.",
+            "'input_ids', 'pixel_values', or sounds as Whisper, Moonshine and Speech2Text do.",
             fix="run it with transformers.",
         )
     reads = f": it reads {main!r}, whose shape its config does not say" if main else ""

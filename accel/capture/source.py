@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..artifact.manifest import Origin, Quantization
+from ..tasks.infer import task_spec
 from .inner import TracedPlainly
 from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, position_bounds, resize, usual_sizes
@@ -107,9 +108,9 @@ class Source:
 
     def with_plain_attention(self) -> Source | None:
         """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""
-        if not {"samples", "frames"} & set(self.axes.get("attention_mask", {}).values()) or isinstance(
-            self.model, Wrapper
-        ):
+        sounds = {"samples", "frames"} & set(self.axes.get("attention_mask", {}).values())
+        # Parts of a generating model are traced with attention of ours.
+        if not sounds or isinstance(self.model, Wrapper) or task_spec(self.task).generates:
             return None
         return replace(self, model=TracedPlainly(self.model).eval())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ _ENCODER_MASK = "encoder_attention_mask"
 _HIDDEN = "encoder_hidden_states"
 
 
+@dataclass
+class EncoderOutput(BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What an encoder returns.
+
+    Attributes:
+        attention_mask: `(batch, encoder_sequence)`, of one that has fewer positions than what it reads.
+    """
+
+    attention_mask: torch.Tensor | None = None
+
+
 class EncoderOf:
     """A model's encoder as `generate` calls one."""
 
@@ -25,6 +37,9 @@ class EncoderOf:
         self._session = session
         self.main_input_name = main_input_name
         self.names = tuple(spec.name for spec in session.inputs)
+        self.shortens = _ENCODER_MASK in {spec.name for spec in session.outputs}
+        # Frames that its positions allow; 0 for any number.
+        self.longest = 0
 
     def forward(
         self,
@@ -33,12 +48,13 @@ class EncoderOf:
         input_features: Any = None,
         pixel_values: Any = None,
         token_type_ids: Any = None,
+        input_values: Any = None,
         **_: Any,
-    ) -> BaseModelOutput:
+    ) -> EncoderOutput:
         """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types other than zero, which the graph does not take.
+            InputError: Token types other than zero, which the graph does not take, or more frames than it has positions for.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
@@ -50,11 +66,19 @@ class EncoderOf:
             "attention_mask": attention_mask,
             "input_features": input_features,
             "pixel_values": pixel_values,
+            "input_values": input_values,
         }
         feeds = {name: given[name] for name in self.names if given.get(name) is not None}
-        if "attention_mask" in self.names and "attention_mask" not in feeds and "input_ids" in feeds:
-            feeds["attention_mask"] = torch.ones_like(feeds["input_ids"])
-        return BaseModelOutput(last_hidden_state=self._session.run(feeds)["last_hidden_state"])
+        if "attention_mask" in self.names and "attention_mask" not in feeds and self.main_input_name in feeds:
+            shape = feeds[self.main_input_name].shape[:2]
+            feeds["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=feeds[self.main_input_name].device)
+        if self.longest and feeds[self.main_input_name].shape[1] > self.longest:
+            raise InputError(
+                f"A sound of {feeds[self.main_input_name].shape[1]} frames came; the model has positions for {self.longest}.",
+                fix="cut the sound into shorter ones.",
+            )
+        found = self._session.run(feeds)
+        return EncoderOutput(last_hidden_state=found["last_hidden_state"], attention_mask=found.get(_ENCODER_MASK))
 
     __call__ = forward
 
@@ -66,16 +90,21 @@ class EncoderDecoder(Generator):
 
     def _open(self) -> None:
         super()._open()
-        self._encoder = self._make_encoder(self._opened.sessions["encoder"], self.main_input_name)
+        self._encoder = self._bounded(self._opened.sessions["encoder"])
         # Decoders of other tools may read the encoder's output themselves.
         self._cross_session = self._opened.sessions.get("cross_attention")
+
+    def _bounded(self, session: Session) -> EncoderOf:
+        encoder = self._make_encoder(session, self.main_input_name)
+        encoder.longest = self.artifact.component("encoder").max_sizes.get("frames", 0)
+        return encoder
 
     def _make_encoder(self, session: Session, main_input_name: str) -> EncoderOf:
         return EncoderOf(session, main_input_name)
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
         """Put something around the session of each graph, by component, until the model is opened again."""
-        self._encoder = self._make_encoder(around("encoder", self._opened.sessions["encoder"]), self.main_input_name)
+        self._encoder = self._bounded(around("encoder", self._opened.sessions["encoder"]))
         self._decoder_session = around("decoder", self._decoder_session)
         if self._cross_session is not None:
             self._cross_session = around("cross_attention", self._cross_session)
@@ -152,10 +181,15 @@ class EncoderDecoder(Generator):
                 # Left out, the encoder attended to everything, whoever ran it.
                 hidden = encoder_outputs[0]
                 attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            if self._encoder.shortens:
+                attention_mask = _mask_of(encoder_outputs, attention_mask)
             hidden = {_HIDDEN: encoder_outputs[0]}
             cache.constants = self._cross_session.run(hidden) if self._cross_session is not None else {}
             if _HIDDEN in self._takes:
                 cache.constants.update(hidden)
+        elif self._encoder.shortens:
+            # What `generate` passes on is that of the sounds.
+            attention_mask = None
         if _ENCODER_MASK in self._takes:
             if attention_mask is None:
                 attention_mask = cache.constants.get(_ENCODER_MASK)
@@ -170,6 +204,21 @@ class EncoderDecoder(Generator):
         if encoder_outputs is not None:
             values["encoder_last_hidden_state"] = encoder_outputs[0]
         return fast_output(Seq2SeqLMOutput, values)
+
+
+def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of an encoder's answer, which is shorter than that of its sounds.
+
+    Raises:
+        InputError: The answer came without it, beside a mask of another length.
+    """
+    found: torch.Tensor | None = getattr(encoded, "attention_mask", None)
+    if found is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:
+        raise InputError(
+            f"The encoder outputs have {encoded[0].shape[1]} positions and no mask; attention_mask has {mask.shape[1]}.",
+            fix="pass what this model's encoder returned, or leave attention_mask out where no row is padded.",
+        )
+    return mask if found is None else found
 
 
 class ORTModelForSeq2SeqLM(EncoderDecoder):

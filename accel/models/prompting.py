@@ -118,7 +118,7 @@ def prompt_inputs(
             raise ConfigError("This model describes an image and was given none.", fix="pass --image FILE.")
         processor = companion_of(model, "AutoImageProcessor")
         return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt"))
-    if model.main_input_name == "input_features":
+    if model.main_input_name in ("input_features", "input_values"):
         if audio is None:
             raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
         extractor = companion_of(model, "AutoFeatureExtractor")

@@ -1,4 +1,4 @@
-"""Speech to text: Whisper's own `generate` over our encoder and decoder."""
+"""Speech to text: the own `generate` of Whisper, and transformers' usual one of others, over our encoder and decoder."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
 
+_WHISPER = "whisper"
+
 
 class ORTModelForSpeechSeq2Seq(
     WhisperGenerationMixin,  # type: ignore[misc]  # transformers is untyped here
     EncoderDecoder,
 ):
-    """Speech to text with Whisper: `input_features: (batch, mels, frames)` to text, long recordings and timestamps too."""
+    """Speech to text: Whisper's `input_features: (batch, mels, frames)`, long recordings and timestamps too; Speech2Text's
+    `input_features: (batch, frames, mels)` and Moonshine's `input_values: (batch, samples)`, with `attention_mask` where rows are padded.
+    """
 
     task = "automatic-speech-recognition"
 
     @numpy_too
     def generate(self, input_features: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # transformers' name
-        """Whisper's `generate`, with every argument it has; `input_features: (batch, mels, frames)`.
+        """The `generate` of the model in transformers, with every argument it has; the first one is the sounds, whatever their name.
 
         Raises:
-            InputError: Inputs that are no features, and what `ORTModelForSeq2SeqLM.generate` refuses.
+            InputError: Inputs that are no sounds, and what `ORTModelForSeq2SeqLM.generate` refuses.
         """
+        if self.config.model_type != _WHISPER:
+            return EncoderDecoder.generate(self, input_features, *args, **kwargs)
         self._check_prompt(input_features, kwargs)
         return super().generate(input_features, *args, **kwargs)
 
     def _open(self) -> None:
         super()._open()
-        # Whisper's long-form loop reads how many frames one position covers from the encoder's convolutions.
-        stride = SimpleNamespace(stride=(1,)), SimpleNamespace(stride=(2,))
-        self.model = SimpleNamespace(encoder=SimpleNamespace(conv1=stride[0], conv2=stride[1]), config=self.config)
+        if self.config.model_type == _WHISPER:
+            # Whisper's long-form loop reads how many frames one position covers from the encoder's convolutions.
+            stride = SimpleNamespace(stride=(1,)), SimpleNamespace(stride=(2,))
+            self.model = SimpleNamespace(encoder=SimpleNamespace(conv1=stride[0], conv2=stride[1]), config=self.config)

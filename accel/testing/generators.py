@@ -226,6 +226,33 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "begin_suppress_tokens": None,
         },
     ),
+    "moonshine": (
+        "automatic-speech-recognition",
+        "MoonshineForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "encoder_num_hidden_layers": 2,
+            "decoder_num_hidden_layers": 2,
+            "encoder_num_attention_heads": 4,
+            "decoder_num_attention_heads": 4,
+            "decoder_start_token_id": 2,
+            "initializer_range": 0.3,
+            **_SPECIAL,
+        },
+    ),
+    "speech-to-text": (
+        "automatic-speech-recognition",
+        "Speech2TextForConditionalGeneration",
+        {
+            **{key: value for key, value in _BART.items() if key != "max_position_embeddings"},
+            "input_feat_per_channel": 20,
+            "conv_channels": 32,
+            "max_source_positions": 100,
+            "max_target_positions": GENERATOR_POSITIONS,
+        },
+    ),
     "vit-gpt2": ("image-to-text", "VisionEncoderDecoderModel", {}),
     "llava": ("image-text-to-text", "LlavaForConditionalGeneration", {}),
 }
@@ -314,6 +341,8 @@ def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -
             image_token=tokenizer.convert_ids_to_tokens(IMAGE_TOKEN),
             num_additional_image_tokens=1,
         ).save_pretrained(folder)
+    if family == "moonshine":
+        transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(folder)
     if family == "whisper":
         # Ten milliseconds a frame, two frames a position.
         seconds = model.config.max_source_positions // 50 or 1

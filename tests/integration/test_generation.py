@@ -35,12 +35,24 @@ CHOICES: dict[str, dict[str, Any]] = {
     "beam": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
+# Encoder-decoders that read sounds of any length.
+SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "moonshine": ("input_values", (3, 9011)),
+    "speech-to-text": ("input_features", (3, 203, 20)),
+}
 
 
 def inputs_of(family: str) -> dict[str, torch.Tensor]:
     """Three rows: texts of unequal lengths, padded as their pipelines pad them, or images, or speech."""
     task = GENERATORS[family][0]
     draw = torch.Generator().manual_seed(1)
+    if family in SOUNDS:
+        name, shape = SOUNDS[family]
+        sounds, mask = torch.randn(shape, generator=draw), torch.ones(shape[:2], dtype=torch.int64)
+        # Neither end falls on a multiple of what the encoders stride over.
+        mask[0, shape[1] // 2 + 3 :], mask[2, -shape[1] // 5 :] = 0, 0
+        sounds[mask == 0] = 0
+        return {name: sounds, "attention_mask": mask}
     if task == "automatic-speech-recognition":
         return {"input_features": torch.randn((3, 80, 40), generator=draw)}
     if task == "image-to-text":
@@ -66,7 +78,7 @@ def opened(artifact: Artifact) -> Any:
 
 
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
-USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "lfm2")
+USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "moonshine", "speech-to-text", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
 
@@ -88,7 +100,9 @@ def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
 
 # The tiny mT5's large random weights let OpenVINO's rounding grow to 1.4e-4 of its logits, and the export accepts 1e-4.
 IN_OPENVINO = [
-    pytest.param(name, marks=() if name == "bart" else pytest.mark.thorough) for name in GENERATORS if name != "mt5"
+    pytest.param(name, marks=() if name in ("bart", *SOUNDS) else pytest.mark.thorough)
+    for name in GENERATORS
+    if name != "mt5"
 ]
 
 
@@ -111,6 +125,67 @@ def test_cache_against_no_cache(generator: Artifacts) -> None:
     rows = inputs_of("gemma3")
     cached = model.generate(**rows, max_new_tokens=20)
     assert torch.equal(model.generate(**rows, max_new_tokens=20, use_cache=False), cached)
+
+
+@pytest.mark.parametrize("family", SOUNDS)
+@pytest.mark.parametrize("choices", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beam"])
+def test_sounds_are_heard_without_a_cache(family: str, choices: dict[str, Any], generator: Artifacts) -> None:
+    original, model = tiny_generator(family), opened(generator(family))
+    rows = inputs_of(family)
+    expected = original.generate(**rows, max_new_tokens=12, **choices)
+    assert torch.equal(model.generate(**rows, max_new_tokens=12, use_cache=False, **choices), expected)
+
+
+@pytest.mark.parametrize("family", SOUNDS)
+def test_padding_of_sounds_reaches_the_decoder(family: str, generator: Artifacts) -> None:
+    original, model = tiny_generator(family), opened(generator(family))
+    rows = inputs_of(family)
+    tokens = torch.tensor([[2, 5, 7]] * 3)
+    expected = original(**rows, decoder_input_ids=tokens).logits
+    found = model(**rows, decoder_input_ids=tokens)
+    assert (found.logits - expected).abs().max() < 1e-3
+    # The same from the encoder's own answer, which holds its mask, and a step behind the cache, which does, too.
+    encoded = model.get_encoder()(**rows)
+    again = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=tokens[:, :2])
+    step = model(decoder_input_ids=tokens[:, 2:], past_key_values=again.past_key_values)
+    assert (step.logits[:, -1] - expected[:, -1]).abs().max() < 1e-3
+    whole = model(encoder_outputs=(encoded[0],), decoder_input_ids=tokens).logits
+    assert (whole - expected)[0].abs().max() > 1e-2, "the padding changes nothing, which proves nothing"
+    with pytest.raises(InputError, match="positions and no mask"):
+        model(encoder_outputs=(encoded[0],), attention_mask=rows["attention_mask"], decoder_input_ids=tokens)
+
+
+@pytest.mark.parametrize("family", SOUNDS)
+def test_sounds_without_a_mask_are_whole(family: str, generator: Artifacts) -> None:
+    name, _ = SOUNDS[family]
+    sounds = inputs_of(family)[name]
+    expected = tiny_generator(family).generate(sounds, max_new_tokens=12)
+    model = opened(generator(family))
+    assert torch.equal(model.generate(sounds, max_new_tokens=12), expected)
+    assert torch.equal(model.generate(**{name: sounds}, max_new_tokens=12), expected)
+
+
+def test_sounds_end_where_the_positions_do(generator: Artifacts) -> None:
+    artifact = generator("speech-to-text")
+    # Four frames a position; its padding token takes one row of 102.
+    assert artifact.component("encoder").max_sizes == {"frames": 404}
+    model = opened(artifact)
+    longest = torch.randn((1, 404, 20), generator=torch.Generator().manual_seed(3))
+    expected = tiny_generator("speech-to-text").generate(longest, max_new_tokens=8)
+    assert torch.equal(model.generate(longest, max_new_tokens=8), expected)
+    with pytest.raises(InputError, match="404"):
+        model.generate(torch.cat([longest, longest[:, :1]], dim=1), max_new_tokens=8)
+
+
+def test_a_pipeline_hears_with_moonshine(generator: Artifacts) -> None:
+    artifact = generator("moonshine")
+    hear = accel.pipeline("automatic-speech-recognition", model=str(artifact.path))
+    wave = np.random.default_rng(2).standard_normal(16000).astype(np.float32)
+    inputs = hear.feature_extractor(wave, sampling_rate=16000, return_tensors="pt")
+    tokens = tiny_generator("moonshine").generate(**inputs, max_new_tokens=10)
+    assert hear(wave, generate_kwargs={"max_new_tokens": 10})["text"] == hear.tokenizer.decode(
+        tokens[0], skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])
