@@ -34,7 +34,7 @@ def speech_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors
 def longest_sound(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     """How many frames the encoder's positions allow, where they are looked up in a table (Speech2Text's)."""
     inner: Any = module.unwrapped if isinstance(module, Wrapper) else module
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     varied = {axis for named in axes.values() for axis in named.values()}
     if getattr(config, "model_type", None) != "speech_to_text" or "frames" not in varied:
         return {}
@@ -92,13 +92,14 @@ def _compared(encoder: Any, length: Any, mask: torch.Tensor) -> torch.Tensor:
     # Each convolution halves and rounds up: a position is real where its first frame is.
     first = torch.arange(length, device=mask.device) * 2**encoder.config.num_conv_layers
     # A row without any frame counts as whole, as in the model's own code.
-    return ((first < frames) | (frames < 1)).to(mask.dtype)
+    found: torch.Tensor = (first < frames) | (frames < 1)
+    return found.to(mask.dtype)
 
 
 @contextmanager
 def short_masks(model: Any) -> Iterator[None]:
     """A model that takes the mask of its encoder's answer as it is, where its own code would shorten that of its sounds."""
-    inner = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", None)
     if not hasattr(inner, "_get_feature_vector_attention_mask"):
         yield
         return
