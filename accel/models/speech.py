@@ -37,7 +37,20 @@ class ORTModelForSpeechSeq2Seq(
 
     def _open(self) -> None:
         super()._open()
+        if type(self) is ORTModelForSpeechSeq2Seq:
+            self.__class__ = _NAMED.get(self.config.model_type, ORTModelForSpeechSeq2Seq)
         if self.config.model_type == _WHISPER:
             # Whisper's long-form loop reads how many frames one position covers from the encoder's convolutions.
             stride = SimpleNamespace(stride=(1,)), SimpleNamespace(stride=(2,))
             self.model = SimpleNamespace(encoder=SimpleNamespace(conv1=stride[0], conv2=stride[1]), config=self.config)
+
+
+class Speech2TextForConditionalGeneration(ORTModelForSpeechSeq2Seq):
+    """Speech2Text under the name by which the stock pipeline knows that it generates."""
+
+
+class MoonshineForConditionalGeneration(ORTModelForSpeechSeq2Seq):
+    """Moonshine, likewise."""
+
+
+_NAMED = {"speech_to_text": Speech2TextForConditionalGeneration, "moonshine": MoonshineForConditionalGeneration}
