@@ -84,7 +84,7 @@ def decode(
         if config.do_sample:
             tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
         else:
-            tokens = scores.argmax(dim=-1, keepdim=True)
+            tokens = likeliest(scores).unsqueeze(1)
         if ends:
             values = tokens[:, 0].tolist()
             if not all(live):
@@ -100,6 +100,17 @@ def decode(
         if left <= 0 or not any(live):
             return torch.cat(made, dim=1)
         outputs = model(**following.after(tokens, left))
+
+
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """The place of the greatest value of each row: `(rows, vocabulary)` to `(rows,)`.
+
+    On the host by NumPy, in this thread. torch shares several rows among OpenMP's threads, which then wait for more by
+    spinning, for milliseconds, on the processors that the runtime's next call needs: a step of eight rows took a fifth longer.
+    """
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)
 
 
 class _Inputs:

@@ -10,6 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ...errors import InputError
+from ...models.decoding import likeliest
 from .options import GenerationOptions
 
 
@@ -71,7 +72,7 @@ class Chooser:
         assert self._ids is not None, "plain rows are chosen together"
         scores = self._processors(self._ids, logits.float().clone())
         if not self._draws:
-            return self._taken(scores.argmax(-1, keepdim=True))
+            return self._taken(likeliest(scores).unsqueeze(1))
         return self._taken(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def _taken(self, token: torch.Tensor) -> int:
@@ -82,7 +83,7 @@ class Chooser:
 
 def choose(choosers: Sequence[Chooser], logits: torch.Tensor) -> list[int | InputError]:
     """The next token of each row, from logits `(rows, vocabulary)`; an error where a row's settings leave none."""
-    tokens: list[int | InputError] = logits.argmax(-1).tolist()
+    tokens: list[int | InputError] = likeliest(logits).tolist()
     odd = [row for row, chooser in enumerate(choosers) if not chooser.plain]
     if odd:
         on_host = logits[odd].cpu()
