@@ -7,6 +7,7 @@ its own, a cache by another name), its loop runs: `fits` says which.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from .cache import StateCache
+from .tokens import drawn, has_own_threads, likeliest, one_thread
 
 # Modules whose way to prepare a call is as described above.
 _KNOWN = ("transformers.generation.utils", "accel.models.vision_language")
@@ -66,6 +68,19 @@ def decode(
         streamer: Is given each step's tokens.
         kwargs: What transformers keeps between calls, the cache among it.
     """
+    with one_thread() if has_own_threads(model) else contextlib.nullcontext():
+        return _decode(model, ids, processors, criteria, config, streamer, kwargs)
+
+
+def _decode(
+    model: Any,
+    ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
     ends = {end for one in criteria if isinstance(one, EosTokenCriteria) for end in one.eos_token_id.tolist()}
     padding = int(config._pad_token_tensor) if ends else 0
     live = [True] * len(ids)
@@ -81,10 +96,7 @@ def decode(
             ids = torch.cat(made, dim=1)
             made = [ids]
             scores = processors(ids, scores)
-        if config.do_sample:
-            tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
-        else:
-            tokens = likeliest(scores).unsqueeze(1)
+        tokens = (drawn(scores) if config.do_sample else likeliest(scores)).unsqueeze(1)
         if ends:
             values = tokens[:, 0].tolist()
             if not all(live):
@@ -100,17 +112,6 @@ def decode(
         if left <= 0 or not any(live):
             return torch.cat(made, dim=1)
         outputs = model(**following.after(tokens, left))
-
-
-def likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """The place of the greatest value of each row: `(rows, vocabulary)` to `(rows,)`.
-
-    On the host by NumPy, in this thread. torch shares several rows among OpenMP's threads, which then wait for more by
-    spinning, for milliseconds, on the processors that the runtime's next call needs: a step of eight rows took a fifth longer.
-    """
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
 
 
 class _Inputs:

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ...errors import InputError
-from ...models.decoding import likeliest
+from ...models.tokens import drawn, likeliest
 from .options import GenerationOptions
 
 
@@ -72,12 +72,12 @@ class Chooser:
         assert self._ids is not None, "plain rows are chosen together"
         scores = self._processors(self._ids, logits.float().clone())
         if not self._draws:
-            return self._taken(likeliest(scores).unsqueeze(1))
-        return self._taken(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            return self._taken(likeliest(scores))
+        return self._taken(drawn(scores, self._generator))
 
     def _taken(self, token: torch.Tensor) -> int:
         assert self._ids is not None
-        self._ids = torch.cat([self._ids, token], dim=1)
+        self._ids = torch.cat([self._ids, token.unsqueeze(1)], dim=1)
         return int(token)
 
 

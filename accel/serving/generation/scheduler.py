@@ -13,6 +13,7 @@ import torch
 
 from ...artifact.manifest import Component
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from ...models.tokens import has_own_threads, use_one_thread
 from .batch import Batch, Reading, Row
 from .choosing import Chooser, choose
 from .options import GenerationLimits, GenerationOptions
@@ -160,6 +161,8 @@ class Scheduler:
     # The thread
 
     def _run(self) -> None:
+        if has_own_threads(self.model):
+            use_one_thread()
         with torch.inference_mode():
             while self._wait():
                 try:
