@@ -27,6 +27,7 @@ from accel.capture import Source, Wrapper, load_source, quiet, replace_layer, sa
 from accel.config import ExportConfig, QuantizeConfig
 from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
+from .blocks import hidden
 from .library import library, mapped
 from .static import integer_layers, observed, static_config, traced
 from .weights import (
@@ -113,14 +114,10 @@ class _Work:
         batches = self._batches
         if config.algorithm == "awq":
             check_blocks(inner, config, self._excluded)
+        if config.algorithm in ("awq", "gptq"):
             batches = [row for batch in batches for row in _rows_alone(batch)]
-
-        def run(prepared: torch.nn.Module) -> None:
-            for batch in batches:
-                prepared(**batch)
-
-        example = batches[0].get("input_ids") if batches else None
-        made: torch.nn.Module = quantize_weights(model, config, settings, run, example)
+        with hidden(model, self._excluded if config.algorithm == "gptq" else ()):
+            made: torch.nn.Module = quantize_weights(model, config, settings, batches)
         self._names = with_block_layers(made, before)
         share_again(made, inner)
         return made
@@ -292,7 +289,9 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
 
 
 def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Each row of a batch, without its padding: AWQ runs layers alone, with the mask of one call for the rows of all."""
+    """Each row of a batch, without its padding: AWQ runs layers alone, with the mask of one call for the rows of all, and GPTQ counts
+    padding like tokens.
+    """
     mask = batch.get("attention_mask")
     for i in range(len(next(iter(batch.values())))):
         row = {name: tensor[i : i + 1] for name, tensor in batch.items()}
