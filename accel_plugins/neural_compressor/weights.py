@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import util
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from accel.capture import BlockLinear, pack, replace_layer
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
-from . import ALGORITHMS
+from . import ALGORITHMS, AUTO_ROUND
 from .blocks import called_plainly, check_chain
 from .library import library, mapped
 
@@ -24,7 +25,7 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
 
     Raises:
         ConfigError: An algorithm that is not offered, or whose packed weights cannot be kept.
-        QuantizeError: There is no calibration data for one that needs it.
+        QuantizeError: Its package is missing, or there is no calibration data for one that needs it.
     """
     name = config.algorithm
     if name not in ALGORITHMS:
@@ -32,6 +33,8 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
             f"{name!r} is not offered with Neural Compressor: see `accel doctor`.{did_you_mean(name, ALGORITHMS)}",
             fix=f"use one of {', '.join(ALGORITHMS)}, or backend='cpu' for hqq.",
         )
+    if name == "autoround" and util.find_spec("auto_round") is None:
+        raise QuantizeError("autoround needs the package auto-round, which is not installed.", fix=AUTO_ROUND)
     if name in NEEDS_DATA and not calibrated:
         raise QuantizeError(
             f"{name} needs calibration data, and none was given.", fix="pass calibration=..., or use algorithm='rtn'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from accel.stages.quantize_once import quantize
 from accel.stages.resolving import resolve
 from accel.testing.generators import save_generator
 from accel.tuning.candidates import Space
+from accel_plugins.neural_compressor.weights import check_algorithm
 
 BACKEND = "neural-compressor"
 
@@ -127,6 +129,19 @@ def test_its_search_stops_inside_the_budget(tiny_folder: Callable[..., Path], tm
     assert "blocks of 16" in search["chosen"]
 
 
+def test_its_search_goes_on_where_the_model_cannot_have_a_recipe(tmp_path: Path) -> None:
+    """GPT-2's layers are none that GPTQ packs."""
+    values = iter([1.0, 0.5, 0.995])
+    found = quantize(
+        save_generator(tmp_path / "gpt2", "gpt2"), tmp_path / "out", backend=BACKEND, scheme="weight-int4", block_size=16,
+        max_drop=0.01, evaluate=lambda artifact: next(values), calibration=long_rows(),
+    )  # fmt: skip
+    search = found.manifest.steps[-1].report["search"]
+    assert "Conv1D" in search["refused"]["weight-int4 (gptq, blocks of 16)"]
+    assert search["chosen"] == "weight-int4 (awq, blocks of 16)"
+    assert not list((tmp_path / "out").glob(".candidate-*"))
+
+
 def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     measured = iter([1.0, 0.5, 0.6])
     with pytest.raises(BudgetError, match="0.6000"):
@@ -159,6 +174,14 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         quantize(tiny_folder(), tmp_path / "out", backend=BACKEND, **settings)
+
+
+def test_an_algorithm_without_its_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(QuantizeError, match="auto-round, which is not installed"):
+        check_algorithm(accel.QuantizeConfig(scheme="weight-int4", algorithm="autoround"), calibrated=True)
 
 
 def test_doctor_says_which_algorithms_are_missing() -> None:
