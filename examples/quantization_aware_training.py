@@ -97,7 +97,8 @@ def main() -> None:
     found["rounded, trained"] = accuracy(model.cpu())
 
     accel.export(model, arguments.out / "onnx", processor=tokenizer, task="text-classification")
-    report = accel.evaluate(arguments.out / "onnx", str(arguments.test), columns={"text": "text", "label": "category"})
+    columns = {"text": "text", "label": "category"}
+    report = accel.evaluate(arguments.out / "onnx", str(arguments.test), columns=columns, max_length=LENGTH)
     found["exported, ONNX Runtime"] = 100 * report.value
     print(json.dumps(found, indent=1))
 

@@ -2,6 +2,7 @@
 
 from accel.backends.specs import WEIGHTS, BackendSpec, Capability, SchemeSettings
 
+AUTO_ROUND = 'pip install "auto-round>=0.9"'
 ALGORITHMS = ("rtn", "gptq", "awq", "teq", "autoround")
 _WEIGHT_ONLY = ("exclude", "symmetric", "block_size", "algorithm", "max_drop")
 

@@ -13,6 +13,8 @@ from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig
 from accel.errors import SessionError
 
+from . import AUTO_ROUND
+
 _DISTRIBUTION = "neural-compressor-pt"
 # What it offers and does not give here, whatever else is installed (3.10, torch 2.13).
 _NEVER = (
@@ -49,9 +51,7 @@ class NeuralCompressorBackend:
             )
         reasons = list(_NEVER)
         if util.find_spec("auto_round") is None:
-            reasons.insert(
-                0, Reason("autoround", "algorithm 'autoround' needs auto-round", 'pip install "auto-round>=0.9"')
-            )
+            reasons.insert(0, Reason("autoround", "algorithm 'autoround' needs auto-round", AUTO_ROUND))
         device = DeviceSpec("cpu", name=platform.processor() or platform.machine())
         return Probe(devices=(device,), reasons=tuple(reasons), versions={_DISTRIBUTION: version})
 

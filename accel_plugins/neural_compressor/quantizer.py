@@ -27,6 +27,7 @@ from accel.capture import Source, Wrapper, load_source, quiet, replace_layer, sa
 from accel.config import ExportConfig, QuantizeConfig
 from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
+from .blocks import hidden
 from .library import library, mapped
 from .static import integer_layers, observed, static_config, traced
 from .weights import (
@@ -113,33 +114,37 @@ class _Work:
         batches = self._batches
         if config.algorithm == "awq":
             check_blocks(inner, config, self._excluded)
+        if config.algorithm in ("awq", "gptq"):
             batches = [row for batch in batches for row in _rows_alone(batch)]
-
-        def run(prepared: torch.nn.Module) -> None:
-            for batch in batches:
-                prepared(**batch)
-
-        example = batches[0].get("input_ids") if batches else None
-        made: torch.nn.Module = quantize_weights(model, config, settings, run, example)
+        with hidden(model, self._excluded if config.algorithm == "gptq" else ()):
+            made: torch.nn.Module = quantize_weights(model, config, settings, batches)
         self._names = with_block_layers(made, before)
         share_again(made, inner)
         return made
 
     def tuned(self, evaluate: Evaluate, max_drop: float) -> Artifact:
-        """Neural Compressor's own search: one recipe after the other, until what `evaluate` measures is inside the budget.
+        """Neural Compressor's own search: one recipe after the other, until what `evaluate` measures is inside the budget. Of recipes
+        that were not asked for, those that the model cannot have are left out and named.
 
         Raises:
             BudgetError: Nothing is.
         """
-        inc, found = library(), dict[str, float]()
+        inc, found, refused = library(), dict[str, float](), dict[str, str]()
         recipes = list(_recipes(self._config, calibrated=bool(self._batches)))
         measured: list[tuple[float, QuantizeConfig]] = []
 
-        def attempts() -> Iterator[tuple[QuantizeConfig, float]]:
-            for recipe in recipes:
+        def attempts() -> Iterator[tuple[QuantizeConfig, Any, float]]:
+            for recipe, settings in zip(recipes, theirs, strict=True):
                 # Inside the output: what lies beside it is swept by other processes that write there.
                 with tempfile.TemporaryDirectory(dir=self._out, prefix=".candidate-") as folder:
-                    yield recipe, evaluate(self.written(self.quantized(recipe), recipe, Path(folder)))
+                    try:
+                        candidate = self.written(self.quantized(recipe), recipe, Path(folder))
+                    except (QuantizeError, ConfigError) as error:
+                        if recipe is recipes[0]:
+                            raise
+                        refused[_named(recipe)] = error.message
+                        continue
+                    yield recipe, settings, evaluate(candidate)
 
         baseline = evaluate(self._artifact)
         # Its budget is relative to the float model's value; ours is in the points of the measure.
@@ -151,22 +156,25 @@ class _Work:
 
             _, _, monitor = init_tuning(tuning_config=settings)
             monitor.set_baseline(baseline)
-        for number, (recipe, value) in enumerate(attempts(), 1):
+        for number, (recipe, their, value) in enumerate(attempts(), 1):
             found[_named(recipe)] = value
             measured.append((value, recipe))
             with mapped("its search", "leave max_drop out, or allow more."):
-                monitor.add_trial_result(number, value, theirs[number - 1])
+                monitor.add_trial_result(number, value, their)
                 done = monitor.need_stop()
             if done:
                 break
         value, best = max(measured, key=lambda one: one[0])
         if value < baseline - max_drop:
-            lines = "\n".join(f"  {name}: {one:.4f}" for name, one in found.items())
+            lines = "\n".join(
+                [f"  {name}: {one:.4f}" for name, one in found.items()]
+                + [f"  {n}: {why}" for n, why in refused.items()]
+            )
             raise BudgetError(
                 f"No recipe loses at most {max_drop:g}: the float model has {baseline:.4f}.\n{lines}",
                 fix="allow a larger max_drop, or another scheme.",
             )
-        report = {"search": {"float": baseline, "tried": found, "chosen": _named(best)}}
+        report = {"search": {"float": baseline, "tried": found, "refused": refused, "chosen": _named(best)}}
         return self.written(self.quantized(best), best, self._out, report)
 
     def written(
@@ -292,7 +300,9 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
 
 
 def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Each row of a batch, without its padding: AWQ runs layers alone, with the mask of one call for the rows of all."""
+    """Each row of a batch, without its padding: AWQ runs layers alone, with the mask of one call for the rows of all, and GPTQ counts
+    padding like tokens.
+    """
     mask = batch.get("attention_mask")
     for i in range(len(next(iter(batch.values())))):
         row = {name: tensor[i : i + 1] for name, tensor in batch.items()}

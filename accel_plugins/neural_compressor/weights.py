@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import util
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from accel.capture import BlockLinear, pack, replace_layer
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
-from . import ALGORITHMS
+from . import ALGORITHMS, AUTO_ROUND
+from .blocks import called_plainly, check_chain
 from .library import library, mapped
 
-Run = Callable[[torch.nn.Module], None]
 NEEDS_DATA = ("gptq", "awq", "teq", "autoround")
 _FIX = "use algorithm='rtn', or another backend (`accel doctor` lists what is missing here)."
 
@@ -24,7 +25,7 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
 
     Raises:
         ConfigError: An algorithm that is not offered, or whose packed weights cannot be kept.
-        QuantizeError: There is no calibration data for one that needs it.
+        QuantizeError: Its package is missing, or there is no calibration data for one that needs it.
     """
     name = config.algorithm
     if name not in ALGORITHMS:
@@ -32,6 +33,8 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
             f"{name!r} is not offered with Neural Compressor: see `accel doctor`.{did_you_mean(name, ALGORITHMS)}",
             fix=f"use one of {', '.join(ALGORITHMS)}, or backend='cpu' for hqq.",
         )
+    if name == "autoround" and util.find_spec("auto_round") is None:
+        raise QuantizeError("autoround needs the package auto-round, which is not installed.", fix=AUTO_ROUND)
     if name in NEEDS_DATA and not calibrated:
         raise QuantizeError(
             f"{name} needs calibration data, and none was given.", fix="pass calibration=..., or use algorithm='rtn'."
@@ -63,8 +66,9 @@ def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -
         folder: Where the model's weights are: GPTQ wants to know, even when it does not read them.
     """
     inc, bits = library(), 4 if config.scheme == "weight-int4" else 8
-    kinds = {
-        "rtn": ("RTNConfig", {}),
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        # Layer by layer it reads weights by their names in the file, which are not always those in the model.
+        "rtn": ("RTNConfig", {"use_layer_wise": False}),
         "gptq": ("GPTQConfig", {"model_path": folder}),
         "awq": ("AWQConfig", {}),
         "teq": ("TEQConfig", {}),
@@ -78,26 +82,66 @@ def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -
     return made
 
 
-def quantize_weights(model: torch.nn.Module, config: QuantizeConfig, settings: Any, run: Run, example: Any) -> Any:
+def quantize_weights(
+    model: torch.nn.Module, config: QuantizeConfig, settings: Any, rows: Sequence[Mapping[str, torch.Tensor]]
+) -> Any:
     """The model with Neural Compressor's packed layers in it; changed in place.
 
     Args:
         model: To quantize.
         config: Which algorithm.
         settings: From `weight_config`.
-        run: Calls the model with the calibration data.
-        example: Ids that the model is called with for algorithms that trace it.
+        rows: Calibration data, as the model is called.
     """
     inc = library()
+
+    def calibrated(**more: Any) -> Any:
+        prepared = inc.prepare(model, settings, **more)
+        for row in rows:
+            prepared(**row)
+        return inc.convert(prepared)
+
     with mapped(config.algorithm, _FIX):
         if config.algorithm == "rtn":
             return inc.convert(inc.prepare(model, settings), use_optimum_format=False)
-        if config.algorithm in ("awq", "teq"):
-            prepared = inc.prepare(model, settings, example_inputs=example)
-        else:
-            prepared = inc.prepare(model, settings)
-        run(prepared)
-        return inc.convert(prepared)
+        # Ids that the model is called with where it is traced.
+        traced = {"example_inputs": rows[0].get("input_ids")} if config.algorithm in ("awq", "teq") else {}
+        with called_plainly(model, masks=config.algorithm == "gptq"):
+            if config.algorithm in ("gptq", "awq"):
+                check_chain(model, _blocks(model, config.algorithm), _extremes(rows), config.algorithm)
+            if config.algorithm == "teq":
+                _check_norms(model, traced["example_inputs"])
+            return calibrated(**traced)
+
+
+def _blocks(model: torch.nn.Module, algorithm: str) -> Sequence[torch.nn.Module]:
+    """What an algorithm takes for the model's blocks."""
+    from neural_compressor.torch.algorithms.weight_only import gptq, utility
+
+    if algorithm == "gptq":
+        return list(gptq.trace_gptq_target_blocks(model)["transformers"])
+    found: Any = model.get_submodule(utility.get_block_prefix(model)[0])
+    return list(found)
+
+
+def _check_norms(model: torch.nn.Module, example: Any) -> None:
+    """Refuse a model whose layers could not be scaled.
+
+    Raises:
+        QuantizeError: TEQ finds no norm that could take the scales up.
+    """
+    from neural_compressor.torch.algorithms.weight_only.utility import GraphTrace
+
+    if not GraphTrace().get_absorb_to_layer(model, example, ["Linear"])[0]:
+        raise QuantizeError(
+            "teq finds no norm in front of the model's layers that could be scaled with them.", fix=_FIX
+        )
+
+
+def _extremes(rows: Sequence[Mapping[str, torch.Tensor]]) -> list[Mapping[str, torch.Tensor]]:
+    """The shortest row and the longest."""
+    by_size = sorted(rows, key=lambda row: sum(tensor.numel() for tensor in row.values()))
+    return [by_size[0], by_size[-1]]
 
 
 def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Module]) -> list[str]:

@@ -7,8 +7,10 @@ import copy
 import itertools
 import logging
 import pickle
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,67 @@ def test_a_model_that_padding_changes_is_not_padded(uncompiled: list[Any], caplo
     assert "Padding changes what Averaging answers" in caplog.text
     with torch.no_grad():
         assert torch.equal(model(**call)["mean"], expected)
+
+
+# Several threads
+
+
+def at_once(count: int, call: Callable[[], Any]) -> list[Any]:
+    """What a call gives in each of some threads that begin together."""
+    together = threading.Barrier(count)
+
+    def begin(_: int) -> Any:
+        together.wait()
+        return call()
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def test_threads_that_find_padding_to_matter_all_get_answers(uncompiled: list[Any]) -> None:
+    """The first one drops the form that the others wait for."""
+    model = Averaging().eval()
+    ids = torch.tensor([[5, 6, 7]])
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model(**call)["mean"]
+    accel.accelerate(model, keep_slower=True)
+    assert all(torch.allclose(found["mean"], expected) for found in at_once(8, lambda: model(**call)))
+
+
+def test_threads_that_wait_for_code_that_is_slower_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "compiled", slow)
+    model = tiny_model("bert").eval()
+    expected = answer(model, **inputs())
+    accel.accelerate(model)
+    assert all(torch.equal(found, expected) for found in at_once(8, lambda: answer(model, **inputs())))
+    assert model.acceleration.report()[0]["state"] == "eager"
+
+
+def test_answers_are_cut_while_another_thread_checks_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    checking, finished = threading.Event(), threading.Event()
+
+    def stand_in(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
+        def call(**given: Any) -> Any:
+            if threading.current_thread().name == "checking":
+                checking.set()
+                assert finished.wait(60)
+            return function(**given)
+
+        return call
+
+    monkeypatch.setattr(engine, "compiled", stand_in)
+    model = accel.accelerate(tiny_model("bert", "token-classification").eval(), keep_slower=True, lengths=(16,))
+    short, whole = torch.tensor([[5, 6, 7]]), torch.arange(16)[None] + 5
+    assert answer(model, input_ids=short).shape[1] == 3
+    thread = threading.Thread(target=lambda: answer(model, input_ids=whole), name="checking")
+    thread.start()
+    try:
+        assert checking.wait(60)
+        assert answer(model, input_ids=short).shape[1] == 3
+    finally:
+        finished.set()
+        thread.join()
+    assert model.acceleration.compilations == 1
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from accel.stages.quantize_once import quantize
 from accel.stages.resolving import resolve
 from accel.testing.generators import save_generator
 from accel.tuning.candidates import Space
+from accel_plugins.neural_compressor.weights import check_algorithm
 
 BACKEND = "neural-compressor"
 
@@ -127,6 +129,19 @@ def test_its_search_stops_inside_the_budget(tiny_folder: Callable[..., Path], tm
     assert "blocks of 16" in search["chosen"]
 
 
+def test_its_search_goes_on_where_the_model_cannot_have_a_recipe(tmp_path: Path) -> None:
+    """GPT-2's layers are none that GPTQ packs."""
+    values = iter([1.0, 0.5, 0.995])
+    found = quantize(
+        save_generator(tmp_path / "gpt2", "gpt2"), tmp_path / "out", backend=BACKEND, scheme="weight-int4", block_size=16,
+        max_drop=0.01, evaluate=lambda artifact: next(values), calibration=long_rows(),
+    )  # fmt: skip
+    search = found.manifest.steps[-1].report["search"]
+    assert "Conv1D" in search["refused"]["weight-int4 (gptq, blocks of 16)"]
+    assert search["chosen"] == "weight-int4 (awq, blocks of 16)"
+    assert not list((tmp_path / "out").glob(".candidate-*"))
+
+
 def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     measured = iter([1.0, 0.5, 0.6])
     with pytest.raises(BudgetError, match="0.6000"):
@@ -159,6 +174,14 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         quantize(tiny_folder(), tmp_path / "out", backend=BACKEND, **settings)
+
+
+def test_an_algorithm_without_its_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(QuantizeError, match="auto-round, which is not installed"):
+        check_algorithm(accel.QuantizeConfig(scheme="weight-int4", algorithm="autoround"), calibrated=True)
 
 
 def test_doctor_says_which_algorithms_are_missing() -> None:
@@ -194,9 +217,9 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
 
 
-@pytest.mark.parametrize("algorithm", ["awq"])
+@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) -> None:
-    """As the command line gives them: rows, which the model's tokenizer reads."""
+    """As the command line gives them: rows, which the model's tokenizer reads, and of which a batch pads some and others not."""
     folder = save_generator(tmp_path / "llama", "llama")
     texts = [{"text": text} for text in ("where is my card and my phone", "help", "i lost my phone and cannot pay")]
     artifact = accel.quantize(
@@ -208,6 +231,93 @@ def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) ->
     graph = accel.export(artifact.path, tmp_path / "onnx")
     model = accel.ORTModelForCausalLM.from_pretrained(graph.path)
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_each_row_has_its_own_mask_and_no_padding(algorithm: str, tmp_path: Path) -> None:
+    """The integers are those of the rows alone, whatever batches they came in."""
+    spare = ("model.layers.1.mlp.up_proj",)
+    folder = save_generator(tmp_path / "mistral", "mistral")
+    # A short one and a long one in turns.
+    alone = [{name: tensor[i : i + 1] for name, tensor in long_rows()[n].items()} for i in (0, 1) for n in (0, 2, 1, 3)]
+    settings: dict[str, Any] = {"backend": BACKEND, "scheme": "weight-int4", "algorithm": algorithm, "block_size": 16}
+    found = [
+        layers_of(quantize(folder, tmp_path / name, calibration=batches, exclude=spare, **settings))
+        for name, batches in (("alone", alone), ("padded", padded_pairs(alone)))
+    ]
+    assert len(found[0]) == 14 - len(spare)
+    assert not set(spare) & found[0].keys()
+    for name, layer in found[0].items():
+        assert torch.equal(layer.packed, found[1][name].packed)
+        assert torch.equal(layer.scales, found[1][name].scales)
+
+
+def long_rows() -> list[dict[str, torch.Tensor]]:
+    """Some longer than Mistral's window of 16 tokens, so that only some need a mask."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randint(6, 100, (2, length), generator=generator) for length in (5, 9, 24, 40)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in made]
+
+
+def padded_pairs(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Each row with the next one, padded on the left to its length."""
+    made = []
+    for one, other in zip(rows[::2], rows[1::2], strict=True):
+        width = max(one["input_ids"].shape[1], other["input_ids"].shape[1])
+        made.append(
+            {
+                name: torch.cat(
+                    [torch.nn.functional.pad(row[name], (width - row[name].shape[1], 0)) for row in (one, other)]
+                )
+                for name in one
+            }
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "why"),
+    [
+        ("gemma3", "gptq", "block 1 of the model's 2 is called with something else"),
+        ("gemma3", "awq", "block 1 of the model's 2 is called with something else"),
+        ("gpt2", "gptq", "Conv1D"),
+        ("llama", "teq", "no norm"),
+    ],
+)
+def test_models_that_an_algorithm_would_run_in_another_way_are_refused(
+    family: str, algorithm: str, why: str, tmp_path: Path
+) -> None:
+    folder = save_generator(tmp_path / family, family)
+    with pytest.raises(QuantizeError, match=why):
+        quantize(
+            folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", algorithm=algorithm, block_size=16,
+            calibration=long_rows(),
+        )  # fmt: skip
+
+
+def test_blocks_that_run_again_find_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWQ runs each block many times: with a cache, it would attend to what it computed the times before."""
+    block = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    original, calls = block.forward, list[tuple[Any, Any]]()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append((self, kwargs.get("past_key_values")))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "forward", forward)
+    quantize(
+        save_generator(tmp_path / "llama", "llama"), tmp_path / "q", backend=BACKEND, scheme="weight-int4",
+        algorithm="awq", block_size=16, calibration=long_rows(),
+    )  # fmt: skip
+    with_cache = [(id(one), id(cache)) for one, cache in calls if cache is not None]
+    assert len(with_cache) == len(set(with_cache)) < len(calls) - 30
+
+
+def test_rounding_reads_no_weights_from_the_file(tmp_path: Path) -> None:
+    """The names in the file are not always those in the model: GPT-NeoX's output layer has another one."""
+    folder = save_generator(tmp_path / "gpt-neox", "gpt-neox")
+    artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", block_size=16)
+    assert len(layers_of(artifact)) == 8
 
 
 def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:

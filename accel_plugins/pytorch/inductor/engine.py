@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -160,14 +160,16 @@ class Engine:
         if form is None:
             self._tell(why)
             return self.eager(**call)
-        if form.call is None:
-            return self.eager(**call)
         kind = (have.batch != form.sizes.batch, have.length != form.sizes.length)
-        if kind not in form.checked:
+        if form.call is not None and kind not in form.checked:
             with self._turn:
-                if kind not in form.checked:
+                # While this thread waited, another one may have found that the form differs, or that it is slower.
+                if not any(one is form for one in self.forms.values()):
+                    return self.answer(call)
+                if form.call is not None and kind not in form.checked:
                     return self._first(form, call, have, kind)
-        return self._run(form, call, have)
+        code = form.call
+        return self.eager(**call) if code is None else self._run(form, code, call, have, form.cuts)
 
     def _tell(self, why: str) -> None:
         """Say once why calls of a kind are computed as the model is; those beyond the limit are counted."""
@@ -272,17 +274,19 @@ class Engine:
         caches = generates and call.get("use_cache", getattr(self.model.config, "use_cache", False))
         return "a call that returns a new cache runs as the model is (use_cache=False compiles it)" if caches else ""
 
-    def _run(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
+    def _run(
+        self, form: CompiledForm, code: Any, call: dict[str, Any], have: Sizes, cuts: Sequence[Mapping[int, str]] = ()
+    ) -> Any:
         given = self._cast(padded(call, have, form.sizes, self._pad_id))
         if form.replayed:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        found = form.call(**given)
+        found = code(**given)
         leaves, spec = pytree.tree_flatten(found)
         place = 0
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if place < len(form.cuts):
-                    leaf = cut(leaf, form.cuts[place], have)
+                if place < len(cuts):
+                    leaf = cut(leaf, cuts[place], have)
                 place += 1
                 # The next replay writes where this one did.
                 dtype = self.own_dtype if leaf.is_floating_point() else leaf.dtype
@@ -326,7 +330,6 @@ class Engine:
             logger.info("compiling %s for %s: this may take minutes", type(self.model).__name__, form.name)
             if cache is not None:
                 as_inputs(cache)
-        cuts, form.cuts = form.cuts, []
         try:
             found = self._compile(form, call, have)
         except PrepareError as error:
@@ -346,7 +349,7 @@ class Engine:
             gap = max(gap, self._other_cache(form, again, have, before, expected))
         if not gap <= self.tolerance:
             return self._differs(form, call, kind, gap)
-        form.cuts = [{**old, **new} for old, new in zip(cuts or [{}] * len(axes), axes, strict=True)]
+        form.cuts = [{**old, **new} for old, new in zip(form.cuts or [{}] * len(axes), axes, strict=True)]
         form.difference = max(form.difference, gap)
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
@@ -357,7 +360,7 @@ class Engine:
     def _compile(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
         try:
             with compiling(freezing=self.config.freezing and self.device.type == "cpu"):
-                return self._run(form, call, have)
+                return self._run(form, form.call, call, have)
         except Exception as error:
             self._drop(form)
             raise PrepareError(
@@ -370,7 +373,7 @@ class Engine:
         self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
     ) -> float:
         """Run the code that was compiled with one cache over another, and compare what that one holds then, too."""
-        _, found, _ = compare(self._run(form, call, have), expected, have, form.sizes)
+        _, found, _ = compare(self._run(form, form.call, call, have), expected, have, form.sizes)
         held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
         return max(found, *(difference(one, other) for one, other in held))
 
@@ -414,7 +417,7 @@ class Engine:
         times: dict[str, list[float]] = {"eager": [], "compiled": []}
         ways: dict[str, Callable[[dict[str, Any]], Any]] = {
             "eager": lambda given: self.eager(**given),
-            "compiled": lambda given: self._run(form, given, have),
+            "compiled": lambda given: self._run(form, form.call, given, have, form.cuts),
         }
         started = time.perf_counter()
 
@@ -457,7 +460,7 @@ class Engine:
                 "ms": form.ms,
                 "difference": form.difference,
             }
-            for form in self.forms.values()
+            for form in [*self.forms.values()]
         ]
 
 

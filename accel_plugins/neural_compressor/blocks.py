@@ -1,0 +1,183 @@
+"""What GPTQ and AWQ take for granted of a model, checked before they begin.
+
+Neural Compressor's GPTQ and AWQ run the blocks of a model one after the other by themselves: each gets the answer of the one before it,
+and everything else as the first block was called. Of a model whose blocks are called in another way they would choose weights for
+activations that the model never has, and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Conv1D
+
+from accel.errors import QuantizeError
+
+_FIX = "use algorithm='rtn', or export the model and quantize the graph with backend='openvino'."
+# What GPTQ keeps besides tensors; it drops the rest.
+_PAIRS = ("alibi", "position_embeddings")
+# Attention of another kind for short and for long rows adds up in another order.
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How a block was called."""
+
+    args: tuple[Any, ...]
+    kept: dict[str, Any]
+    answer: torch.Tensor
+
+
+def check_chain(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rows: Sequence[Mapping[str, Any]], algorithm: str
+) -> None:
+    """Refuse a model whose blocks do not compute the same when they are called as an algorithm calls them.
+
+    Args:
+        model: In floating point.
+        blocks: Those that Neural Compressor found in it.
+        rows: Of the calibration data, a shortest and a longest one; costs two calls of the model for each.
+        algorithm: `gptq` or `awq`.
+
+    Raises:
+        QuantizeError: They do not, with the first one that differs.
+    """
+    if not blocks:
+        raise QuantizeError(f"{algorithm} finds no list of blocks in the model.", fix=_FIX)
+    gptq = algorithm == "gptq"
+    if gptq and (odd := next((n for n, one in blocks[0].named_modules() if isinstance(one, Conv1D)), "")):
+        raise QuantizeError(
+            f"gptq packs linear layers, and {odd} of the model's blocks is a Conv1D, whose weights it would leave as they are.",
+            fix=_FIX,
+        )
+    names: set[str] | None = None
+    for row in rows:
+        calls = _calls(model, blocks, row, tensors=gptq)
+        if gptq and names is not None and names != set(calls[0].kept):
+            odd = ", ".join(sorted(names ^ set(calls[0].kept)))
+            raise QuantizeError(f"gptq needs all rows computed alike, and only some have {odd}.", fix=_FIX)
+        names = set(calls[0].kept)
+        hidden: Any = calls[0].args[0] if calls[0].args else calls[0].kept.get("hidden_states")
+        for number, block in enumerate(blocks):
+            args, kept = calls[0].args[1:], dict(calls[0].kept)
+            if calls[0].args:
+                args = (hidden, *args)
+            else:
+                kept["hidden_states"] = hidden
+            try:
+                with torch.no_grad():
+                    hidden = _first(block(*args, **kept))
+            # The block's own code, which may miss anything that it was called with in the model.
+            except Exception as error:
+                raise QuantizeError(
+                    f"{algorithm} calls every block as the first one, and block {number} of the model's {len(blocks)} cannot be: "
+                    f"{type(error).__name__}: {error}",
+                    fix=_FIX,
+                ) from error
+            expected = calls[number].answer
+            if hidden.shape != expected.shape or not _close(hidden, expected):
+                raise QuantizeError(
+                    f"{algorithm} calls every block as the first one, and block {number} of the model's {len(blocks)} is called with "
+                    "something else (other masks or positions, as in models with several kinds of attention).",
+                    fix=_FIX,
+                )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+
+
+def _calls(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], row: Mapping[str, Any], *, tensors: bool
+) -> list[_Call]:
+    found: dict[int, _Call] = {}
+
+    def watch(number: int) -> Any:
+        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> None:
+            kept = {n: one for n, one in kwargs.items() if not tensors or isinstance(one, torch.Tensor) or n in _PAIRS}
+            found[number] = _Call(args, kept, _first(answer))
+
+        return hook
+
+    hooks = [block.register_forward_hook(watch(number), with_kwargs=True) for number, block in enumerate(blocks)]
+    try:
+        with torch.no_grad():
+            model(**row)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = [number for number in range(len(blocks)) if number not in found]
+    if missing:
+        raise QuantizeError(
+            f"It takes {type(blocks[0]).__name__} and what follows it for the model's blocks, and the model does not call "
+            f"number {missing[0]} of the {len(blocks)}.",
+            fix=_FIX,
+        )
+    return [found[number] for number in range(len(blocks))]
+
+
+def _first(answer: Any) -> Any:
+    return answer[0] if isinstance(answer, tuple | list) else answer
+
+
+@contextmanager
+def called_plainly(model: Any, *, masks: bool) -> Iterator[None]:
+    """Calls of a model leave nothing behind: no cache, in which blocks that run again and again would find what they computed before.
+
+    Args:
+        model: To call.
+        masks: Attention always gets its mask. It gets none for rows that need none, and GPTQ, which keeps the masks of all rows in one
+            list, would take those of other rows for them.
+    """
+    configs = [model.config, model.config.get_text_config()] if hasattr(model, "config") else []
+    caching = [one for one in configs if getattr(one, "use_cache", False)]
+    attention = getattr(configs[0], "_attn_implementation", None) if configs else None
+    changes = masks and attention not in (None, "eager") and hasattr(model, "set_attn_implementation")
+    for one in caching:
+        one.use_cache = False
+    if changes:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for one in caching:
+            one.use_cache = True
+        if changes:
+            model.set_attn_implementation(attention)
+
+
+class _InFloat(torch.nn.Module):
+    """A linear layer that no search for linear layers finds."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@contextmanager
+def hidden(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Layers that are to stay in floating point are out of sight: GPTQ takes for a layer without settings those of the first that
+    has some.
+    """
+    layers = {name: model.get_submodule(name) for name in names}
+
+    def put(name: str, layer: torch.nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
+
+    for name, layer in layers.items():
+        assert isinstance(layer, torch.nn.Linear)
+        put(name, _InFloat(layer))
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            put(name, layer)

@@ -1,0 +1,103 @@
+"""Static int8 found by Neural Compressor beside our own, both in ONNX Runtime: accuracy, and speed in turns.
+
+    python benchmarks/static_int8.py MODEL TRAIN.csv TEST.csv OUT.json --keep FOLDER [--parts prepare,accuracy,speed]
+
+The CSV files hold the columns `text` and `category`; both quantizers see the same 256 rows of TRAIN.csv. Speed needs a
+quiet machine; each part adds its figures to OUT.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accel
+from accel.backends.machine import machine
+from accel.measuring.latency.rounds import measure
+from accel.measuring.latency.variants import Variant
+
+COLUMNS = {"text": "text", "label": "category"}
+TASK = "text-classification"
+SHAPES = ((1, 16), (1, 128), (8, 64))
+
+
+def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
+    """The artifacts by name; what is there already is kept."""
+    paths = {name: root / name for name in ("float32", "own", "own-O2", "neural-compressor", "neural-compressor-O2")}
+    held = root / "integers"
+    if not paths["float32"].exists():
+        accel.export(model, paths["float32"])
+    own: dict[str, Any] = {"scheme": "static-int8", "calibration": str(train)}
+    if not paths["own"].exists():
+        accel.quantize(paths["float32"], paths["own"], backend="cpu", **own)
+    if not paths["own-O2"].exists():
+        accel.optimize(paths["float32"], root / "float32-O2", level="O2")
+        accel.quantize(root / "float32-O2", paths["own-O2"], backend="cpu", **own)
+    if not held.exists():
+        accel.quantize(model, held, backend="neural-compressor", **own)
+    if not paths["neural-compressor"].exists():
+        accel.export(held, paths["neural-compressor"])
+    if not paths["neural-compressor-O2"].exists():
+        accel.optimize(paths["neural-compressor"], paths["neural-compressor-O2"], level="O2")
+    return paths
+
+
+def accuracy(paths: dict[str, Path], test: Path) -> dict[str, float]:
+    """Per cent of the rows of TEST.csv."""
+    return {name: 100 * accel.evaluate(path, str(test), columns=COLUMNS).value for name, path in paths.items()}
+
+
+def speed(paths: dict[str, Path], rounds: int) -> dict[str, Any]:
+    """Milliseconds a call by shape: median, 5 % and 95 %; one process a variant, in alternating rounds."""
+    found: dict[str, Any] = {}
+    for batch, length in SHAPES:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1000, 20_000, (batch, length), generator=generator)
+        feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        variants = [Variant(name=name, path=path, task=TASK) for name, path in paths.items()]
+        timings = measure(variants, feeds, rounds=rounds, calls=20)
+        rows = {one.name: [one.median, *one.spread] for one in timings}
+        found[f"{batch}x{length}"] = {
+            "ms": rows,
+            "neural-compressor / own": rows["neural-compressor"][0] / rows["own"][0],
+            "neural-compressor-O2 / own-O2": rows["neural-compressor-O2"][0] / rows["own-O2"][0],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("train", type=Path)
+    parser.add_argument("test", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--parts", default="prepare,accuracy,speed")
+    parser.add_argument(
+        "--only", help="names of artifacts whose accuracy is measured, separated by commas; all when left out"
+    )
+    arguments = parser.parse_args()
+    arguments.keep.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    paths = prepare(arguments.model, arguments.train, arguments.keep)
+    if "accuracy" in arguments.parts:
+        wanted = arguments.only.split(",") if arguments.only else list(paths)
+        found = accuracy({name: paths[name] for name in wanted}, arguments.test)
+        report["accuracy"] = {**report.get("accuracy", {}), **found}
+    if "speed" in arguments.parts:
+        report["speed"] = speed(paths, arguments.rounds)
+        facts = machine()
+        report["processors"], report["libraries"] = facts["processors"], facts["libraries"]
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
