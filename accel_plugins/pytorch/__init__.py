@@ -34,7 +34,6 @@ INDUCTOR = BackendSpec(
     recorded_options=("quantization", "graphs", "cuda_graph", "packing", "freezing"),
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),
-        # A session's cache grows with every token; `accel.accelerate(model)` compiles the steps of `generate` over a static one.
         Capability(
             stage="run",
             consumes=WEIGHTS,
@@ -42,6 +41,16 @@ INDUCTOR = BackendSpec(
             dtypes=_FLOATS,
             excludes=GENERATING,
             trials=(OptionTrial("quantization", "int8"), OptionTrial("quantization", "float8", ("cuda",))),
+            device_io=True,
+            thread_safe=True,
+        ),
+        # Steps of a decoder; what else generates, `accel.accelerate(model)` compiles over transformers' static cache.
+        Capability(
+            stage="run",
+            consumes=WEIGHTS,
+            devices=("cuda",),
+            dtypes=_FLOATS,
+            tasks=("text-generation",),
             device_io=True,
             thread_safe=True,
         ),

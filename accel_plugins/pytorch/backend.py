@@ -6,11 +6,12 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from accel.artifact import Artifact, HubOptions, Location
+from accel.artifact import Artifact, Component, HubOptions, Location
 from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, load_source, split
@@ -115,7 +116,7 @@ class PytorchBackend:
             part.model.to(where)
             component = artifact.component(part.name)
             if part.stateful:
-                opened[part.name] = DecoderSession(source.model, part, component, request.device, dtype)
+                opened[part.name] = self.decoder(source.model, part, component, request, dtype)
                 continue
             module = self.module(part.model, request)
             opened[part.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
@@ -146,6 +147,10 @@ class PytorchBackend:
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """What runs a part without a state."""
         return CapturedModule(model) if request.options.get("cuda_graph") else model
+
+    def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
+        """What runs a part with a state."""
+        return DecoderSession(model, part, component, request.device, dtype)
 
     def _take(self, folder: Path, config: ExportConfig) -> Source | None:
         """The model that was described last, if it is this one in this type."""

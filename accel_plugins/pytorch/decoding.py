@@ -84,8 +84,9 @@ class CacheState(StateDescription):
 
     def clone(self) -> CacheState:
         """An independent copy."""
+        held = copy.deepcopy(self.cache)
         made = copy.copy(self)
-        made.cache = copy.deepcopy(self.cache)
+        made.cache = held
         return made
 
 
@@ -159,7 +160,7 @@ class DecoderSession(ModuleSession):
                 if self._cross:
                     logits = self._decode(model, tensors, state)
                 elif self._component.croppable:
-                    logits = model(**tensors, past_key_values=state.cache, use_cache=True).logits
+                    logits = self._extend(model, tensors, state, new)
                 else:
                     logits = self._advance(model, tensors, state, new)
         except AccelError:
@@ -169,6 +170,11 @@ class DecoderSession(ModuleSession):
             raise failed(error, tensors) from error
         state.advance(new)
         return {"logits": self._declared("logits", logits)}
+
+    def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
+        """One call of a model that keeps keys and values of every token."""
+        found: torch.Tensor = model(**tensors, past_key_values=state.cache, use_cache=True).logits
+        return found
 
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
         """One call of a model with states of one size.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
+from typing import Any
 
 import torch
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, Component
 from accel.backends.interfaces import Exporter, OpenRequest, Preparer, Session
 from accel.backends.specs import Probe, Reason
+from accel.capture import Source
 from accel.config import AccelerateConfig
 from accel.errors import ConfigError
 
@@ -19,6 +21,7 @@ from ..session import Module
 from .accelerating import Accelerator
 from .compiling import REMEDIES, cpu_compiler, gpu_compiler
 from .engine import Engine
+from .steps import SteppingSession
 
 
 class InductorBackend(PytorchBackend):
@@ -67,15 +70,17 @@ class InductorBackend(PytorchBackend):
                 `keep_slower`.
 
         Raises:
-            ConfigError: An option that there is not, or a model whose parts keep a state.
+            ConfigError: An option that there is not, or a model whose steps are not compiled.
         """
-        stateful = [component.name for component in artifact.components if component.stateful]
+        stateful = [component for component in artifact.components if component.stateful]
         if stateful:
-            raise ConfigError(
-                f"The backend 'inductor' opens no decoder with a growing cache ({', '.join(stateful)}).",
-                fix="load the model with transformers and call accel.accelerate(model), or use backend='pytorch'.",
-            )
+            _check_steps(artifact, request)
         return super().open(artifact, request)
+
+    def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
+        """A decoder that computes steps with compiled code."""
+        graphs = _config(request).graphs
+        return SteppingSession(model, part, component, request.device, dtype, forms=graphs)
 
     def check(self, request: OpenRequest) -> None:
         """Refuse options that there are not; see `PytorchBackend.check`."""
@@ -85,6 +90,28 @@ class InductorBackend(PytorchBackend):
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """The model through compiled code."""
         return Engine(model, model.forward, _config(request))
+
+
+def _check_steps(artifact: Artifact, request: OpenRequest) -> None:
+    """Refuse decoders whose steps are not compiled.
+
+    Raises:
+        ConfigError: With what opens them.
+    """
+    instead = "load the model with transformers and call accel.accelerate(model), or use backend='pytorch'."
+    if request.device.type != "cuda":
+        raise ConfigError(
+            f"The backend 'inductor' opens decoders on NVIDIA GPUs, not on {request.device}.",
+            fix=f"pass device='cuda' (--device), or {instead}",
+        )
+    if len(artifact.components) > 1 or not artifact.components[0].croppable:
+        raise ConfigError(
+            f"The backend 'inductor' opens decoders that keep keys and values of each token, and nothing else; {artifact.task} of "
+            "this model needs more.",
+            fix=instead,
+        )
+    if request.options.get("quantization"):
+        raise ConfigError("The backend 'inductor' computes decoders in their own type.", fix="leave quantization out.")
 
 
 def _config(request: OpenRequest) -> AccelerateConfig:

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,7 +97,13 @@ def compiling(*, freezing: bool) -> Iterator[None]:
         yield
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool = False, replayed: bool = False) -> Any:
+def compiled(
+    function: Callable[..., Any],
+    *,
+    dynamic: bool = False,
+    replayed: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """The function through the compiler; it is compiled in its first call, inside `compiling`.
 
     A graph break is an error (`fullgraph`). Guards are left out: whoever calls it holds the sizes, types and settings that it
@@ -107,8 +113,9 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False, replayed: b
         function: What to compile.
         dynamic: Whether sizes may vary.
         replayed: Let the compiler record CUDA graphs itself, for functions that change their inputs in place.
+        options: More of the compiler's own.
     """
-    options: dict[str, Any] = {}
+    options = dict(options or {})
     if not dynamic:
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
     if replayed:

@@ -1,0 +1,383 @@
+"""Decoders whose steps run compiled code: one token a row, behind keys and values in memory of a fixed size.
+
+Prompts, and several tokens behind a past, run as the model is, over a cache that grows. The first step moves the cache into a slot, whose
+sizes code is compiled for; on a GPU the slot has a CUDA graph of it. Whatever else a cache can do moves it out again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicCache
+
+from accel.artifact import Component
+from accel.backends.checks import check_crop, check_rows
+from accel.backends.forms import relative_tolerance
+from accel.backends.specs import DeviceSpec
+from accel.capture import Source, first_lines
+
+from ..decoding import CacheState, DecoderSession, KeysAndValues
+from .compiling import compiled, compiling
+from .differences import difference
+from .packing import sharing_copy
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "accel_step"
+"""The attention of one token a row, by transformers' word for it."""
+
+_FEWEST = 256
+# Slots that nobody uses and that are kept, with their graphs, for the next cache of their sizes.
+_SPARE = 2
+# Products of one row as sums that are fused with what is around them, tuned; kernels that do not wait for each other in one.
+_OPTIONS = {"coordinate_descent_tuning": True, "combo_kernels": True, "benchmark_combo_kernel": True}
+# What an attention function may be told beside what it is given; anything else would change its answer.
+_HARMLESS = frozenset(
+    ("is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "cu_seq_lens_q")
+)
+
+
+def _attend(
+    module: torch.nn.Module,  # noqa: ARG001
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface: `query: (rows, heads, 1, size)`; heads that share keys are rows of one product.
+
+    Raises:
+        NotImplementedError: Windows, caps, sinks: it knows none of them.
+    """
+    odd = [name for name, told in others.items() if told is not None and name not in _HARMLESS]
+    if odd or dropout:
+        raise NotImplementedError(f"attention with {', '.join(odd) or 'dropout'}")
+    rows, heads, _, size = query.shape
+    shared = key.shape[1]
+    grouped = query.reshape(rows, shared, heads // shared, size)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).float() * (size**-0.5 if scaling is None else scaling)
+    weights = torch.softmax(scores + attention_mask, dim=-1).to(value.dtype)
+    return torch.matmul(weights, value).reshape(rows, 1, heads, value.shape[-1]), None
+
+
+class _Apart(torch.nn.Module):
+    """A linear layer whose bias is an addition of its own, which the compiler fuses; with it, a product is a library's."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight) + self.bias
+
+
+class _FixedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Keys and values in memory of a fixed size, as a model's code sees a cache.
+
+    Args:
+        keys: `(rows, heads, capacity, size)` of each layer.
+        values: Likewise.
+        place: `(1,)`: where the new token goes.
+    """
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+        self.keys, self.values, self.place = keys, values, place
+        self.layers: list[Any] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, the new ones in their place."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.index_copy_(2, self.place, key_states)
+        values.index_copy_(2, self.place, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens held."""
+        return self.place
+
+
+class Slot:
+    """Memory of a cache of a fixed size, and what computes a step in it.
+
+    Args:
+        layers: Keys and values that say their sizes.
+        batch: Rows.
+        capacity: Tokens a row.
+        position: Whether the model takes positions.
+        step: The compiled code.
+    """
+
+    def __init__(self, layers: Sequence[Any], batch: int, capacity: int, *, positions: bool, step: Any) -> None:
+        device = layers[0].keys.device
+        self.batch, self.capacity = batch, capacity
+        self._step = step
+        self._keys, self._values = (
+            [_room(getattr(layer, name), capacity) for layer in layers] for name in ("keys", "values")
+        )
+        ids = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self._inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+        if positions:
+            self._inputs["position_ids"] = torch.zeros_like(ids)
+        self._mask = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.empty(0)
+
+    def fill(self, layers: Sequence[Any], length: int) -> None:
+        """Take keys and values of so many tokens in."""
+        for layer, keys, values in zip(layers, self._keys, self._values, strict=True):
+            keys[:, :, :length].copy_(layer.keys)
+            values[:, :, :length].copy_(layer.values)
+        # Memory that was used before holds other numbers, and what is masked is multiplied by zero all the same.
+        for tensor in (*self._keys, *self._values):
+            tensor[:, :, length:].zero_()
+        self._mask.zero_()
+
+    def read(self, cache: DynamicCache, length: int) -> DynamicCache:
+        """The cache with copies of what so many tokens left."""
+        for i, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            cache.update(keys[:, :, :length].clone(), values[:, :, :length].clone(), i)
+        return cache
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes what row `index[i]` was."""
+        for tensor in (*self._keys, *self._values):
+            tensor.copy_(tensor.index_select(0, index))
+
+    def run(self, tensors: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
+        """Logits `(rows, 1, vocabulary)` of one more token behind so many."""
+        mask = tensors["attention_mask"]
+        self._mask[:, : mask.shape[1]].copy_(mask)
+        if mask.shape[1] < self.capacity:
+            # A cache that was cropped left more.
+            self._mask[:, mask.shape[1] :].zero_()
+        for name, buffer in self._inputs.items():
+            buffer.copy_(tensors[name])
+        self._place.fill_(length)
+        if self._graph is not None:
+            self._graph.replay()
+            return self._logits.clone()
+        found = self._call()
+        if self._place.device.type == "cuda":
+            self._capture()
+        return found
+
+    def _call(self) -> torch.Tensor:
+        found: torch.Tensor = self._step(self._inputs, self._mask, self._place, self._keys, self._values)
+        return found
+
+    def _capture(self) -> None:
+        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture.
+
+        A step that runs again writes what it wrote before.
+        """
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._logits = self._call()
+        self._graph = graph
+
+
+def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
+    return tensor.new_zeros((*tensor.shape[:2], capacity, tensor.shape[3]))
+
+
+class StepState(KeysAndValues):
+    """A cache that grows, or the slot that it is in."""
+
+    def __init__(self, batch: int, new_cache: Callable[[], DynamicCache], component: Component, home: Any) -> None:
+        self._home = home
+        self.slot: Slot | None = None
+        super().__init__(batch, new_cache, component)
+
+    @property
+    def cache(self) -> DynamicCache:
+        """transformers' own cache; out of the slot, if it was in one."""
+        if self.slot is not None:
+            self.cache = self.slot.read(self._new_cache(), self._length)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: DynamicCache) -> None:
+        self.leave()
+        self._cache = cache
+
+    def enter(self, slot: Slot) -> None:
+        """Move into a slot."""
+        slot.fill(self._cache.layers, self._length)
+        self.slot, self._cache = slot, self._new_cache()
+
+    def leave(self) -> None:
+        """Give the slot back; what it holds is no longer this state's."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self._home.give_back(slot)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row `i` becomes what row `index[i]` was; within the slot where as many rows stay."""
+        rows = check_rows(self._batch, index)
+        if self.slot is None or len(rows) != self._batch:
+            super().reorder(index)
+        else:
+            self.slot.reorder(torch.tensor(rows, device=self._home.where))
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on; the slot's mask hides them."""
+        if self.slot is None or not length:
+            super().crop(length)
+            return
+        check_crop(length, self._length, croppable=self._component.croppable)
+        self._length = length
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+class SteppingSession(DecoderSession):
+    """A decoder that computes steps of one token with compiled code. Callers take turns.
+
+    Args:
+        model: The whole model.
+        part: Its decoder as the exporters see it.
+        component: What goes in and out.
+        device: Where the model is.
+        dtype: What it computes in.
+        forms: Sizes that are compiled for, at most.
+    """
+
+    def __init__(
+        self, model: Any, part: Source, component: Component, device: DeviceSpec, dtype: str, *, forms: int
+    ) -> None:
+        super().__init__(model, part, component, device, dtype)
+        self.where = self._where
+        self._most = forms
+        self._tolerance = relative_tolerance(dtype)
+        self._steps: dict[tuple[int, int], Any] = {}
+        self._spare: list[Slot] = []
+        self._turn = threading.RLock()
+        self._why_eager, self._told = "", False
+        self._positions = any(spec.name == "position_ids" for spec in component.inputs)
+        self._compute: Any = _stepping(model)
+
+    def new_state(self, batch: int) -> CacheState:
+        """An empty cache for `batch` rows."""
+        return StepState(batch, lambda: DynamicCache(config=self._config), self._component, self)
+
+    def close(self) -> None:
+        """Let the model and its memory go."""
+        super().close()
+        self._compute = None
+        with self._turn:
+            self._steps.clear()
+            self._spare.clear()
+
+    def give_back(self, slot: Slot) -> None:
+        """A slot that nobody uses."""
+        with self._turn:
+            self._spare = [*self._spare, slot][-_SPARE:] if self._compute is not None else []
+
+    def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
+        assert isinstance(state, StepState)
+        if new != 1 or not state.length or self._why_eager:
+            return super()._extend(model, tensors, state, new)
+        # Compiled code and graphs write to memory, which PyTorch allows only in the mode that it was made in.
+        with self._turn, torch.inference_mode(False), torch.no_grad():
+            if state.slot is not None and state.length < state.slot.capacity:
+                return state.slot.run(tensors, state.length)
+            capacity = max(_FEWEST, 1 << state.length.bit_length())
+            key = (state.batch, capacity)
+            if key not in self._steps:
+                if len(self._steps) < self._most:
+                    return self._first(key, model, tensors, state)
+                if not self._told:
+                    self._told = True
+                    logger.warning(
+                        "Steps are compiled for %d sizes, and no more: those of %d rows with room for %d tokens run as the model "
+                        "is. provider_options={'graphs': ...} allows more.", self._most, *key,
+                    )  # fmt: skip
+                return super()._extend(model, tensors, state, new)
+            state.enter(self._slot(key, state.cache.layers))
+            assert state.slot is not None
+            return state.slot.run(tensors, state.length)
+
+    def _slot(self, key: tuple[int, int], layers: Sequence[Any]) -> Slot:
+        for slot in self._spare:
+            if (slot.batch, slot.capacity) == key:
+                self._spare.remove(slot)
+                return slot
+        batch, capacity = key
+        return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
+
+    def _first(
+        self, key: tuple[int, int], model: Any, tensors: Mapping[str, torch.Tensor], state: StepState
+    ) -> torch.Tensor:
+        """Compile for these sizes and compare a step with the model's own, whose answer it is where they differ."""
+        logger.info(
+            "compiling steps of %s, %d rows with room for %d tokens: this may take minutes", type(model).__name__, *key
+        )
+        trial = state.clone()
+        assert isinstance(trial, StepState)
+        expected = super()._extend(model, tensors, state, 1)
+        self._steps[key] = compiled(self._compute, options=_OPTIONS)
+        try:
+            with compiling(freezing=False):
+                trial.enter(self._slot(key, trial.cache.layers))
+                assert trial.slot is not None
+                found = trial.slot.run(tensors, trial.length)
+                # What the graph computes, where there is one.
+                found = trial.slot.run(tensors, trial.length) if self.where.type == "cuda" else found
+            gap = difference(found, expected)
+            why = f"they differ by {gap:.2g} of the largest value" if not gap <= self._tolerance else ""
+        # The compiler raises whatever a model's code makes it stumble over.
+        except Exception as error:  # noqa: BLE001
+            why = f"{type(error).__name__}: {first_lines(error)}"
+        if why:
+            logger.warning("Steps of %s run as the model is, not compiled: %s", type(model).__name__, why)
+            self._why_eager = why
+            trial.slot = None
+            self._steps.clear()
+        trial.leave()
+        return expected
+
+
+def _stepping(model: Any) -> Callable[..., torch.Tensor]:
+    """What computes a step: the model's code over the same weights, with attention for one token a row."""
+    made = sharing_copy(model)
+    AttentionInterface.register(ATTENTION, _attend)
+    for module in list(made.modules()):
+        if hasattr(module, "config"):
+            module.config._attn_implementation = ATTENTION
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear and child.bias is not None:
+                setattr(module, name, _Apart(child))
+
+    def step(
+        inputs: Mapping[str, torch.Tensor],
+        mask: torch.Tensor,
+        place: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        hidden = torch.finfo(torch.float32).min
+        bias = torch.where(mask[:, None, None] != 0, 0.0, hidden)
+        found: torch.Tensor = made(
+            **inputs, attention_mask=bias, past_key_values=_FixedCache(keys, values, place), use_cache=True
+        ).logits
+        return found
+
+    return step
