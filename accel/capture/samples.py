@@ -40,8 +40,10 @@ PIXEL_MASK = "pixel_mask"
 BOXES = "bbox"
 # BERT's [CLS], [SEP], "." and "?", which Grounding DINO's attention does not look beyond.
 _ENDS_OF_PHRASES = (101, 102, 1012, 1029)
+# What a detector found in an image, beside a text: `(batch, regions, features)`, and which regions are no padding.
+_REGIONS, _REGION_MASK, _REGION_TYPES = "visual_embeds", "visual_attention_mask", "visual_token_type_ids"
 # Which tokens are no padding: the text's own, and those that an encoder answered for.
-_MASKS = ("attention_mask", "encoder_attention_mask")
+_MASKS = ("attention_mask", "encoder_attention_mask", _REGION_MASK)
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
@@ -81,7 +83,24 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     axes = {name: dict(enumerate(axis_names)) for name in names}
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
     sizes = dict(zip(axis_names, shape, strict=True))
+    width: Any = getattr(config, "visual_embedding_dim", None)
+    if _REGIONS in parameters_of(module) and width and not choices:
+        regions = _regions(int(width))
+        example |= regions
+        axes |= {name: {0: "batch", 1: "regions"} for name in regions}
+        sizes["regions"] = length + 1
     return resize(example, axes, sizes, config, seed=0), axes, unused
+
+
+def _regions(width: int) -> Tensors:
+    """What VisualBERT reads beside a text: features of an image's regions, their mask (floating-point, as its documentation has it)
+    and their types, which are all 1.
+    """
+    return {
+        _REGIONS: torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)),
+        _REGION_MASK: torch.ones((1, 1)),
+        _REGION_TYPES: torch.ones((1, 1), dtype=torch.int64),
+    }
 
 
 def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:

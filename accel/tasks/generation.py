@@ -59,12 +59,14 @@ SPECS = (
         auto_model="AutoModelForImageTextToText",
         output="Seq2SeqLMOutput",
         suffixes=("VisionEncoderDecoderModel",),
-        synonyms=("vision2seq", "vision2seq-lm"),
+        # transformers 5 calls its auto class so, for these models too.
+        synonyms=("vision2seq", "vision2seq-lm", "image-text-to-text"),
         modalities=("image",),
         generates=True,
         encoder_decoder=True,
         columns=(IMAGE,),
         encode="accel.data.batches:encode_images",
+        own_pipelines={"image-to-text": "accel.models.pipelines.image_to_text:ImageToTextPipeline"},
     ),
     TaskSpec(
         name="image-text-to-text",

@@ -65,7 +65,7 @@ def fitting_task(word: str, config: Mapping[str, Any]) -> str:
     """
     first, *others = specs_for(word)
     name = str((config.get("architectures") or [""])[0])
-    if not first.suffixes or name.endswith(first.suffixes):
+    if name.endswith(first.suffixes):
         return first.name
     return next((spec.name for spec in others if name.endswith(spec.suffixes)), first.name)
 

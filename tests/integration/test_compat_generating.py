@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from accel.artifact import Artifact
 from accel.compat import optimum
@@ -43,6 +45,37 @@ def test_each_graph_of_a_model_with_an_encoder_is_read(t5: Callable[..., Any]) -
         assert part.providers == [part.session.get_providers()[0]] == [model.provider]
     assert "input_ids" in model.encoder.input_names
     assert "logits" in model.decoder.output_names
+
+
+@pytest.mark.parametrize("task", ["image-to-text", "image-text-to-text"])
+def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Callable[..., Artifact]) -> None:
+    path = generator("vit-gpt2").path
+    read = optimum.pipeline(task, model=str(path), model_kwargs={"use_cache": True, "use_merged": True})
+    assert isinstance(read.model, optimum.ORTModelForVision2Seq)
+    assert read.model.use_merged
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 36, 3), dtype=np.uint8))
+    (one,), (other,) = read([picture, picture], generate_kwargs={"max_new_tokens": 5})
+    assert set(one) == {"generated_text"}
+    assert one == other
+
+
+def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_folder: Callable[..., Path]) -> None:
+    """Speech recognition is one word for encoder-decoders and for models that classify each frame."""
+    folder = tiny_folder("wav2vec2", "ctc")
+    hear = optimum.pipeline("automatic-speech-recognition", model=str(folder))
+    assert isinstance(hear.model, optimum.ORTModelForCTC)
+
+
+def test_a_pipeline_passes_over_what_it_does_not_know_and_says_so(
+    tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stock pipelines take any word; a sampling rate among them is not heard."""
+    model = optimum.ORTModelForAudioClassification.from_pretrained(tiny_folder("wav2vec2", "audio-classification"))
+    with caplog.at_level("WARNING", logger="accel"):
+        hear = optimum.pipeline("audio-classification", model=model, sampling_rate=220)
+    assert "sampling_rate=220" in caplog.text
+    sound = np.random.default_rng(0).standard_normal(9011)
+    assert hear(sound) == optimum.pipeline("audio-classification", model=model)(sound)
 
 
 def test_encoder_and_decoder_one_after_the_other_are_the_model(t5: Callable[..., Any]) -> None:

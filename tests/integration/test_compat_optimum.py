@@ -274,6 +274,26 @@ def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., 
     assert len(features[0]) == len(tokenizer("where is my card").input_ids)
 
 
+@pytest.mark.parametrize("arrays", ["pt", "np"])
+def test_features_are_what_scripts_ask_for_and_what_pytorch_returns(
+    arrays: str, tiny_folder: Callable[..., Path]
+) -> None:
+    folder = tiny_folder("bert", "feature-extraction")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = optimum.ORTModelForFeatureExtraction.from_pretrained(folder)(**tokenizer("lost", return_tensors=arrays))
+    with torch.no_grad():
+        wanted = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
+    # Optimum's class of outputs, and PyTorch's, which has the pooled states.
+    assert isinstance(found, transformers.modeling_outputs.BaseModelOutput)
+    assert isinstance(found, transformers.modeling_outputs.BaseModelOutputWithPooling)
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(torch.as_tensor(found[name]), value, **CLOSE)
+    again = pickle.loads(pickle.dumps(found))
+    assert type(again) is type(found)
+    assert list(again) == list(found)
+
+
 def test_standing_in_for_what_is_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.compat.optimum import standing
 

@@ -304,6 +304,37 @@ def test_pipelines(generator: Artifacts) -> None:
     assert two[0] == summaries(text, max_new_tokens=5)[0]
 
 
+def test_a_pipeline_reads_images_with_an_encoder_decoder(generator: Artifacts, tmp_path: Path) -> None:
+    """As transformers 4 did it, under both of the names that transformers has had for it."""
+    artifact = generator("vit-gpt2")
+    draw = np.random.default_rng(0)
+    pictures = [Image.fromarray(draw.integers(0, 255, (40, 36, 3), dtype=np.uint8)) for _ in range(3)]
+    pictures[0].save(tmp_path / "picture.png")
+    processor = transformers.AutoImageProcessor.from_pretrained(artifact.path)
+    pixels = processor(images=pictures, return_tensors="pt").pixel_values
+    tokenizer, original = tiny_tokenizer(), tiny_generator("vit-gpt2")
+    texts = tokenizer.batch_decode(original.generate(pixels, max_new_tokens=6), skip_special_tokens=True)
+    assert len(set(texts)) > 1
+    read = accel.pipeline("image-to-text", model=str(artifact.path))
+    assert read(str(tmp_path / "picture.png"), max_new_tokens=6) == [{"generated_text": texts[0]}]
+    several = [[{"generated_text": text}] for text in texts]
+    assert read(pictures, generate_kwargs={"max_new_tokens": 6}) == several
+    assert read(pictures, batch_size=3, max_new_tokens=6) == several
+    beams = read(pictures[0], max_new_tokens=6, generate_kwargs={"num_beams": 3, "num_return_sequences": 2})
+    kept = original.generate(pixels[:1], max_new_tokens=6, num_beams=3, num_return_sequences=2)
+    assert beams == [{"generated_text": text} for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+    for model in (str(artifact.path), opened(artifact)):
+        other = accel.pipeline("image-text-to-text", model=model)
+        assert other.task == "image-to-text"
+        assert other(pictures[0], max_new_tokens=6) == [{"generated_text": texts[0]}]
+    with pytest.raises(ConfigError, match="reads no prompt"):
+        read(pictures[0], prompt="a photo of")
+    with pytest.raises(ConfigError, match="twice"):
+        read(pictures[0], max_new_tokens=6, generate_kwargs={"max_new_tokens": 7})
+    with pytest.raises(ConfigError, match="temprature"):
+        accel.pipeline("image-to-text", model=opened(artifact), temprature=0.5)
+
+
 def test_token_types_that_say_nothing(generator: Artifacts) -> None:
     """BERT's tokenizer makes them, and a BERT encoder of `EncoderDecoderModel` takes them."""
     model = opened(generator("bart"))

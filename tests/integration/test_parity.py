@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import accel
 from accel.artifact import Artifact
+from accel.errors import InputError
 from accel.stages.export import export
 from accel.testing.models import FAMILIES, tiny_model
 
@@ -116,6 +118,39 @@ def test_text_tasks(task: str, cls: str, outputs: list[str], tiny_artifact: Call
     for name in outputs:
         assert (found[name] - expected[name]).abs().max() <= TOLERANCE
         assert getattr(found, name) is found[name]
+
+
+def test_texts_with_what_a_detector_found(tmp_path: Path) -> None:
+    """VisualBERT: any number of regions beside a text of any length, both with padding."""
+    torch.manual_seed(0)
+    config = transformers.VisualBertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        visual_embedding_dim=12,
+        initializer_range=0.3,
+    )
+    original = transformers.VisualBertModel(config).eval()
+    export(original, tmp_path / "out", task="feature-extraction")
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(tmp_path / "out")
+    for batch, sequence, regions in [(1, 7, 5), (3, 4, 9)]:
+        inputs = text_inputs(original.config, batch, sequence, types=True)
+        inputs["visual_embeds"] = torch.randn(batch, regions, 12)
+        inputs["visual_attention_mask"] = torch.ones(batch, regions)
+        inputs["visual_attention_mask"][-1, regions // 2 :] = 0
+        inputs["visual_token_type_ids"] = torch.ones(batch, regions, dtype=torch.int64)
+        with torch.inference_mode():
+            expected = original(**inputs)
+            blind = original(**{**inputs, "visual_attention_mask": torch.ones(batch, regions)})
+        found = model(**inputs)
+        for name in ("last_hidden_state", "pooler_output"):
+            assert (found[name] - expected[name]).abs().max() <= TOLERANCE
+            assert (blind[name] - expected[name]).abs().max() > 10 * TOLERANCE
+    with pytest.raises(InputError, match="missing: .*visual_embeds"):
+        model(**text_inputs(original.config, 1, 5, types=True))
 
 
 def test_multiple_choice(tiny_artifact: Callable[..., Artifact]) -> None:

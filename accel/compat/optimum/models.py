@@ -7,8 +7,11 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ...artifact.manifest import MANIFEST, Artifact
 from ...backends.interfaces import Session
@@ -26,6 +29,11 @@ logger = logging.getLogger(__name__)
 _ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
 # Settings of `generate` that ask each call for more than logits.
 _ANSWERED = ("output_attentions", "output_hidden_states")
+
+
+@dataclass
+class PooledOutput(BaseModelOutputWithPooling, BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """Hidden states and the pooled ones, as PyTorch's model returns them, and a `BaseModelOutput`, which Optimum's scripts expect."""
 
 
 class Words(base.ORTModel):
@@ -87,6 +95,10 @@ class Words(base.ORTModel):
         if given.get("file_name") is None:
             given["file_name"] = named_one
         return given
+
+    def _choose_output(self, names: Sequence[str]) -> Any:
+        chosen = super()._choose_output(names)
+        return PooledOutput if chosen is BaseModelOutputWithPooling else chosen
 
     def files_before(self) -> dict[Part, Path]:
         """Another tool's files that the graphs were brought to our form from; none where the graphs are what was loaded."""
@@ -343,25 +355,30 @@ def pipeline(
     model_kwargs: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Optimum's `pipeline`: `accel.pipeline`, with `accelerator="ort"` or `"ov"` for a model given by id or folder."""
-    from ...models.pipelines.opening import pipeline as ours
-    from ...models.pipelines.opening import usual_model
+    """Optimum's `pipeline`: `accel.pipeline`, with `accelerator="ort"` or `"ov"` for a model given by id or folder.
 
+    Arguments that neither it nor the pipeline knows are passed over with a warning, as stock pipelines do without one.
+    """
+    from ...models.pipelines.opening import pipeline as ours
+    from ...models.pipelines.opening import pipeline_class, task_of, usual_model
+    from ...models.pipelines.words import loading_words, passed_over
+
+    if task is not None:
+        for name in set(passed_over(pipeline_class(task), settings)) - loading_words():
+            logger.warning("The pipeline %s passes %s=%r over.", task, name, settings.pop(name))
     kind: type[Words] = OVModel if accelerator in ("ov", "openvino") else ORTModel
     settings = {name: value for name, value in settings.items() if name != "use_fast"}
     if model is None:
         model, settings["revision"] = usual_model(task, settings.get("revision"))
     if isinstance(model, str | os.PathLike):
-        hub = {
-            name: settings.pop(name)
-            for name in ("revision", "token", "trust_remote_code", "device")
-            if name in settings
-        }
+        loading = ("revision", "token", "trust_remote_code", "device")
+        arguments: dict[str, Any] = {name: settings.pop(name) for name in loading if name in settings}
+        arguments.update(model_kwargs or {})
         cls: Any = kind
         if task is not None:
-            name = task_spec(task).model_name
+            name = task_spec(task_of(task, model, arguments)).model_name
             cls = ov_class(name) if kind is OVModel else ort_class(name)
-        model = cls.from_pretrained(model, **hub, **(model_kwargs or {}))
+        model = cls.from_pretrained(model, **arguments)
     return ours(task, model, **settings)
 
 

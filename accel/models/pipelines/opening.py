@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _T5 = ("google-t5/t5-base", "a9723ea")
 _ONCE_USUAL = {
     "image-to-image": ("caidas/swin2SR-classical-sr-x2-64", "cee1c92"),
+    "image-to-text": ("ydshieh/vit-gpt2-coco-en", "5bebf1e"),
     "question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
     "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),
     "text2text-generation": _T5,
@@ -100,6 +101,10 @@ def pipeline(
         task = _pipeline_of(task_spec(model.artifact.task))
     if isinstance(model, ORTModel):
         _check_model(task, model)
+        own = task_spec(model.artifact.task)
+        if task in own.synonyms and own.own_pipelines:
+            # Another word for what this model does, and stock pipelines of that word are for other models.
+            task = _pipeline_of(own)
     ours = _ours(task)
     impl: Any = pipeline_class(task)
     check_words(task, impl, kwargs)
@@ -201,6 +206,19 @@ def _set(**values: Any) -> list[str]:
 
 
 def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, Any]) -> ORTModel:
+    # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
+    cls: type[ORTModel] = load(task_spec(task_of(task, model, arguments)).model)
+    return cls.from_pretrained(model, **arguments)
+
+
+def task_of(task: str | None, model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> str:
+    """The task of a model that is opened for a pipeline: what the word stands for, as far as the model decides by looking at it.
+
+    Args:
+        task: A pipeline task; the model's own when `None`.
+        model: Hub id or folder.
+        arguments: Those of `from_pretrained`.
+    """
     hub = HubOptions(
         **{
             name: arguments[name]
@@ -210,10 +228,7 @@ def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, 
     )
     several = task is None or len({spec.model for spec in specs_for(task)}) > 1
     graph = {name: arguments[name] for name in ("file_name", "variant", "export") if name in arguments}
-    chosen = resolve(model, task=task, hub=hub, **graph).task if several else task_spec(task or "").name
-    # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
-    cls: type[ORTModel] = load(task_spec(chosen).model)
-    return cls.from_pretrained(model, **arguments)
+    return resolve(model, task=task, hub=hub, **graph).task if several else task_spec(task or "").name
 
 
 def _stock(task: str) -> type[Pipeline]:

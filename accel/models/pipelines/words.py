@@ -59,17 +59,25 @@ def check_words(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
     Raises:
         ConfigError: There are some.
     """
-    options = known_options(impl)
-    if options is None:
-        return
-    made = {*_named(transformers.pipeline), *_named(Pipeline.__init__), *_named(impl.__init__)} - {"pipeline_class"}
-    unknown = sorted(set(given) - options - made)
+    unknown = passed_over(impl, given)
     if unknown:
+        options: Any = known_options(impl)
         known = sorted(options | loading_words())
         raise ConfigError(
             f"The pipeline {task!r} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}",
-            fix=f"use one of {', '.join(sorted(options - made))}, or an argument of from_pretrained.",
+            fix=f"use one of {', '.join(sorted(options - _of_making(impl)))}, or an argument of from_pretrained.",
         )
+
+
+def passed_over(impl: type[Pipeline], given: Iterable[str]) -> list[str]:
+    """The arguments that a pipeline would pass over, as far as it can be said beforehand."""
+    options = known_options(impl)
+    return [] if options is None else sorted(set(given) - options - _of_making(impl))
+
+
+def _of_making(impl: type[Pipeline]) -> set[str]:
+    """What making a pipeline takes besides the options of its calls."""
+    return {*_named(transformers.pipeline), *_named(Pipeline.__init__), *_named(impl.__init__)} - {"pipeline_class"}
 
 
 def _named(function: Any) -> Mapping[str, inspect.Parameter]:
