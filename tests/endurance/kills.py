@@ -89,20 +89,22 @@ def _state_of(out: Path) -> str:
     return ""
 
 
-def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
+def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     """Kill, look, run again, look.
 
     Args:
         root: A folder for all of it.
-        count: Kills.
+        count: Kills of all commands together; each has its share of them.
         seed: Of their moments.
+        only: A text in the names of the commands that are killed.
 
     Returns:
         What was found, by command.
     """
     chance = random.Random(seed)
     world = World(root)
-    commands = _commands(world)
+    every = _commands(world)
+    commands = [command for command in every if only in command.name]
     out = world.work / "out"
     seconds: dict[str, float] = {}
     for command in commands:
@@ -112,7 +114,7 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         seconds[command.name] = ended.seconds
         shutil.rmtree(out, ignore_errors=True)
         assert not world.leftovers(), (command.name, world.leftovers())
-    total = sum(command.share for command in commands)
+    total = sum(command.share for command in every)
     kills: Counter[str] = Counter()
     faults: list[dict[str, str]] = []
     for command in commands:
