@@ -55,9 +55,7 @@ def main() -> int:
     ))  # fmt: skip
     parser.add_argument("--count", type=int, help="instead of each experiment's own")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="kills and disk: commands of this text in their names"
-    )
+    parser.add_argument("--only", default="", metavar="NAME", help="kills and disk: a regular expression for commands")
     parser.add_argument("--add", action="store_true", help="to what the file has of this experiment, for pieces of it")
     parser.add_argument("--json", type=Path, default=_FOUND, help="where what was found goes (%(default)s)")
     args = parser.parse_args()

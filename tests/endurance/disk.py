@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         root: A folder for all of it.
         count: Fillings of the disk that are tried for each command.
         seed: Not used: fillings go from full to nearly free.
-        only: A text in the names of the commands that are tried, such as "export, output" or "tune, home".
+        only: A regular expression for the names of the commands that are tried, such as "^export, output" or "tune, home".
     """
     world = World(root)
     # About ten megabytes of weights: more than one file of them does not fit.
@@ -73,7 +74,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         "tune": ["tune", model, out, *tune],
     }
     for name, arguments in commands.items():
-        if only not in f"{name}, output":
+        if not re.search(only, f"{name}, output"):
             continue
         for step in range(count):
             with small_disk(disk, _MEGABYTES):
@@ -103,7 +104,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         ("from_pretrained", cached),
         ("tune", accel_command(["tune", model, world.work / "out", *tune])),
     ):
-        if only not in f"{name}, home":
+        if not re.search(only, f"{name}, home"):
             continue
         for step in range(count):
             with small_disk(world.home, _MEGABYTES):

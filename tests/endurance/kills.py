@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         root: A folder for all of it.
         count: Kills of all commands together; each has its share of them.
         seed: Of their moments.
-        only: A text in the names of the commands that are killed.
+        only: A regular expression for the names of the commands that are killed.
 
     Returns:
         What was found, by command.
@@ -104,7 +105,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     chance = random.Random(seed)
     world = World(root)
     every = _commands(world)
-    commands = [command for command in every if only in command.name]
+    commands = [command for command in every if re.search(only, command.name)]
     out = world.work / "out"
     seconds: dict[str, float] = {}
     for command in commands:

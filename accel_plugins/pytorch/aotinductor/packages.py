@@ -32,12 +32,14 @@ def _mark(checksum: str) -> Path:
 
 def remember(component: Component) -> None:
     """Note that a package was compiled here, by its checksum."""
-    mark = _mark(next(record.sha256 for record in component.files if record.name == component.file))
     try:
+        mark = _mark(next(record.sha256 for record in component.files if record.name == component.file))
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): the package opens with trust_remote_code=True.", mark, error)
+    except (OSError, ConfigError) as error:
+        logger.warning(
+            "it cannot be noted that this was compiled here (%s): the package opens with trust_remote_code=True.", error
+        )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
@@ -16,6 +17,7 @@ import torch
 
 from accel.artifact import accel_home
 from accel.capture import quiet
+from accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +54,23 @@ def keep_compiled_code() -> None:
 
     # The compiler itself sets the variable when it is first asked for its folder.
     if os.environ.get(_CACHE) in (None, default_cache_dir()):
-        kept = accel_home() / "inductor"
         try:
+            kept = accel_home() / "inductor"
             kept.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            logger.debug("compiled code is not kept in %s: %s", kept, error)
+            if not os.access(kept, os.W_OK):
+                raise PermissionError(f"{kept} cannot be written")
+        except (OSError, ConfigError) as error:
+            _tell_not_kept(str(error))
             return
-        if os.access(kept, os.W_OK):
-            os.environ[_CACHE] = str(kept)
+        os.environ[_CACHE] = str(kept)
+
+
+@functools.cache
+def _tell_not_kept(why: str) -> None:
+    logger.warning(
+        "compiled code is not kept for later processes: %s Fix: set ACCEL_HOME to a folder that can be written.",
+        why.partition("\n")[0],
+    )
 
 
 @contextlib.contextmanager
