@@ -317,7 +317,7 @@ def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
     assert session.runtime is not compiled
     copy = other.state.clone()
     for cache in (failing, other, None):
-        with_one = model(input_ids=longer[:, 4:5] if cache else longer[:, :5], past_key_values=cache)
+        with_one = model(input_ids=longer[:, 4:5] if cache is not None else longer[:, :5], past_key_values=cache)
         assert (with_one.logits[:, -1] - expected).abs().max() < TOLERANCE
         found = model(input_ids=longer[:, 5:], past_key_values=with_one.past_key_values).logits[:, -1]
         assert (found - after).abs().max() < TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import accel
 from accel import Artifact, ORTModelForSequenceClassification
 from accel.artifact.cache import clear
-from accel.artifact.checksums import recall, remember
+from accel.artifact.checksums import recall, remember, sha256
 from accel.artifact.home import accel_home
 from accel.artifact.writing import discard
 from accel.backends.machine import machine
@@ -36,8 +37,10 @@ def below_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Tests may run as a user who may read everything.
-    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    monkeypatch.setattr("accel.artifact.home.os.access", lambda *_: False)
+    home, access = tmp_path / "home", os.access
+    home.mkdir()
+    monkeypatch.setenv("ACCEL_HOME", str(home))
+    monkeypatch.setattr("accel.artifact.home.os.access", lambda path, mode: path != home and access(path, mode))
 
 
 def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -47,6 +50,16 @@ def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ACCEL_HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home, access = tmp_path / "home", os.access
+    home.mkdir()
+    monkeypatch.setenv("ACCEL_HOME", str(home))
+    monkeypatch.setattr(
+        "accel.artifact.cache.os.access",
+        lambda path, mode: access(path, mode) and not (mode & os.W_OK and Path(path).is_relative_to(home)),
+    )
 
 
 HOMES = [a_file, below_a_file, unreadable, no_home]
@@ -113,6 +126,16 @@ def test_a_search_that_cannot_keep_what_it_measured_names_the_setting(
     assert "ACCEL_HOME" in str(caught.value.fix)
 
 
+def test_a_search_in_a_read_only_home_names_the_setting(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tiny_folder()
+    read_only(monkeypatch, tmp_path)
+    with pytest.raises(OutputFolderError) as caught:
+        accel.tune(source, tmp_path / "out", data=ROWS, backends=["cpu"], max_drop=100.0)
+    assert "ACCEL_HOME" in str(caught.value.fix)
+
+
 def test_removing_says_what_cannot_be_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     discard(tmp_path / "file" / "nothing")
@@ -124,6 +147,16 @@ def test_removing_says_what_cannot_be_removed(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(OutputFolderError, match="cannot be removed"):
         discard(tmp_path / "folder")
+
+
+def test_a_full_disk_keeps_no_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from accel_plugins.pytorch.inductor import compiling
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    compiling.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -153,14 +186,25 @@ def test_a_package_that_cannot_be_noted_is_still_made(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """It opens in the process that made it, which checks it; elsewhere its code has to be trusted."""
     from accel_plugins.pytorch.aotinductor import packages
 
     home(monkeypatch, tmp_path)
-    record = SimpleNamespace(name="model.pt2", sha256="0" * 64)
-    component: Any = SimpleNamespace(file="model.pt2", files=(record,))
+    monkeypatch.setattr(packages, "_COMPILED", set())
+    package = tmp_path / "model.pt2"
+    package.write_bytes(b"code")
+    record = SimpleNamespace(name=package.name, sha256=sha256(package))
+    component: Any = SimpleNamespace(file=package.name, files=(record,))
+    with pytest.raises(ConfigError), packages.trusted(package, trust_remote_code=False):
+        pass
     with caplog.at_level(logging.WARNING):
         packages.remember(component)
     assert "trust_remote_code=True" in caplog.text
+    with packages.trusted(package, trust_remote_code=False) as copy:
+        assert copy.read_bytes() == b"code"
+    package.write_bytes(b"other")
+    with pytest.raises(ConfigError), packages.trusted(package, trust_remote_code=False):
+        pass
 
 
 def test_openvino_refuses_a_cache_folder_before_it_compiles(
@@ -171,10 +215,11 @@ def test_openvino_refuses_a_cache_folder_before_it_compiles(
     def compiled(*_: Any) -> Any:
         raise AssertionError("it was compiled before the folder was looked at")
 
+    made = tiny_ir().path
     monkeypatch.setattr(backend, "_compile", compiled)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be written"):
             ORTModelForSequenceClassification.from_pretrained(
-                tiny_ir().path, backend="openvino", provider_options={"cache_dir": str(folder)}
+                made, backend="openvino", provider_options={"cache_dir": str(folder)}
             )

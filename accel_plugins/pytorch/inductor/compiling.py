@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import shutil
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from accel.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+# What a compiler needs for one form at most, about; with less it fails in the middle.
+_ROOM_BYTES = 64 << 20
 _NAMES = itertools.count()
 REMEDIES = {
     "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
@@ -59,6 +62,8 @@ def keep_compiled_code() -> None:
             kept.mkdir(parents=True, exist_ok=True)
             if not os.access(kept, os.W_OK):
                 raise PermissionError(f"{kept} cannot be written")
+            if shutil.disk_usage(kept).free < _ROOM_BYTES:
+                raise OSError(f"the disk of {kept} is full")
         except (OSError, ConfigError) as error:
             _tell_not_kept(str(error))
             return
