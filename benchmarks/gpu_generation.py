@@ -1,4 +1,5 @@
-"""Text generation on an NVIDIA GPU: transformers eager, with a static cache and torch.compile, `accel.accelerate`, and accel.
+"""Text generation on an NVIDIA GPU: transformers eager, with a static cache and torch.compile, `accel.accelerate`, and accel's
+backends `inductor` (in PyTorch) and `cuda` (called accel below: ONNX Runtime).
 
     python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER] [--batches 1,8]
 
@@ -29,7 +30,7 @@ import torch
 import transformers
 
 import accel
-from accel import Artifact, ORTModelForCausalLM, export, optimize
+from accel import Artifact, ORTModelForCausalLM, SessionOptions, export, optimize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -167,6 +168,12 @@ def main() -> None:
     with torch.inference_mode():
         reference = model(single.cpu(), logits_to_keep=1).logits[0, -1]
     half = model.half().cuda()
+    weights = work / "half"
+    if not weights.is_dir():
+        half.save_pretrained(weights)
+    compiled = ORTModelForCausalLM.from_pretrained(
+        weights, backend="inductor", device="cuda:0", session_options=SessionOptions(compute_dtype="float16")
+    )
     result: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(),
         "versions": {
@@ -180,7 +187,7 @@ def main() -> None:
         "errors": {},
         "batches": {},
     }
-    for name, one in (("transformers eager", half), ("accel", accelerated)):
+    for name, one in (("transformers eager", half), ("accel, inductor", compiled), ("accel", accelerated)):
         with torch.inference_mode():
             logits = one(input_ids=single, logits_to_keep=1).logits[0, -1].float().cpu()
         result["errors"][name] = float((logits - reference).norm() / reference.norm())
@@ -190,6 +197,7 @@ def main() -> None:
         if batch == 1 and not arguments.no_compile:
             variants["transformers static cache, torch.compile"] = generator(half, cache_implementation="static")
             variants["accel.accelerate"] = generator(accel.accelerate(copy.deepcopy(half), keep_slower=True))
+        variants["accel, inductor"] = generator(compiled)
         variants["accel"] = generator(accelerated)
         found: dict[str, Any] = dict(measure(variants, ids))
         found["accel"] |= steps_alone(accelerated, ids)
