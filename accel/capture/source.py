@@ -98,9 +98,7 @@ class Source:
         if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
             return positions
         types = _named_table(model, "token_type_embeddings")
-        # Places on a page: left, top, right, bottom.
-        places = _named_table(model, "x_position_embeddings")
-        tables = {"input_ids": _table(model), "token_type_ids": types, "bbox": places}
+        tables = {"input_ids": _table(model), "token_type_ids": types}
         if encodes:
             tables["decoder_input_ids"] = _table(model.get_decoder())
             if stateful:

@@ -36,7 +36,6 @@ from ..errors import (
     ValidationError,
     did_you_mean,
 )
-from ..signatures import checked_arguments
 from ..tasks.infer import task_spec
 from .checking import compare, merged
 from .foreign import adopt_weights
@@ -52,7 +51,6 @@ _Model = TypeVar("_Model")
 _TRIES = 3
 
 
-@checked_arguments
 def export(
     model: str | os.PathLike[str] | torch.nn.Module,
     out: str | os.PathLike[str],
