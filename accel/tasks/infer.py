@@ -65,7 +65,8 @@ def fitting_task(word: str, config: Mapping[str, Any]) -> str:
     """
     first, *others = specs_for(word)
     name = str((config.get("architectures") or [""])[0])
-    if name.endswith(first.suffixes):
+    # Embeddings are told from features by their task's name alone.
+    if name.endswith(first.suffixes) or not (first.suffixes or first.generates):
         return first.name
     return next((spec.name for spec in others if name.endswith(spec.suffixes)), first.name)
 
