@@ -1,0 +1,74 @@
+"""Steps of decoders through compiled code, here on the host: the backend itself opens them on GPUs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.testing.generators import save_generator
+from accel_plugins.pytorch.backend import PytorchBackend
+from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.steps import SteppingSession
+
+pytestmark = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture
+def opened(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A small Llama as it is, and with compiled steps."""
+    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+    plain = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
+
+    def decoder(self: PytorchBackend, model: Any, part: Any, component: Any, request: Any, dtype: str) -> Any:
+        return SteppingSession(model, part, component, request.device, dtype, forms=2)
+
+    monkeypatch.setattr(PytorchBackend, "decoder", decoder)
+    return plain, accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
+
+
+def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    plain, stepping = opened
+    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for settings in ({}, {"num_beams": 3}):
+        given = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **settings}
+        assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given)), settings
+    session = stepping._decoder_session
+    assert sorted(session._steps) == [(2, 256), (6, 256)]
+    assert not session._why_eager
+
+    # A third number of rows is one too many: as the model is, and said.
+    three = torch.cat([ids, ids[:1]])
+    given = {"attention_mask": torch.ones_like(three), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(stepping.generate(three, **given), plain.generate(three, **given))
+    assert "Steps are compiled for 2 sizes" in caplog.text
+
+    # Out of its slot and in again: tokens taken back, and several behind a past.
+    caches = [model(ids).past_key_values for model in opened]
+    for cut in (None, 6):
+        found = []
+        for model, cache in zip(opened, caches, strict=True):
+            if cut is not None:
+                cache.crop(cut)
+            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :3], past_key_values=cache)
+            found.append(model(ids[:, 3:4], past_key_values=cache).logits)
+        assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
+
+
+def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    plain, stepping = opened
+    session = stepping._decoder_session
+    right = session._compute
+    session._compute = lambda *args: 1.1 * right(*args)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
+    assert "they differ by" in session._why_eager
+    assert "they differ by" in caplog.text
