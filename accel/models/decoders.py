@@ -7,6 +7,7 @@ transformers' own `generate`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from .base import ORTModel
 from .cache import StateCache, is_theirs
 from .decoding import decode, fits
 from .outputs import fast_output, numpy_too
+from .tokens import has_own_threads, one_thread
 
 # Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
 _COUNTS_BY_MASK = ("opt",)
@@ -159,7 +161,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        made = decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        with one_thread() if has_own_threads(self) else contextlib.nullcontext():
+            made = decode(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
         if streamer is not None:
             streamer.end()
         return made

@@ -7,7 +7,6 @@ its own, a cache by another name), its loop runs: `fits` says which.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from .cache import StateCache
-from .tokens import drawn, has_own_threads, likeliest, one_thread
+from .tokens import drawn, likeliest
 
 # Modules whose way to prepare a call is as described above.
 _KNOWN = ("transformers.generation.utils", "accel.models.vision_language")
@@ -68,19 +67,6 @@ def decode(
         streamer: Is given each step's tokens.
         kwargs: What transformers keeps between calls, the cache among it.
     """
-    with one_thread() if has_own_threads(model) else contextlib.nullcontext():
-        return _decode(model, ids, processors, criteria, config, streamer, kwargs)
-
-
-def _decode(
-    model: Any,
-    ids: torch.Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: Any,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
     ends = {end for one in criteria if isinstance(one, EosTokenCriteria) for end in one.eos_token_id.tolist()}
     padding = int(config._pad_token_tensor) if ends else 0
     live = [True] * len(ids)

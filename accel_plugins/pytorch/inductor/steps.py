@@ -113,7 +113,7 @@ class Slot:
         layers: Keys and values that say their sizes.
         batch: Rows.
         capacity: Tokens a row.
-        position: Whether the model takes positions.
+        positions: Whether the model takes positions.
         step: The compiled code.
     """
 
