@@ -5,7 +5,7 @@ The next thing that belongs here describes, finds, verifies or writes a folder, 
 """
 
 from .checksums import FileRecord, check_file, record_files
-from .home import accel_home
+from .home import accel_home, keeping
 from .hub import HubOptions, Location
 from .manifest import (
     MANIFEST,
@@ -40,6 +40,7 @@ __all__ = [
     "accel_home",
     "check_file",
     "copy_companions",
+    "keeping",
     "lost_manifest",
     "record_files",
     "scratch",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
-from .home import SEARCHES, accel_home
+from .home import SEARCHES, accel_home, keeping
 from .writing import STAGING_PREFIX, discard, held, remove_stale
 
 _GATE_S = 60.0
@@ -99,7 +99,12 @@ def alone_with_searches(mine: Path | None = None) -> Iterator[bool]:
 
 def _gate() -> AbstractContextManager[bool]:
     # Beside the folder, which may be removed behind it.
-    return held(accel_home() / f"{SEARCHES}.lock", _GATE_S, keep=True)
+    home = accel_home()
+    with keeping("What searches find"):
+        home.mkdir(parents=True, exist_ok=True)
+        if not os.access(home, os.W_OK | os.X_OK):
+            raise PermissionError(f"{home} cannot be written")
+    return held(home / f"{SEARCHES}.lock", _GATE_S, keep=True)
 
 
 def _is_free(lock: Path) -> bool:

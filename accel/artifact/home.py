@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OutputFolderError
 
+_REMEDY = "set ACCEL_HOME to a folder that can be written"
 SEARCHES = "tune"
 """Name of the entry that holds what searches keep, and of its folder."""
 
@@ -15,13 +19,38 @@ def accel_home() -> Path:
     """Where on-the-fly exports and caches live: `$ACCEL_HOME`, or `accel` in the user's cache folder.
 
     Raises:
-        ConfigError: This user has no home.
+        ConfigError: This user has no home, or what is there is no folder or cannot be read.
     """
     try:
-        if home := os.environ.get("ACCEL_HOME"):
-            return Path(home).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "accel"
+        if named := os.environ.get("ACCEL_HOME"):
+            home = Path(named).expanduser().absolute()
+        else:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "accel"
     except RuntimeError as error:
-        raise ConfigError(
-            f"There is no folder for caches: {error}", fix="set ACCEL_HOME to a folder that can be written."
-        ) from error
+        raise ConfigError(f"There is no folder for caches: {error}", fix=f"{_REMEDY}.") from error
+    try:
+        readable = stat.S_ISDIR(home.stat().st_mode) and os.access(home, os.R_OK | os.X_OK)
+    except FileNotFoundError:
+        # It is made when something is kept.
+        return home
+    except OSError as error:
+        raise ConfigError(f"The folder for caches cannot be read: {error}.", fix=f"{_REMEDY}.") from error
+    if not readable:
+        raise ConfigError(f"{home}, the folder for caches, is no folder, or cannot be read.", fix=f"{_REMEDY}.")
+    return home
+
+
+@contextmanager
+def keeping(what: str) -> Iterator[None]:
+    """Writing below `accel_home()` within the block: what the system says against it becomes one error that names the setting.
+
+    Args:
+        what: Is kept, for the error.
+
+    Raises:
+        OutputFolderError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputFolderError(f"{what} cannot be kept: {error}.", fix=f"{_REMEDY} and has room.") from error

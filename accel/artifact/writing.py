@@ -223,12 +223,20 @@ def scratch() -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder such that nobody ever sees half of it: it gets another name first."""
+    """Remove a folder such that nobody ever sees half of it: it gets another name first.
+
+    Raises:
+        OutputFolderError: It cannot be removed.
+    """
     gone = folder.parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
     try:
         folder.rename(gone)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        raise OutputFolderError(
+            f"{folder} cannot be removed: {error}.", fix="remove it yourself, or name another folder."
+        ) from error
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -426,7 +426,7 @@ class StepCheck:
         IntegrityError: It takes no tokens.
     """
 
-    __slots__ = ("_kept", "_others", "_ranks", "_tokens", "mask")
+    __slots__ = ("_beside", "_kept", "_others", "_ranks", "_tokens", "mask")
 
     def __init__(self, component: Component) -> None:
         own = [spec for spec in component.inputs if spec.pair is None]
@@ -439,6 +439,8 @@ class StepCheck:
         self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask, self._kept)}
         by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
         self._others = [spec for spec in by_token if spec.name != self._tokens]
+        # What an encoder gave, images, positions of several kinds.
+        self._beside = [spec for spec in own if spec not in by_token and spec.name not in self._ranks]
 
     def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
         """How many tokens there are.
@@ -475,6 +477,18 @@ class StepCheck:
                 raise InputError(
                     f"Input {spec.name!r} has shape {tuple(shape)}; {spec.shape} is {sizes} here.",
                     fix="give each input as many rows and tokens as the ids have.",
+                )
+        known = {"batch": rows, "sequence": new, "total": total}
+        for spec in self._beside:
+            found = feeds[spec.name].shape
+            if len(found) != len(spec.shape) or any(
+                size != (axis if isinstance(axis, int) else known.setdefault(axis, size))
+                for axis, size in zip(spec.shape, found, strict=True)
+            ):
+                wanted = tuple(known.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
+                raise InputError(
+                    f"Input {spec.name!r} has shape {tuple(found)}; {spec.shape} is {wanted} here.",
+                    fix="check the shapes of the inputs; axes of one name have one size.",
                 )
         if self._kept is not None and feeds[self._kept].is_cpu:
             kept = feeds[self._kept].tolist()

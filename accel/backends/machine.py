@@ -11,6 +11,7 @@ from typing import Any
 from .._version import __version__
 from ..artifact.home import accel_home
 from ..config import available_processors
+from ..errors import ConfigError
 from . import registry
 from .specs import Reason
 
@@ -26,9 +27,17 @@ def machine() -> dict[str, Any]:
         "processors": available_processors(),
         "processors_of_machine": os.cpu_count(),
         "libraries": {name: version for name in tools() if (version := _version(name)) is not None},
-        "home": str(accel_home()),
+        "home": _home(),
         "executable": sys.executable,
     }
+
+
+def _home() -> str:
+    """The folder for caches, or why there is none."""
+    try:
+        return str(accel_home())
+    except ConfigError as error:
+        return str(error.message)
 
 
 def tools() -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from .inner import WithInnerStates
 from .pooling import SentenceEmbedder
 from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
-from .samples import Axes, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
+from .samples import Axes, check_sample, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
 from .source import Source
 from .speech import longest_sound
 from .wrapper import Tensors
@@ -90,6 +90,7 @@ def load_source(
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
         example, axes, unused = make(module, folder)
     else:
+        check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
         sizes = safe_sizes(example, axes)
         example = resize(example, axes, sizes, getattr(module, "config", None), seed=0)

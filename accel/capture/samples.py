@@ -274,6 +274,28 @@ def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
     return axes
 
 
+def check_sample(sample: Mapping[str, torch.Tensor], axes: Axes | None) -> None:
+    """Check inputs to trace with, and the names of their axes, as a caller gave them.
+
+    Raises:
+        InputError: Something else than tensors by name, or than names of axes by number.
+    """
+    for name, tensor in sample.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InputError(f"The sample has {type(tensor).__name__} as {name!r}.", fix="pass tensors by input name.")
+    for name, named in (axes or {}).items():
+        if name not in sample:
+            raise InputError(f"axes names {name!r}, which the sample has not.", fix=f"use {', '.join(sample)}.")
+        if not isinstance(named, Mapping) or not all(
+            isinstance(axis, int) and isinstance(word, str) and 0 <= axis < sample[name].ndim
+            for axis, word in named.items()
+        ):
+            raise InputError(
+                f"The axes of {name!r} are {named!r}; its shape is {tuple(sample[name].shape)}.",
+                fix="name axes by their numbers: {0: 'batch', 1: 'sequence'}.",
+            )
+
+
 def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]:
     """Sizes that a trace can tell apart: at least 2, a sequence of at least 3, all different.
 

@@ -98,7 +98,9 @@ class Source:
         if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
             return positions
         types = _named_table(model, "token_type_embeddings")
-        tables = {"input_ids": _table(model), "token_type_ids": types}
+        # Places on a page: left, top, right, bottom.
+        places = _named_table(model, "x_position_embeddings")
+        tables = {"input_ids": _table(model), "token_type_ids": types, "bbox": places}
         if encodes:
             tables["decoder_input_ids"] = _table(model.get_decoder())
             if stateful:

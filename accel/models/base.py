@@ -27,6 +27,7 @@ from ..backends.opening import Opened, RunSettings, open_artifact
 from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
+from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolving import resolve
 from ..tasks.infer import read_config, specs_for, task_spec
@@ -105,6 +106,7 @@ class ORTModel(Familiar, Saveable):
     # Loading
 
     @classmethod
+    @checked_arguments
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str] | Artifact,

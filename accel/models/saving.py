@@ -14,6 +14,7 @@ from typing import Any
 from ..artifact.manifest import MANIFEST, Artifact, with_files
 from ..artifact.writing import check_output, copy_companions, is_companion, merging
 from ..errors import ArtifactError, OutputFolderError
+from ..signatures import checked_arguments
 
 
 class Saveable:
@@ -23,6 +24,7 @@ class Saveable:
     config: Any
     generation_config: Any
 
+    @checked_arguments
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
     ) -> None:

@@ -36,6 +36,7 @@ from ..errors import (
     ValidationError,
     did_you_mean,
 )
+from ..signatures import checked_arguments
 from ..tasks.infer import task_spec
 from .checking import compare, merged
 from .foreign import adopt_weights
@@ -51,6 +52,7 @@ _Model = TypeVar("_Model")
 _TRIES = 3
 
 
+@checked_arguments
 def export(
     model: str | os.PathLike[str] | torch.nn.Module,
     out: str | os.PathLike[str],

@@ -18,6 +18,7 @@ from ..backends.opening import open_artifact
 from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
+from ..signatures import checked_arguments
 from .checking import compare, merged
 from .resolving import artifact_of
 
@@ -26,6 +27,7 @@ _DECODING = ("position_ids", "logits_to_keep")
 logger = logging.getLogger(__name__)
 
 
+@checked_arguments
 def optimize(
     artifact: Artifact | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from ..backends.forms import FormVerdict, HasForms
 from ..backends.opening import RunSettings, open_artifact
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
+from ..signatures import checked_arguments
 from .checking import differences, merged
 from .export import load_source
 from .resolving import artifact_of, original, resolve
@@ -44,6 +45,7 @@ class Validation:
     forms: tuple[FormVerdict, ...] = ()
 
 
+@checked_arguments
 def validate(
     artifact: Artifact | str | os.PathLike[str],
     *,

@@ -25,6 +25,7 @@ from ..errors import BudgetError, ConfigError, QuantizeError
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..models.opening import close, open_model
 from ..models.recording import PartBatches
+from ..signatures import checked_arguments
 from ..stages.quantize_once import quantizable
 from ..stages.quantize_once import quantize as quantize_once
 from ..tasks.infer import task_spec
@@ -33,6 +34,7 @@ from .attempts import BudgetSearch
 logger = logging.getLogger(__name__)
 
 
+@checked_arguments
 def quantize(
     artifact: Artifact | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..artifact.cache import alone_with_searches, using_searches
 from ..artifact.checksums import sha256
-from ..artifact.home import SEARCHES, accel_home
+from ..artifact.home import SEARCHES, accel_home, keeping
 from ..artifact.writing import held
 
 
@@ -47,10 +47,15 @@ class Store:
     def put(self, kind: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
         """Remember it, at once: an interrupted search keeps what it measured."""
         file = self._file(kind, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        temporary.write_text(json.dumps(value), encoding="utf-8")
-        temporary.replace(file)
+        with keeping("What a search found"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+            try:
+                temporary.write_text(json.dumps(value), encoding="utf-8")
+                temporary.replace(file)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
         self._written.add(file)
 
     @contextmanager

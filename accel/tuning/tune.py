@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.workloads import read_texts
+from ..signatures import checked_arguments
 from ..stages.resolving import Resolved, original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
@@ -27,6 +28,7 @@ from .store import Store
 logger = logging.getLogger(__name__)
 
 
+@checked_arguments
 def tune(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],

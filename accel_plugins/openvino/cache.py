@@ -14,7 +14,8 @@ import logging
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,30 @@ def cached(
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     blob, checksum = folder / f"{name}.blob", folder / f"{name}.crc32"
-    if blob.exists() or checksum.exists():
-        try:
+    try:
+        if blob.exists() or checksum.exists():
             return _load(blob, checksum, device, settings)
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("the compiled model %s is damaged (%s): compiling it again.", blob, error)
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.warning("the compiled model %s is damaged (%s): compiling it again.", blob, error)
+    # Before the model is compiled, which takes long.
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("no right to write there")
     compiled = compile_()
     content = compiled.export_model().getvalue()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
         _write(blob, content)
         _write(checksum, f"{zlib.crc32(content):08x}\n".encode())
+    return compiled
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cache_dir {folder} cannot be written: {error}.", fix="name another folder.") from error
-    return compiled
 
 
 def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
@@ -81,5 +92,9 @@ def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) 
 def _write(path: Path, content: bytes) -> None:
     """Into a file beside it first, so that a reader in another process never sees half of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

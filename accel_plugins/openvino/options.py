@@ -48,7 +48,11 @@ def _flag(name: str, value: object) -> bool:
 
 def _folder(value: object) -> str:
     path = Path(str(value)).expanduser().absolute()
-    if path.exists() and not path.is_dir():
+    try:
+        file = path.exists() and not path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"cache_dir {path} cannot be read: {error}.", fix="name another folder.") from error
+    if file:
         raise ConfigError(f"cache_dir is {path}, which is a file.", fix="name a folder.")
     return str(path)
 

@@ -31,7 +31,7 @@ from accel.backends.checks import (
 from accel.backends.description import SessionDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
-from accel.errors import SessionError
+from accel.errors import SessionClosedError, SessionError
 
 from .runtime import one_line, port_order
 from .stateful import OpenVinoState
@@ -203,7 +203,8 @@ class OpenVinoSession(SessionDescription):
             else:
                 results = self._run_new_shapes(request, arrays, alone=alone)
         except RuntimeError as error:
-            self._renew(request)
+            request.shapes = None
+            self.renew(request.of)
             raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
         finally:
             pool.put(request)
@@ -267,16 +268,15 @@ class OpenVinoSession(SessionDescription):
             # Of a model that a call failed in while this one waited.
             pool.put(request)
 
-    def _renew(self, failed: _Request) -> None:
-        """Another compiled model in the place of one whose call failed.
+    def renew(self, failed: ov.CompiledModel) -> None:
+        """Another compiled model in the place of one whose call failed, unless it has been replaced already.
 
         Its operators keep what they prepared for the sizes of a call, and one that fails in the middle leaves some of them with the sizes
         of the call before: that call again then fails as well (2026.4: a convolution behind an image that is smaller than its kernel), also
         in a new request. Another request of the same model is no help, and compiling again takes as long as opening did.
         """
-        failed.shapes = None
         with self._anew:
-            if self._compiled is failed.of:
+            if self._compiled is failed:
                 compiled = self._compile_again()
                 # Beside `close`.
                 if self._compiled is not None:
@@ -315,7 +315,7 @@ class OpenVinoSession(SessionDescription):
             request.infer(_NOTHING)
             found = {name: request.get_output_tensor(self._port(name)) for name in names}
         except RuntimeError as error:
-            self._renew(taken)
+            self.renew(taken.of)
             raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
         for name, buffer in out.items():
             check_buffer_shape(name, buffer, tuple(found[name].shape))
@@ -326,6 +326,8 @@ class OpenVinoSession(SessionDescription):
     def _run_stateful(self, tensors: Feeds, names: Sequence[str], state: OpenVinoState) -> dict[str, torch.Tensor]:
         try:
             return state.run(tensors, names)
+        except SessionClosedError:
+            raise
         except RuntimeError as error:
             raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
 
@@ -341,7 +343,7 @@ class OpenVinoSession(SessionDescription):
         """An empty KV cache; see `accel.backends.interfaces.Session.new_state`."""
         if not self._component.stateful:
             raise no_state()
-        return OpenVinoState(self.runtime, self._component, batch)
+        return OpenVinoState(self, self._component, batch)
 
     def close(self) -> None:
         """Give OpenVINO's memory back, once the calls under way are through."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import openvino as ov
@@ -81,15 +82,33 @@ def _restore_broadcasts(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class OpenVinoState(StateDescription):
-    """What is kept of one batch of sequences, in the variables of an infer request of their own."""
+class CompiledDecoder(Protocol):
+    """What a state asks of its session."""
 
-    def __init__(self, compiled: ov.CompiledModel, component: Component, batch: int) -> None:
+    @property
+    def runtime(self) -> ov.CompiledModel:
+        """The compiled model that calls go to now."""
+
+    def renew(self, failed: ov.CompiledModel) -> None:
+        """Compile again, unless another call has done so, behind a call of that model that failed."""
+
+
+class OpenVinoState(StateDescription):
+    """What is kept of one batch of sequences, in the variables of an infer request of their own.
+
+    Args:
+        session: Has the compiled model, which is another one after a call that failed.
+        component: The decoder's graph.
+        batch: Sequences.
+    """
+
+    def __init__(self, session: CompiledDecoder, component: Component, batch: int) -> None:
         check_rows(batch)
-        self._compiled = compiled
+        self._session = session
+        self._compiled = session.runtime
         self._component = component
         self._check_step = StepCheck(component)
-        self._request = compiled.create_infer_request()
+        self._request = self._compiled.create_infer_request()
         super().__init__(batch)
         # The rows of the variables that the next call starts from.
         self._order = np.arange(batch, dtype=np.int32)
@@ -144,7 +163,7 @@ class OpenVinoState(StateDescription):
         Raises:
             InputError: A graph that keeps its encoder's keys and values, whose number of rows cannot change.
         """
-        check_join(self, other, same=getattr(other, "_compiled", None) is self._compiled)
+        check_join(self, other, same=getattr(other, "_session", None) is self._session)
         assert isinstance(other, OpenVinoState)
         if self._encoded:
             raise InputError(
@@ -182,7 +201,7 @@ class OpenVinoState(StateDescription):
 
     def clone(self) -> OpenVinoState:
         """An independent copy."""
-        copy = OpenVinoState(self._compiled, self._component, self._batch)
+        copy = OpenVinoState(self._session, self._component, self._batch)
         if self._length:
             copy._set(self._values())
         copy._length, copy._order, copy._alike = self._length, self._order.copy(), self._alike
@@ -196,6 +215,8 @@ class OpenVinoState(StateDescription):
             names: Outputs wanted.
         """
         new = self._check_step(tensors, self._batch, self._length)
+        if self._compiled is not self._session.runtime:
+            self._move()
         request = self._request
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
@@ -203,15 +224,17 @@ class OpenVinoState(StateDescription):
         try:
             request.infer()
         except RuntimeError:
-            self._restart()
+            self._session.renew(self._compiled)
+            self._move()
             raise
         self._length += new
         self._order = np.arange(self._batch, dtype=np.int32)
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
 
-    def _restart(self) -> None:
-        """A request of its own again behind a call that failed, with what was held before that call."""
+    def _move(self) -> None:
+        """A request of the session's present model, with what was held before the call that failed, of this state or of another."""
         held = self._values() if self._length else {}
+        self._compiled = self._session.runtime
         self._request = self._compiled.create_infer_request()
         self._set(
             {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel.artifact import Artifact, accel_home
+from accel.artifact import Artifact, accel_home, keeping
 from accel.backends.profiles import Profile
 from accel.backends.specs import DeviceSpec
 from accel.errors import TargetMismatchError
@@ -73,10 +73,11 @@ def engine_cache(artifact: Artifact, name: str, machine: Machine, profile: Profi
     }
     text = json.dumps(key, sort_keys=True)
     folder = accel_home() / "tensorrt" / "engines" / hashlib.sha256(text.encode()).hexdigest()[:24]
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / "engine.json"
-    if not note.exists():
-        note.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+    with keeping("An engine"):
+        folder.mkdir(parents=True, exist_ok=True)
+        note = folder / "engine.json"
+        if not note.exists():
+            note.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
@@ -85,5 +86,6 @@ def timing_cache(machine: Machine) -> Path:
     words = f"{machine.gpu} {machine.arch} {machine.tensorrt} {machine.driver}"
     slug = "".join(c if c.isalnum() or c in "._" else "-" for c in words)
     folder = accel_home() / "tensorrt" / "timing" / slug
-    folder.mkdir(parents=True, exist_ok=True)
+    with keeping("Kernel times"):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -38,6 +38,7 @@ from accel.errors import (
     BackendUnavailableError,
     ConfigError,
     IntegrityError,
+    SessionClosedError,
     SessionError,
 )
 from accel.testing.conformance import BackendConformance
@@ -292,6 +293,47 @@ def test_a_step_that_failed_leaves_the_state_as_it_was(
             model._decoder_session.run(wrong, outputs=("logits",), state=state)
     found = model(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]
     assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
+    generator: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States that were made before the failure go on with what they held, are joined and copied, and new ones begin."""
+    model = ORTModelForCausalLM(generator("gpt2", "openvino"))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    longer = torch.cat([ids, ids[:, 1:3]], dim=1)
+    expected = model(input_ids=longer[:, :5]).logits[:, -1]
+    after = model(input_ids=longer).logits[:, -1]
+    session = model._decoder_session
+    failing, other = (model(input_ids=ids).past_key_values for _ in range(2))
+    single = model(input_ids=ids[:1]).past_key_values
+    compiled = session.runtime
+    with monkeypatch.context() as patch:
+        patch.setattr(failing.state, "_check_step", lambda *given: 1)
+        wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+        wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
+        with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
+            session.run(wrong, outputs=("logits",), state=failing.state)
+    assert session.runtime is not compiled
+    copy = other.state.clone()
+    for cache in (failing, other, None):
+        with_one = model(input_ids=longer[:, 4:5] if cache is not None else longer[:, :5], past_key_values=cache)
+        assert (with_one.logits[:, -1] - expected).abs().max() < TOLERANCE
+        found = model(input_ids=longer[:, 5:], past_key_values=with_one.past_key_values).logits[:, -1]
+        assert (found - after).abs().max() < TOLERANCE
+    single.state.join(copy)
+    step = {"input_ids": longer[[0, 0, 1], 4:5], "attention_mask": torch.ones(3, 5, dtype=torch.int64)}
+    step |= {"position_ids": torch.full((3, 1), 4), "logits_to_keep": torch.tensor([0])}
+    found = session.run(step, state=single.state)["logits"][:, -1]
+    assert (found - expected[[0, 0, 1]]).abs().max() < TOLERANCE
+
+
+def test_a_state_of_a_closed_decoder_is_refused(generator: Callable[..., Artifact]) -> None:
+    model = ORTModelForCausalLM(generator("gpt2", "openvino"))
+    cache = model(input_ids=torch.tensor([[5, 6]])).past_key_values
+    model.close()
+    with pytest.raises(SessionClosedError):
+        model(input_ids=torch.tensor([[7]]), past_key_values=cache)
 
 
 def test_large_outputs_are_handed_out_and_stay(tiny_ir: Callable[..., Artifact]) -> None:

@@ -228,3 +228,51 @@ def test_numbers_whose_sum_is_none_are_answered(of_pictures: dict[str, tuple[Any
     _, _, session = of_pictures["convnext"]
     large = {"pixel_values": torch.full((2, 3, 64, 64), 3e38)}
     assert session.run(large)["logits"].shape == (2, 3)
+
+
+# What an encoder gives a decoder
+
+WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
+    "of one row": lambda name, tensor: tensor[:1],
+    "of a row more": lambda name, tensor: torch.cat([tensor, tensor[:1]]),
+    "of one token": lambda name, tensor: tensor.narrow(tensor.ndim - 2 if tensor.ndim > 2 else 1, 0, 1),
+    "of another rank": lambda name, tensor: tensor[None],
+}
+
+
+@pytest.fixture(scope="module")
+def decoders(generator: Callable[..., Artifact]) -> Iterator[dict[str, Any]]:
+    """T5's decoder on backends that keep a cache."""
+    opened = {
+        backend: open_artifact(generator("t5", backend), RunSettings(backend=backend))
+        for backend in ("cpu", "openvino")
+    }
+    yield {name: one.sessions["decoder"] for name, one in opened.items()}
+    for one in opened.values():
+        one.close()
+
+
+@pytest.mark.parametrize("wrong", WRONG_BESIDE)
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_what_an_encoder_gave_has_the_decoders_sizes(backend: str, wrong: str, decoders: dict[str, Any]) -> None:
+    session = decoders[backend]
+    sizes = {"batch": 2, "sequence": 3, "total": 3, "encoder_sequence": 5}
+    given: Feeds = {}
+    for spec in session.inputs:
+        if spec.pair is None:
+            shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape if axis != "kept"]
+            draw = torch.Generator().manual_seed(0)
+            floats = spec.dtype == "float32"
+            given[spec.name] = torch.randn(shape, generator=draw) if floats else torch.ones(shape, dtype=torch.int64)
+            if spec.shape == ("kept",):
+                given[spec.name] = torch.tensor([2])
+    expected = session.run(given, state=session.new_state(2))["logits"]
+    tried = [name for name in given if name.startswith(("encoder", "cross"))]
+    assert tried
+    for name in tried:
+        with pytest.raises(InputError) as caught:
+            session.run({**given, name: WRONG_BESIDE[wrong](name, given[name])}, state=session.new_state(2))
+        # Of two that disagree about an axis either may be named.
+        assert name in str(caught.value) or "'encoder_sequence'" in str(caught.value)
+        assert caught.value.fix
+        assert torch.equal(session.run(given, state=session.new_state(2))["logits"], expected)

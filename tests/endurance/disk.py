@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -26,13 +27,14 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
+def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     """Every command that writes, with less and less room on the disk of its output, and then of its home.
 
     Args:
         root: A folder for all of it.
         count: Fillings of the disk that are tried for each command.
         seed: Not used: fillings go from full to nearly free.
+        only: A regular expression for the names of the commands that are tried, such as "^export, output" or "tune, home".
     """
     world = World(root)
     # About ten megabytes of weights: more than one file of them does not fit.
@@ -72,6 +74,8 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         "tune": ["tune", model, out, *tune],
     }
     for name, arguments in commands.items():
+        if not re.search(only, f"{name}, output"):
+            continue
         for step in range(count):
             with small_disk(disk, _MEGABYTES):
                 filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
@@ -100,6 +104,8 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         ("from_pretrained", cached),
         ("tune", accel_command(["tune", model, world.work / "out", *tune])),
     ):
+        if not re.search(only, f"{name}, home"):
+            continue
         for step in range(count):
             with small_disk(world.home, _MEGABYTES):
                 filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096

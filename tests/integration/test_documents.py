@@ -102,6 +102,23 @@ def test_boxes_that_pytorch_refuses(
         model(input_ids=ids, bbox=boxes)
 
 
+@pytest.mark.parametrize("place", [-1, 5000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_places_that_are_in_no_table_are_refused_by_every_session(
+    backend: str, place: int, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    session = opened("layoutlm", DOCUMENTS, backend, tiny_folder("layoutlm", DOCUMENTS), tiny_artifact).sessions[
+        "model"
+    ]
+    feeds = {name: torch.ones(1, 3, dtype=torch.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    boxes = torch.tensor([[[0, 0, 10, 10], [5, 5, 6, 6], [5, 5, 6, 6]]])
+    before = session.run({**feeds, "bbox": boxes})
+    with pytest.raises(InputError, match="'bbox' holds"):
+        session.run({**feeds, "bbox": boxes.index_fill(2, torch.tensor([2]), place)})
+    for name, tensor in session.run({**feeds, "bbox": boxes}).items():
+        assert torch.equal(tensor, before[name])
+
+
 def rows_answered_by(folder: Path) -> list[dict[str, Any]]:
     ask = transformers.pipeline(
         DOCUMENTS, model=original(folder, DOCUMENTS), tokenizer=transformers.AutoTokenizer.from_pretrained(folder)

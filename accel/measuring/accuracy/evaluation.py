@@ -23,6 +23,7 @@ from ...data.rows import Rows, load_rows, take
 from ...errors import ConfigError, InputError
 from ...models.base import ORTModel
 from ...models.opening import close, open_model, open_original
+from ...signatures import checked_arguments
 from ...stages.resolving import Resolved, resolve
 from ...tasks.infer import task_spec
 from .comparing import Comparison, Scored, compare
@@ -181,6 +182,7 @@ class EvaluationSet:
         )
 
 
+@checked_arguments
 def evaluate(
     model: str | os.PathLike[str] | Artifact | Model,
     data: Any,

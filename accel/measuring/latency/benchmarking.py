@@ -23,6 +23,7 @@ from ...backends.opening import RunSettings
 from ...backends.specs import WEIGHTS
 from ...config import ExportConfig, SessionOptions, available_processors
 from ...errors import AccelError, ConfigError, SessionError
+from ...signatures import checked_arguments
 from ...stages.export import artifact_for
 from ...stages.resolving import Resolved, original, resolve
 from ...tasks.infer import task_spec
@@ -37,6 +38,7 @@ Model = str | os.PathLike[str] | Artifact | Variant
 Way = Literal["compile", "cuda_graph"]
 
 
+@checked_arguments
 def benchmark(
     models: Model | Sequence[Model],
     *,

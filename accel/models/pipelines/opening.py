@@ -8,12 +8,14 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...artifact.hub import HubOptions
 from ...errors import ConfigError, TaskError, did_you_mean
+from ...signatures import checked_arguments
 from ...stages.resolving import resolve
 from ...tasks.infer import all_tasks, specs_for, task_spec
 from ...tasks.spec import TaskSpec, load
@@ -38,12 +40,13 @@ _ONCE_USUAL = {
 }
 
 
+@checked_arguments
 def pipeline(
     task: str | None = None,
     model: str | os.PathLike[str] | ORTModel | Any | None = None,
     *,
     backend: str | None = None,
-    device: str | None = None,
+    device: str | int | torch.device | None = None,
     tokenizer: Any = None,
     image_processor: Any = None,
     feature_extractor: Any = None,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ...config import AccelerateConfig, Dtype
+from ...signatures import checked_arguments
 from .dispatching import prepare
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=torch.nn.Module)
 
 
+@checked_arguments
 def accelerate(
     model: Model,
     *,

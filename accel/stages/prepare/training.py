@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...config import QatConfig, QatPreset
+from ...signatures import checked_arguments
 from .dispatching import prepare
 
 if TYPE_CHECKING:
     import torch
 
 
+@checked_arguments
 def prepare_qat(
     model: torch.nn.Module,
     *,

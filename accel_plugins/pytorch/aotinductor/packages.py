@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 FORMAT = "pt2"
 """The format of artifacts that are packages of compiled code."""
 _BLOCK = 1 << 20
+# Checksums of packages that this process compiled; other processes read notes in the home.
+_COMPILED: set[str] = set()
 
 
 def _mark(checksum: str) -> Path:
@@ -32,12 +34,17 @@ def _mark(checksum: str) -> Path:
 
 def remember(component: Component) -> None:
     """Note that a package was compiled here, by its checksum."""
-    mark = _mark(next(record.sha256 for record in component.files if record.name == component.file))
+    checksum = next(record.sha256 for record in component.files if record.name == component.file)
+    _COMPILED.add(checksum)
     try:
+        mark = _mark(checksum)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): the package opens with trust_remote_code=True.", mark, error)
+    except (OSError, ConfigError) as error:
+        logger.warning(
+            "it cannot be noted that this was compiled here (%s): in other processes the package opens with trust_remote_code=True.",
+            error,
+        )
 
 
 @contextmanager
@@ -63,7 +70,7 @@ def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
                 f"{package} cannot be copied into the folder for temporary files, where its code is checked: {error}",
                 fix="set TMPDIR to a folder with room for it that can be written.",
             ) from error
-        if not _mark(checksum).is_file():
+        if checksum not in _COMPILED and not _mark(checksum).is_file():
             raise ConfigError(
                 f"{package.parent} holds native code that was not compiled here, which may do anything once it is loaded.",
                 fix="pass trust_remote_code=True (--trust-remote-code) where you trust who compiled it, or export the model yourself.",

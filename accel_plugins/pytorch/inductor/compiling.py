@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
 import os
+import shutil
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +18,13 @@ import torch
 
 from accel.artifact import accel_home
 from accel.capture import quiet
+from accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+# What a compiler needs for one form at most, about; with less it fails in the middle.
+_ROOM_BYTES = 64 << 20
 _NAMES = itertools.count()
 REMEDIES = {
     "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
@@ -52,14 +57,25 @@ def keep_compiled_code() -> None:
 
     # The compiler itself sets the variable when it is first asked for its folder.
     if os.environ.get(_CACHE) in (None, default_cache_dir()):
-        kept = accel_home() / "inductor"
         try:
+            kept = accel_home() / "inductor"
             kept.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            logger.debug("compiled code is not kept in %s: %s", kept, error)
+            if not os.access(kept, os.W_OK):
+                raise PermissionError(f"{kept} cannot be written")
+            if shutil.disk_usage(kept).free < _ROOM_BYTES:
+                raise OSError(f"the disk of {kept} is full")
+        except (OSError, ConfigError) as error:
+            _tell_not_kept(str(error))
             return
-        if os.access(kept, os.W_OK):
-            os.environ[_CACHE] = str(kept)
+        os.environ[_CACHE] = str(kept)
+
+
+@functools.cache
+def _tell_not_kept(why: str) -> None:
+    logger.warning(
+        "compiled code is not kept for later processes: %s Fix: set ACCEL_HOME to a folder that can be written.",
+        why.partition("\n")[0],
+    )
 
 
 @contextlib.contextmanager
