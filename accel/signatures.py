@@ -17,7 +17,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 # NumPy's numbers are numbers.
 _NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
-_NAMES = {numbers.Integral: "int", numbers.Real: "float", type(None): "None"}
+_NAMES = {numbers.Integral: "a whole number", numbers.Real: "a number", type(None): "None"}
 
 
 def checked_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -77,7 +77,7 @@ def _check(function: str, name: str, value: object, allowed: tuple[type, ...] | 
     if allowed is not None and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
         words = [_NAMES.get(kind, kind.__name__) for kind in allowed]
         raise ConfigError(
-            f"{function} got {reprlib.repr(value)} as {name}.", fix=f"pass {' or '.join(words)} as {name}."
+            f"{name} is {reprlib.repr(value)}, which {function} does not take.", fix=f"pass {' or '.join(words)}."
         )
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{function} got a text with a NUL in it as {name}: {value!r}.", fix="leave it out.")
+        raise ConfigError(f"{name} is {value!r}: {function} takes no text with a NUL in it.", fix="leave it out.")

@@ -165,16 +165,15 @@ def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
 def in_process(folder: str, path: str) -> None:
     """The same model called where it is: for each line of texts that is read, a line of seconds."""
     import accel
-    from accel.models.texts import Embedder
 
     if path == CLASSIFY:
         call: Any = accel.pipeline("text-classification", model=folder)
     else:
         model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
-        embedder = Embedder(model)
 
         def call(text: str) -> Any:
-            return embedder.embed(embedder.rows([text]))[0].tolist()
+            # As the endpoint answers: of length 1, as Python's numbers.
+            return model.encode(text, normalize_embeddings=True).tolist()
 
     for line in sys.stdin:
         print(json.dumps(seconds_of(call, json.loads(line))), flush=True)

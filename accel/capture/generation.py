@@ -23,8 +23,8 @@ from ..errors import ExportError
 from ..tasks.infer import task_spec
 from ..tasks.spec import TaskSpec, load
 from .attention import CacheLayer, FusedAttention, tracing
+from .positions import has_position_table
 from .recurrence import recurrent
-from .samples import has_position_table
 from .sounds import SOUND_AXES
 from .source import Source
 from .speech import short_masks, shortened_mask, traced_lengths

@@ -24,9 +24,10 @@ from ..tasks.spec import TaskSpec, load
 from .answering import Answering
 from .inner import WithInnerStates
 from .pooling import SentenceEmbedder
+from .positions import max_sizes_of
 from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
-from .samples import Axes, check_sample, known_axes, max_sizes_of, resize, safe_sizes, tokenizer_names
+from .samples import Axes, check_sample, known_axes, resize, safe_sizes, tokenizer_names
 from .source import Source
 from .speech import longest_sound
 from .wrapper import Tensors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ SAMPLE_CHOICES = 3
 # Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
-_POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
-# Positions that are looked up nowhere may be as large as 32 bits hold.
-_FARTHEST = 2**31 - 1
-# What the parts of a model read that see no tokens.
-# Those that do not say it are called so (OWL-ViT's, CLAP's).
-_NAMES_OF_TOWERS = ("vision_model", "audio_model")
-_OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 Axes = Mapping[str, Mapping[int, str]]
 # Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
@@ -431,81 +423,3 @@ def _padded_pixels(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     mask[1::2, -(shape[1] // 4) :] = 0
     mask[1::2, :, -(shape[2] // 4) :] = 0
     return mask
-
-
-def has_position_table(module: torch.nn.Module, limit: int) -> bool:
-    """Whether a model looks positions, or which tokens see which, up in a table of `limit` rows."""
-    parts = _parts_that_read_text(module)
-    if any(isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name) for name, child in parts.items()):
-        return True
-    if any(_POSITIONS.search(f"{name}.{own}") for name, child in parts.items() for own in child._parameters):
-        return True
-    # Tables may have a few rows more than declared (OPT).
-    buffers = [buffer for child in parts.values() for buffer in child._buffers.values() if buffer is not None]
-    return any(limit <= size <= limit + 8 for buffer in buffers for size in buffer.shape)
-
-
-def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules in a module by name, without the towers that read images or sounds: positions there are no tokens'."""
-    towers = [
-        name
-        for name, child in module.named_modules()
-        if name
-        and (
-            getattr(child, "main_input_name", "input_ids") in _OF_TOWERS or name.rpartition(".")[2] in _NAMES_OF_TOWERS
-        )
-    ]
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if not any(name == tower or name.startswith(f"{tower}.") for tower in towers)
-    }
-
-
-def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
-    """The smallest and the largest of the `position_ids` that a model of texts has.
-
-    Those that are looked up have the rows of their table. Angles are computed of any position; of those below 0 they are
-    no text's.
-    """
-    least, most = 0, _FARTHEST
-    for name, child in _parts_that_read_text(module).items():
-        tables = {name: child.weight.shape[0]} if isinstance(child, torch.nn.Embedding) else {}
-        # Computed once and kept: GPT-J's and CodeGen's buffers, M2M100's and XGLM's modules, CTRL's tensor.
-        kept = {**vars(child), **child._buffers}
-        for own, held in kept.items():
-            if isinstance(held, torch.Tensor) and held.ndim == 2:
-                tables[name if own == "weights" else own] = held.shape[0]
-        for table, rows in tables.items():
-            if table == "pos_encoding" or _POSITIONS.fullmatch(table.rpartition(".")[2]):
-                # OPT's and BART's tables have rows in front, which padded tokens read: their positions are negative.
-                offset = getattr(child, "offset", 0)
-                offset = offset if isinstance(offset, int) else 0
-                least, most = min(least, -offset), min(most, rows - 1 - offset)
-    return least, most
-
-
-def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
-    """How long a sequence the model's learned positions allow."""
-    if not any("sequence" in named.values() for named in axes.values()):
-        return {}
-    limits = []
-    declared = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    for name, child in _parts_that_read_text(module).items():
-        if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
-            # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
-            offset = child.padding_idx + 1 if child.padding_idx is not None else 0
-            limits.append(child.num_embeddings - offset)
-            if isinstance(declared, int) and 0 < declared < child.num_embeddings:
-                limits.append(declared)
-        elif _POSITIONS.search(name) and isinstance(getattr(child, "weights", None), torch.Tensor) and declared:
-            # Computed once and kept (M2M100): a graph has the rows that the model had.
-            limits.append(int(declared))
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "attention_type", None) == "block_sparse":
-        # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
-        limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
-    if isinstance(whole := getattr(config, "max_text_len", None), int):
-        # Grounding DINO scores so many tokens.
-        limits.append(whole)
-    return {"sequence": min(limits)} if limits else {}

@@ -13,8 +13,9 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..tasks.infer import task_spec
 from .inner import TracedPlainly
+from .positions import position_bounds
 from .quantized import record_of
-from .samples import IMAGE_AXES, Axes, position_bounds, resize, usual_sizes
+from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)

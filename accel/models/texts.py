@@ -11,7 +11,7 @@ import torch
 from ..artifact.reading import read_json
 from ..data.batches import longest
 from ..errors import InputError
-from .companions import companion_of
+from .companions import kept_companion_of
 
 TokenRow = Mapping[str, Sequence[int]]
 """Token ids, mask and so on of one text."""
@@ -87,7 +87,7 @@ class Embedder(TextRows):
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         folder: Path = model.artifact.path
-        tokenizer = tokenizer or companion_of(model, "AutoTokenizer")
+        tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
         self.model = model
         self._settings, self._prompt = sentence_settings(folder)
         own = tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None
@@ -126,7 +126,7 @@ class PairScorer(TextRows):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        tokenizer = tokenizer or companion_of(model, "AutoTokenizer")
+        tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
         self.model = model
         limit = model.artifact.components[0].max_sizes.get("sequence")
         super().__init__(tokenizer, longest(limit, tokenizer, None))

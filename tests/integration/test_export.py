@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from accel.errors import (
     UnknownBackendError,
     ValidationError,
 )
+from accel.models import companions
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, save_tiny, tiny_model
@@ -255,6 +258,27 @@ def test_sentence_transformers_folder(tmp_path: Path) -> None:
     cut = accel.ORTModelForFeatureExtraction.from_pretrained(saved)
     # Of five tokens two are special: "find where is".
     assert (cut.encode("Where is my card") == model.encode("find where is")).all()
+
+
+def test_texts_one_by_one_do_not_open_the_tokenizer_again(
+    tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    opens = companions.open_companion
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        opened.append(threading.get_ident())
+        return opens(*args, **kwargs)
+
+    monkeypatch.setattr(companions, "open_companion", counted)
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(tiny_artifact(task="feature-extraction").path)
+    texts = ["where is my card", "a bank account"]
+    alone = [model.encode(text) for text in texts]
+    with ThreadPoolExecutor(1) as other:
+        for found, text in zip(alone, texts, strict=True):
+            assert (other.submit(model.encode, text).result() == found).all()
+    # Once in each thread: a tokenizer keeps settings between calls.
+    assert len(opened) == len(set(opened)) == 2
 
 
 def _encoded(folder: Path, text: str) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact, HubOptions, Location
-from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, OutputFolderError, TaskError
+from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, TaskError
 from accel.stages import resolving
 from accel.stages.resolving import original, resolve
 from accel.testing.folders import edit_manifest, unmark
@@ -89,7 +89,7 @@ class TestKinds:
             ({"subfolder": 3}, "subfolder is 3"),
             ({"revision": 3}, "revision is 3"),
             ({"file_name": 3}, "file_name is 3"),
-            ({"task": 3}, "not by 3"),
+            ({"task": 3}, "task is 3"),
         ],
     )
     def test_what_is_of_another_type_is_named(
@@ -112,7 +112,7 @@ class TestKinds:
             accel.ORTModel.from_pretrained("a" * 5000)
 
     def test_an_output_that_is_no_folder(self) -> None:
-        with pytest.raises(OutputFolderError, match="5 is no folder"):
+        with pytest.raises(ConfigError, match="out is 5"):
             accel.export(tiny_model("bert"), 5)  # type: ignore[arg-type]
 
     def test_original(self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:

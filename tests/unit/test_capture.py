@@ -15,8 +15,8 @@ from accel.artifact.manifest import Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import Source, split
 from accel.capture.attention import CacheLayer, _Trace
+from accel.capture.positions import has_position_table, max_sizes_of
 from accel.capture.references import own_defaults_of
-from accel.capture.samples import has_position_table, max_sizes_of
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes
 from accel.errors import ExportError
