@@ -34,7 +34,7 @@ from accel.errors import (
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.aotinductor import backend, exporter
+from accel_plugins.pytorch.aotinductor import backend, exporter, packages
 from accel_plugins.pytorch.inductor.compiling import cpu_compiler
 
 _WITHOUT_COMPILER = """
@@ -63,7 +63,9 @@ class TestAotInductor(BackendConformance):
     def test_code_of_others_is_not_loaded_unless_it_is_trusted(
         self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        # Another user's process, which compiled nothing and has a home of its own.
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
+        monkeypatch.setattr(packages, "_COMPILED", set())
         load = accel.ORTModelForSequenceClassification.from_pretrained
         with pytest.raises(ConfigError, match="native code that was not compiled here"):
             load(artifact.path)
