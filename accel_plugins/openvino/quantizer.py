@@ -373,10 +373,15 @@ def _weights_only(
         n.get_output_element_type(0).get_type_name() for n in compressed.get_ops() if n.get_type_name() == "Constant"
     ]
     if not any(word in wanted for word in types):
+        if config.exclude:
+            raise QuantizeError(
+                f"exclude={list(config.exclude)} leaves no weights that {config.scheme} compresses.",
+                fix="name fewer nodes; weights are excluded by the name of their product and by that of their constant (Constant_12).",
+            )
         raise QuantizeError(
             f"The model holds no weights that {config.scheme} compresses: matrix products and embeddings with constant "
             "weights.",
-            fix="check exclude=..., or use static-int8.",
+            fix="use static-int8.",
         )
     return compressed
 

@@ -236,6 +236,12 @@ def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
     assert "smaller block_size" in str(error.value.fix)
 
 
+def test_nothing_is_left_to_compress(ir: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match=r"exclude=.* leaves no weights") as error:
+        quantize(ir, tmp_path / "out", scheme="weight-int8", exclude=("re:Constant_.*",))
+    assert "constant" in str(error.value.fix)
+
+
 def test_nothing_to_compress(tmp_path: Path) -> None:
     class Doubler(torch.nn.Module):
         def forward(self, values: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,9 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "per_channel": (False, True),
     "symmetric": (False, True),
     "operators": (("MatMul",),),
-    # About half of the nodes or modules: those with even numbers, so that something is left in the smallest model.
-    "exclude": ((r"re:.*([02468]|_[0-9]*[02468]/.*|\.0\..*)$",),),
+    # About half of the nodes or modules: those with even numbers, so that something is left in the smallest model. Constants of
+    # OpenVINO's graphs may all have even numbers.
+    "exclude": ((r"re:(?!Constant).*([02468]|_[0-9]*[02468]/.*|\.0\..*)$",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
     "percentile": (99.9,),
     "format": ("qoperator",),

@@ -60,10 +60,6 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
-    if str(case).startswith("text-generation > openvino openvino_ir float32 > openvino weight-int4 exclude"):
-        # A defect of ours or of NNCF's, open: of `re:.*[02468]$`, which matches numbered nodes without weights, no weight is
-        # left to compress; `re:linear_[0-9]*[02468]/.*` leaves half of them.
-        pytest.xfail("exclude patterns that match a decoder's numbered nodes leave no weight to OpenVINO's int4")
     if reason := missing_device(case):
         pytest.skip(reason)
     if case.runner == "openvino" and case.scheme == "static-int8" and adds_in_16_bits(cpu_flags()):
