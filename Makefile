@@ -67,7 +67,7 @@ check: $(VENV)/.dev
 # torch and onnxruntime-gpu for CUDA (`pip install ".[cuda]"` and pytest).
 GPU_PYTHON ?= $(PYTHON)
 gpu-test:
-	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_cuda.py tests/backends/test_cuda_generation.py tests/matrix
+	$(GPU_PYTHON) -m pytest -m gpu tests/backends tests/matrix
 	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json
 	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json --benchmark
 	$(GPU_PYTHON) benchmarks/gpu_generation.py benchmarks/gpu_generation.json

@@ -12,6 +12,7 @@ import torch
 import accel
 from accel.testing.generators import save_generator
 from accel_plugins.pytorch.backend import PytorchBackend
+from accel_plugins.pytorch.inductor import steps
 from accel_plugins.pytorch.inductor.compiling import cpu_compiler
 from accel_plugins.pytorch.inductor.steps import SteppingSession
 
@@ -19,9 +20,12 @@ pytestmark = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler 
 
 
 @pytest.fixture
-def opened(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A small Llama as it is, and with compiled steps."""
-    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+def opened(
+    shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[Any, Any]:
+    """A small Llama, or another family, as it is and with compiled steps."""
+    family = getattr(request, "param", "llama")
+    folder = shared(f"inductor-{family}", lambda folder: save_generator(folder, family))
     plain = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
 
     def decoder(self: PytorchBackend, model: Any, part: Any, component: Any, request: Any, dtype: str) -> Any:
@@ -60,6 +64,22 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
             model(ids[:, :3], past_key_values=cache)
             found.append(model(ids[:, 3:4], past_key_values=cache).logits)
         assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
+
+
+@pytest.mark.parametrize("opened", ["mistral"], indirect=True)
+def test_windows_are_refused_before_anything_is_compiled(
+    opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_to_be_called(*args: object) -> None:
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setattr(steps, "compiled", lambda *args, **how: not_to_be_called)
+    plain, stepping = opened
+    ids = torch.tensor([[5, 6, 7, 8]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
+    assert stepping._decoder_session._why_eager == "NotImplementedError: attention with sliding_window"
+    assert "attention with sliding_window" in caplog.text
 
 
 def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -154,8 +154,8 @@ class Slot:
         for tensor in (*self._keys, *self._values):
             tensor.copy_(tensor.index_select(0, index))
 
-    def run(self, tensors: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
-        """Logits `(rows, 1, vocabulary)` of one more token behind so many."""
+    def run(self, tensors: Mapping[str, torch.Tensor], length: int, *, capture: bool = True) -> torch.Tensor:
+        """Logits `(rows, 1, vocabulary)` of one more token behind so many; on a GPU as a graph from the second time on, with `capture`."""
         mask = tensors["attention_mask"]
         self._mask[:, : mask.shape[1]].copy_(mask)
         if mask.shape[1] < self.capacity:
@@ -168,7 +168,7 @@ class Slot:
             self._graph.replay()
             return self._logits.clone()
         found = self._call()
-        if self._place.device.type == "cuda":
+        if capture and self._place.device.type == "cuda":
             self._capture()
         return found
 
@@ -323,6 +323,13 @@ class SteppingSession(DecoderSession):
         batch, capacity = key
         return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
 
+    def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
+        """Run a step that is not compiled: what this attention does not know is said before minutes of compiling."""
+        batch, capacity = key
+        slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._compute)
+        slot.fill(state.cache.layers, state.length)
+        slot.run(tensors, state.length, capture=False)
+
     def _first(
         self, key: tuple[int, int], model: Any, tensors: Mapping[str, torch.Tensor], state: StepState
     ) -> torch.Tensor:
@@ -332,9 +339,12 @@ class SteppingSession(DecoderSession):
         )
         trial = state.clone()
         assert isinstance(trial, StepState)
-        expected = super()._extend(model, tensors, state, 1)
+        untried = not self._steps
         self._steps[key] = compiled(self._compute, options=_OPTIONS)
+        expected = super()._extend(model, tensors, state, 1)
         try:
+            if untried:
+                self._rehearse(key, tensors, trial)
             with compiling(freezing=False):
                 trial.enter(self._slot(key, trial.cache.layers))
                 assert trial.slot is not None
