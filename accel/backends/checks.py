@@ -421,14 +421,16 @@ class StepCheck:
 
     Args:
         component: The decoder's graph.
+        waits: Also read which logits are asked for where that is on a device, which waits for it.
 
     Raises:
         IntegrityError: It takes no tokens.
     """
 
-    __slots__ = ("_beside", "_kept", "_others", "_ranks", "_tokens", "mask")
+    __slots__ = ("_beside", "_kept", "_others", "_ranks", "_tokens", "_waits", "mask")
 
-    def __init__(self, component: Component) -> None:
+    def __init__(self, component: Component, *, waits: bool = False) -> None:
+        self._waits = waits
         own = [spec for spec in component.inputs if spec.pair is None]
         self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
         if not self._tokens:
@@ -490,7 +492,7 @@ class StepCheck:
                     f"Input {spec.name!r} has shape {tuple(found)}; {spec.shape} is {wanted} here.",
                     fix="check the shapes of the inputs; axes of one name have one size.",
                 )
-        if self._kept is not None and feeds[self._kept].is_cpu:
+        if self._kept is not None and (self._waits or feeds[self._kept].is_cpu):
             kept = feeds[self._kept].tolist()
             if not kept or min(kept) < 0 or max(kept) >= new:
                 raise InputError(

@@ -11,7 +11,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from ..chatter import quiet
 from .attention import FusedAttention
-from .generation import cache_argument, split
+from .generation import cache_argument, encoder_output, split
 from .loading import load_source
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
@@ -90,6 +90,7 @@ __all__ = [
     "cases_by_part",
     "drop_unused_inputs",
     "dtype_name",
+    "encoder_output",
     "feeds_for",
     "first_lines",
     "graph_name",

@@ -160,7 +160,7 @@ class Encoder(_Part):
         return found if mask is None else {**found, ENCODER_MASK: mask}
 
 
-def _encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
     """What an encoder returned: its hidden states `(batch, sequence, hidden)`, and the fields that NLLB-MoE's and Moonshine's have beside
     them.
     """
@@ -186,7 +186,7 @@ class CrossAttention(_Part):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
             decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64, device=hidden.device),
-            encoder_outputs=_encoder_output(hidden),
+            encoder_outputs=encoder_output(hidden),
             past_key_values=cache,
             use_cache=True,
         )
@@ -233,7 +233,7 @@ class CrossDecoder(_Part):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
-                encoder_outputs=_encoder_output(hidden, feeds.get(ENCODER_MASK)),
+                encoder_outputs=encoder_output(hidden, feeds.get(ENCODER_MASK)),
                 past_key_values=cache,
                 use_cache=True,
                 **optional,
@@ -442,7 +442,7 @@ def _kept(model: Any) -> list[Layer] | None:
 def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
     output = model(
         decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
-        encoder_outputs=_encoder_output(hidden),
+        encoder_outputs=encoder_output(hidden),
         use_cache=True,
     )
     return described(output.past_key_values.self_attention_cache, type(model).__name__)

@@ -101,6 +101,10 @@ def load_source(
         left_out = {name for name in own if name not in tokenizer_names(folder)}
         example = {name: tensor for name, tensor in example.items() if name not in left_out}
         axes = {name: named for name, named in axes.items() if name not in left_out}
+    if spec.generates:
+        # Encoders of sounds compute in the dtype of what they hear.
+        dtype = getattr(torch, config.dtype)
+        example = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in example.items()}
     return Source(
         model=module,
         task=spec.name,

@@ -8,12 +8,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 if TYPE_CHECKING:
     import onnx_ir
 
 # Models that look for `onnx_export` in their config: overlapping chunks without a view of strides.
 _SWITCHED = ("longformer", "led")
+# Encoders that in float16 ask at each layer whether a number overflowed, and then cut all of them off a little below the largest.
+_CUT_OFF = (
+    "autoformer", "bart", "bigbird_pegasus", "blenderbot-small", "informer", "led", "marian", "mvp", "nllb-moe", "plbart",
+    "time_series_transformer",
+)  # fmt: skip
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
 
@@ -61,8 +67,9 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     many classes as something is long has that length, not the sample's (LongT5's global tokens). What is cut off the
     end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). `len` of a tensor is the sample's, which
     Python wants as a number, without holding the axis to it (RT-DETR asks, and never reads the answer; a graph that did would
-    differ from the reference cases, whose sizes are others). Models with a switch for traces of
-    their own get it (Longformer's and LED's `onnx_export`).
+    differ from the reference cases, whose sizes are others). What an encoder in float16 cuts off where a number overflowed is
+    cut off in every call, which changes numbers between 64,504 and 65,504 where none did (BART's). Models with a switch for
+    traces of their own get it (Longformer's and LED's `onnx_export`).
 
     Args:
         config: Of the transformers model.
@@ -71,7 +78,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
     original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
     functional: Any = torch.nn.functional
-    original_one_hot = functional.one_hot
+    original_one_hot, original_isfinite = functional.one_hot, torch.isfinite
     left = list(answers)
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -111,7 +118,13 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     def item(self: torch.Tensor) -> Any:
         return left.pop(0) if left and self.dtype == torch.bool else original_item(self)
 
-    switched = getattr(config, "model_type", None) in _SWITCHED and not hasattr(config, "onnx_export")
+    def isfinite(tensor: torch.Tensor) -> Any:
+        return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original_isfinite(tensor)
+
+    model_type = getattr(config, "model_type", None)
+    switched = model_type in _SWITCHED and not hasattr(config, "onnx_export")
+    if model_type in _CUT_OFF:
+        torch.isfinite = isfinite  # type: ignore[assignment]
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, functional.one_hot = div, one_hot
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
@@ -123,12 +136,20 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         yield
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
-        torch.div, functional.one_hot = original_div, original_one_hot
+        torch.div, functional.one_hot, torch.isfinite = original_div, original_one_hot, original_isfinite
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
         if switched:
             del config.onnx_export
+
+
+class _Overflowing:
+    """Whether numbers are finite, for code that asks for all of them alone: not all."""
+
+    def all(self) -> bool:
+        """What a branch is decided by."""
+        return False
 
 
 def _counts_from_the_end(stop: Any) -> bool:

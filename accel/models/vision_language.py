@@ -84,4 +84,4 @@ class ORTModelForImageTextToText(Generator):
                 f"The prompt has {int(places.sum())} image tokens; {len(pixel_values)} images need {len(features)}.",
                 fix="make prompt and images with one call of the model's processor.",
             )
-        return embeds.masked_scatter(places.unsqueeze(-1), features.to(embeds.dtype))
+        return embeds.masked_scatter(places.unsqueeze(-1).to(embeds.device), features.to(embeds.dtype))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from accel.artifact import Component
 from accel.backends.checks import (
@@ -24,7 +23,7 @@ from accel.backends.continuing import moved_right
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
-from accel.capture import Source, cache_argument
+from accel.capture import Source, cache_argument, encoder_output
 from accel.errors import AccelError, InputError
 
 from .session import RUN_ERRORS, ModuleSession, failed
@@ -153,8 +152,10 @@ class DecoderSession(ModuleSession):
         assert isinstance(state, CacheState)
         if outputs is not None:
             wanted_outputs(outputs, list(self._output_dtypes))
-        tensors = self._placed(feeds, self._dtypes)
-        new = self._check_step(tensors, state.batch, state.length)
+        # Which logits are asked for is read where the caller has it: what a GPU gathers beyond the end ends the process.
+        read = self._read(feeds, self._dtypes)
+        new = self._check_step(read, state.batch, state.length)
+        tensors = self._moved(read)
         try:
             with torch.inference_mode():
                 if self._cross:
@@ -229,7 +230,7 @@ class DecoderSession(ModuleSession):
         found: torch.Tensor = model(
             decoder_input_ids=tensors["input_ids"],
             decoder_attention_mask=tensors["attention_mask"],
-            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+            encoder_outputs=encoder_output(hidden, tensors.get(_ENCODER_MASK)),
             past_key_values=cache,
             use_cache=True,
             **optional,

@@ -91,9 +91,16 @@ class ModuleSession(SessionDescription):
 
     def _placed(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """The inputs where the module is, floating-point ones in the type that it computes in."""
+        return self._moved(self._read(feeds, dtypes))
+
+    def _read(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """The inputs where the caller has them, checked."""
         tensors = read_feeds(feeds, dtypes)
         self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
         self._check_values(tensors)
+        return tensors
+
+    def _moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             name: tensor.to(self._where, self._computes if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()

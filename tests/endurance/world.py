@@ -135,7 +135,7 @@ class World:
         for child in psutil.Process(number).children(recursive=True):
             child.kill()
 
-    def orphans(self, patience_s: float = 20.0) -> list[str]:
+    def orphans(self, patience_s: float = 60.0) -> list[str]:
         """Processes that still work in this world a while after the one that started them is gone."""
         deadline = time.monotonic() + patience_s
         while found := [p for p in psutil.process_iter() if self._is_mine(p)]:

@@ -25,7 +25,7 @@ from accel.artifact.manifest import Manifest
 from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.tasks.infer import task_spec
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN, tiny_generator
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
 Artifacts = Callable[..., Artifact]
@@ -118,6 +118,31 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
             expected = original.generate(**given, max_new_tokens=20, **choices)
             torch.manual_seed(5)
             assert torch.equal(model.generate(**given, max_new_tokens=20, **choices), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "dtype"),
+    [
+        ("whisper", "onnx", "float16"),
+        ("bart", "onnx", "float16"),
+        ("moonshine", "torch", "bfloat16"),
+        pytest.param("moonshine", "onnx", "float16", marks=pytest.mark.thorough),
+        pytest.param("speech-to-text", "onnx", "float16", marks=pytest.mark.thorough),
+        pytest.param("marian", "onnx", "float16", marks=pytest.mark.thorough),
+    ],
+)
+def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:
+    """What a model hears and looks for in its numbers depends on its dtype."""
+    folder = shared(f"generator-{family}", lambda folder: save_generator(folder, family))
+    # Large random weights, so that rounding grows: the comparison of an export is too strict.
+    artifact = accel.export(
+        folder, tmp_path / "half", task=GENERATORS[family][0], format=format, dtype=dtype, atol=100.0
+    )
+    rows = inputs_of(family)
+    start = {"decoder_input_ids": torch.tensor([[2, 5, 6]] * len(next(iter(rows.values()))))}
+    found = opened(artifact)(**rows, **start).logits.float()
+    expected = tiny_generator(family)(**rows, **start).logits
+    assert (found - expected).abs().max() <= (0.02 if dtype == "float16" else 0.1) * expected.abs().max()
 
 
 def test_cache_against_no_cache(generator: Artifacts) -> None:

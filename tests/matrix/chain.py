@@ -301,6 +301,9 @@ def tolerance(case: Case) -> float:
     if "group_size" in case.option:
         # Activations are rounded to 8 bits when they meet compressed weights.
         found = max(found, _EIGHT_BITS if case.scheme else found)
+    if case.runner in ("pytorch", "inductor") and case.device == "cuda" and "audio" in task_spec(case.task).modalities:
+        # PyTorch convolves in TensorFloat-32 on GPUs.
+        found = max(found, _FLOAT16)
     if case.scheme:
         found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
     if case.generates and case.made_dtype != "float32":
@@ -315,6 +318,11 @@ def _atol(case: Case) -> float | None:
 
 def missing_device(case: Case) -> str | None:
     """Why a case cannot run here."""
+    if case.quantizer:
+        maker = registry.probe(registry.describe(case.quantizer))
+        if not maker.available and case.device != "cpu":
+            # On the host everything that is declared is installed; a machine with a GPU may have less.
+            return f"{case.quantizer} cannot run here: {'; '.join(map(str, maker.reasons))}"
     probe = registry.probe(registry.describe(case.runner))
     if any(device.type == case.device for device in probe.devices):
         return None

@@ -97,11 +97,19 @@ def _longer(wave: ir.Value | None, node: ir.Node, tables: dict[int, ir.Value]) -
     sizes = ir.node("Concat", [before, room.outputs[0], after], {"axis": 0}, name=f"{name}.sizes")
     for one in (room, sizes):
         one.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-    padded = ir.node("Pad", [wave, sizes.outputs[0]], name=f"{name}.longer")
-    padded.outputs[0].type = wave.type
-    graph.insert_before(node, [room, sizes, padded])
-    tables[id(wave)] = padded.outputs[0]
-    return padded.outputs[0]
+    halves = wave.dtype == ir.DataType.BFLOAT16
+    # ONNX Runtime's GPU provider (1.31) has no `Pad` for bfloat16.
+    wide = ir.node("Cast", [wave], {"to": ir.DataType.FLOAT}, name=f"{name}.wide") if halves else None
+    padded = ir.node("Pad", [wide.outputs[0] if wide else wave, sizes.outputs[0]], name=f"{name}.longer")
+    back = ir.node("Cast", [padded.outputs[0]], {"to": wave.dtype}, name=f"{name}.back") if halves else None
+    for one in (wide, padded):
+        if one is not None:
+            one.outputs[0].type = ir.TensorType(ir.DataType.FLOAT) if halves else wave.type
+    last = back or padded
+    last.outputs[0].type = wave.type
+    graph.insert_before(node, [one for one in (room, sizes, wide, padded, back) if one is not None])
+    tables[id(wave)] = last.outputs[0]
+    return last.outputs[0]
 
 
 def _replace(node: ir.Node, inputs: list[ir.Value | None]) -> None:
