@@ -20,6 +20,10 @@ from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
 
+# Of 1 for tokens and 0 for padding. Not `global_attention_mask` and the like, whose rows may be 0 everywhere.
+_MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
+_GLOBAL_BY_MASK = ("longformer", "led")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -83,9 +87,9 @@ class Source:
         return resize(self.example, self.axes, sizes, self.config, seed)
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
-        """Smallest and largest value of inputs that are looked up in a table: ids of tokens and of token types, positions.
+        """Smallest and largest value of inputs that are looked up in a table, ids of tokens and of token types, positions; and of masks.
 
-        Positions alone for a model that reads images or sounds, too, whose prompts hold ids that are in no table.
+        No ids for a model that reads images or sounds, too, whose prompts hold some that are in no table.
 
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
@@ -96,8 +100,11 @@ class Source:
             return {}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         positions = {"position_ids": position_bounds(model.get_decoder() if encodes and stateful else model)}
+        # Longformer's and LED's own mask says by a 2 which tokens see all others.
+        most = 2 if getattr(config, "model_type", None) in _GLOBAL_BY_MASK else 1
+        others = positions | dict.fromkeys(_MASKS, (0, most))
         if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-            return positions
+            return others
         types = _named_table(model, "token_type_embeddings")
         # Places on a page: left, top, right, bottom.
         places = _named_table(model, "x_position_embeddings")
@@ -107,7 +114,7 @@ class Source:
             if stateful:
                 tables["input_ids"] = tables["decoder_input_ids"]
         ids = {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
-        return ids | positions
+        return ids | others
 
     def with_plain_attention(self) -> Source | None:
         """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""
