@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..tasks.infer import task_spec
 from .inner import TracedPlainly
-from .positions import position_bounds
+from .positions import position_bounds, text_table
 from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
@@ -89,7 +90,7 @@ class Source:
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
         """Smallest and largest value of inputs that are looked up in a table, ids of tokens and of token types, positions; and of masks.
 
-        No ids for a model that reads images or sounds, too, whose prompts hold some that are in no table.
+        No ids for a model whose prompts hold some of images or sounds, which are in no table.
 
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
@@ -104,7 +105,8 @@ class Source:
         most = 2 if getattr(config, "model_type", None) in _GLOBAL_BY_MASK else 1
         others = positions | dict.fromkeys(_MASKS, (0, most))
         if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-            return others
+            table = None if task_spec(self.task).generates or _mixes(config) else text_table(model)
+            return others if table is None else others | {"input_ids": (0, table.num_embeddings - 1)}
         types = _named_table(model, "token_type_embeddings")
         # Places on a page: left, top, right, bottom.
         places = _named_table(model, "x_position_embeddings")
@@ -132,6 +134,11 @@ class Source:
         sizes = usual_sizes(named.values(), self.config, self.folder)
         axes = {name: {i: a for i, a in found.items() if a not in IMAGE_AXES} for name, found in self.axes.items()}
         return replace(self, example=self.sample(sizes), axes=axes)
+
+
+def _mixes(config: Any) -> bool:
+    """Whether prompts hold tokens that stand for images or sounds."""
+    return any(re.match(r"(image|video|audio|vision|speech|media)_.*token", name) for name in config.to_dict())
 
 
 def _table(model: Any) -> torch.nn.Embedding | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -22,9 +24,13 @@ def spec(name: str = "attention_mask", *, most: int = 1, axes: tuple[str, ...] =
 def both_ways(check: ValueCheck, mask: torch.Tensor) -> list[str]:
     """The errors for a mask by name, and as one of the arrays in the graph's order."""
     found = []
-    for run in (lambda: check({"attention_mask": mask}), lambda: check.arrays([mask.numpy()])):
+    calls: list[Callable[[], None]] = [
+        lambda: check({"attention_mask": mask}),
+        lambda: check.arrays([mask.numpy()]),
+    ]
+    for call in calls:
         try:
-            run()
+            call()
         except InputError as error:
             found.append(error.message)
     return found
