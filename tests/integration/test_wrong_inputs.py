@@ -397,12 +397,12 @@ def test_compiled(made: Callable[[Subject, str], Path], task: str) -> None:
 
 
 def save_conformer(folder: Path) -> None:
-    """A conformer with distances between 80 positions."""
+    """A conformer with distances between 700 positions: more than exports are tried with."""
     torch.manual_seed(0)
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16, 16),
         conv_kernel=(10, 3, 3), conv_stride=(5, 4, 4), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, vocab_size=20,
-        max_source_positions=80, feat_extract_norm="layer", conv_depthwise_kernel_size=7,
+        max_source_positions=700, feat_extract_norm="layer", conv_depthwise_kernel_size=7,
     )  # fmt: skip
     model: Any = rescale(transformers.Wav2Vec2ConformerForCTC(config)).eval()
     model.save_pretrained(folder)
@@ -418,8 +418,31 @@ def test_sounds_longer_than_positions(shared: Callable[..., Path], backend: str,
     model = accel.ORTModelForCTC.from_pretrained(folder, backend=backend)
     original = transformers.AutoModelForCTC.from_pretrained(source).eval()
     longest = model.artifact.component().max_sizes["samples"]
-    assert int(original._get_feat_extract_output_lengths(longest)) == 80
+    assert int(original._get_feat_extract_output_lengths(longest)) == 700
     for samples, wanted in ((longest, "as PyTorch"), (longest + 1, "refused"), (3 * longest, "refused")):
         given = sounds(samples)
         assert outcome(SUBJECTS["ctc"], model, original, given) == wanted
     assert outcome(SUBJECTS["ctc"], model, original, sounds()) == "as PyTorch"
+
+
+def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
+    """None is continued; the first part of one that is read in parts may be padding alone."""
+    model = accel.ORTModelForCausalLM.from_pretrained(
+        generator("llama").path, session_options=SessionOptions(threads=1)
+    )
+    given = texts("input_ids", "attention_mask")()
+    given["attention_mask"] = given["attention_mask"].flip(1)
+    given["attention_mask"][ROW, :5] = 0
+    whole = model.generate(**given, max_new_tokens=4, do_sample=False)
+    parts = model.generate(**given, max_new_tokens=4, do_sample=False, prefill_chunk_size=4)
+    assert torch.equal(whole, parts)
+    given["attention_mask"][ROW] = 0
+    for settings in ({}, {"prefill_chunk_size": 4}):
+        with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+            model.generate(**given, max_new_tokens=4, **settings)
+    with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+        model(**given)
+    unchecked = accel.ORTModelForCausalLM.from_pretrained(
+        model.artifact.path, session_options=SessionOptions(threads=1, check_inputs=False)
+    )
+    assert unchecked(**given).logits.shape[:2] == given["input_ids"].shape
