@@ -18,7 +18,8 @@ class TensorSpec:
         shape: Sizes; an axis that varies is its name (`batch`, `sequence`, ...).
         role: What it is for: `data`, a padding `mask`, or a `cache` tensor.
         pad_value: What fills the padding when an axis is rounded up to a bucket.
-        bounds: The smallest and the largest value that it may hold, where there are such: ids of tokens, positions.
+        bounds: The smallest and the largest value that it may hold, where there are such: ids of tokens, positions, masks. A mask with
+            bounds leaves every row a token.
         pair: For a cache tensor, the name of its past (of an output) or present (of an input) counterpart.
     """
 

@@ -55,7 +55,7 @@ class _PaddedSession(SessionDescription, ABC):
         super().__init__(component.inputs, component.outputs, described.device, described.compute_dtype)
         self._taken = {spec.name: spec for spec in component.inputs}
         self._made = {spec.name: spec for spec in component.outputs}
-        self._check_shapes = ShapeCheck(component.inputs)
+        self._check_shapes = ShapeCheck(component.inputs, limits=component.max_sizes)
         self._forms = checks
         self._masks = [spec.name for spec in component.inputs if spec.role == "mask" and len(spec.shape) == 2]
 

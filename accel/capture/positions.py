@@ -10,6 +10,7 @@ import torch
 from .samples import Axes
 
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
+_TABLES = ("token_embedding", "word_embeddings", "embed_tokens", "shared")
 # Positions that are looked up nowhere may be as large as 32 bits hold.
 _FARTHEST = 2**31 - 1
 # What the parts of a model read that see no tokens; those that do not say it are called so (OWL-ViT's, CLAP's).
@@ -44,6 +45,22 @@ def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]
         for name, child in module.named_modules()
         if not any(name == tower or name.startswith(f"{tower}.") for tower in towers)
     }
+
+
+def text_table(module: torch.nn.Module) -> torch.nn.Embedding | None:
+    """Where a model of texts beside images or sounds looks its tokens up."""
+    config: Any = getattr(module, "config", None)
+    declared = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+    if not isinstance(declared, int):
+        return None
+    found = [
+        child
+        for name, child in _parts_that_read_text(module).items()
+        if isinstance(child, torch.nn.Embedding)
+        and name.rpartition(".")[2] in _TABLES
+        and child.num_embeddings >= declared
+    ]
+    return min(found, key=lambda table: table.num_embeddings, default=None)
 
 
 def position_bounds(module: torch.nn.Module) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +14,16 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..tasks.infer import task_spec
 from .inner import TracedPlainly
-from .positions import position_bounds
+from .positions import position_bounds, text_table
 from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
+
+# Of 1 for tokens and 0 for padding. Not `global_attention_mask` and the like, whose rows may be 0 everywhere.
+_MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
+_GLOBAL_BY_MASK = ("longformer", "led")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +88,9 @@ class Source:
         return resize(self.example, self.axes, sizes, self.config, seed)
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
-        """Smallest and largest value of inputs that are looked up in a table: ids of tokens and of token types, positions.
+        """Smallest and largest value of inputs that are looked up in a table, ids of tokens and of token types, positions; and of masks.
 
-        Positions alone for a model that reads images or sounds, too, whose prompts hold ids that are in no table.
+        No ids for a model whose prompts hold some of images or sounds, which are in no table.
 
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
@@ -96,8 +101,12 @@ class Source:
             return {}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         positions = {"position_ids": position_bounds(model.get_decoder() if encodes and stateful else model)}
+        # Longformer's and LED's own mask says by a 2 which tokens see all others.
+        most = 2 if getattr(config, "model_type", None) in _GLOBAL_BY_MASK else 1
+        others = positions | dict.fromkeys(_MASKS, (0, most))
         if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-            return positions
+            table = None if task_spec(self.task).generates or _mixes(config) else text_table(model)
+            return others if table is None else others | {"input_ids": (0, table.num_embeddings - 1)}
         types = _named_table(model, "token_type_embeddings")
         # Places on a page: left, top, right, bottom.
         places = _named_table(model, "x_position_embeddings")
@@ -107,7 +116,7 @@ class Source:
             if stateful:
                 tables["input_ids"] = tables["decoder_input_ids"]
         ids = {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
-        return ids | positions
+        return ids | others
 
     def with_plain_attention(self) -> Source | None:
         """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""
@@ -125,6 +134,11 @@ class Source:
         sizes = usual_sizes(named.values(), self.config, self.folder)
         axes = {name: {i: a for i, a in found.items() if a not in IMAGE_AXES} for name, found in self.axes.items()}
         return replace(self, example=self.sample(sizes), axes=axes)
+
+
+def _mixes(config: Any) -> bool:
+    """Whether prompts hold tokens that stand for images or sounds."""
+    return any(re.match(r"(image|video|audio|vision|speech|media)_.*token", name) for name in config.to_dict())
 
 
 def _table(model: Any) -> torch.nn.Embedding | None:

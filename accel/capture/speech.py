@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .samples import Axes, default_sample
-from .sounds import sound_sample
+from .sounds import samples_for, sound_sample
 from .wrapper import Tensors, Wrapper
 
 # Of other encoder-decoders it is not known here how their masks reach the decoder.
@@ -32,16 +32,30 @@ def speech_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors
 
 
 def longest_sound(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
-    """How many frames the encoder's positions allow, where they are looked up in a table (Speech2Text's)."""
+    """How many samples or frames the encoder's positions allow, where a model makes more of them when it needs to, which a graph
+    cannot: Speech2Text's table, and the relative positions of conformers (Wav2Vec2-Conformer, Wav2Vec2-BERT).
+    """
     inner: Any = module.unwrapped if isinstance(module, Wrapper) else module
     config: Any = getattr(inner, "config", None)
     varied = {axis for named in axes.values() for axis in named.values()}
+    if (positions := _relative_positions(inner)) is not None:
+        if "samples" in varied and (beyond := samples_for(positions + 1, config)) is not None:
+            return {"samples": beyond - 1}
+        # What comes as frames is shortened behind the encoder alone.
+        return {"frames": positions} if "frames" in varied else {}
     if getattr(config, "model_type", None) != "speech_to_text" or "frames" not in varied:
         return {}
     table: Any = inner.get_encoder().embed_positions
     # The model counts from behind its padding row, and makes a longer table where it needs one, which a graph cannot.
     positions = int(table.weights.shape[0]) - int(table.padding_idx) - 1
     return {"frames": positions * 2 ** int(config.num_conv_layers)}
+
+
+def _relative_positions(module: torch.nn.Module) -> int | None:
+    """The longest sequence that a conformer's table of distances, from one end to the other and back, is made for; `None` without one."""
+    held = [getattr(part, "pe", None) for part in module.modules() if hasattr(part, "extend_pe")]
+    sizes = [(int(table.shape[1]) + 1) // 2 for table in held if isinstance(table, torch.Tensor) and table.ndim == 3]
+    return min(sizes, default=None)
 
 
 def shortened_mask(encoder: Any, output: Any, mask: torch.Tensor) -> torch.Tensor | None:

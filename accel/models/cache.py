@@ -23,9 +23,13 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     Args:
         session: The decoder's session, which makes the state at the first call.
         croppable: Whether tokens can be taken out of its states.
+
+    Attributes:
+        in_parts: Whether a prompt is read in parts: rows that are padded in front may have no token in the first.
     """
 
     def __init__(self, session: Session, *, croppable: bool = True) -> None:
+        self.in_parts = False
         self.session = session
         self._croppable = croppable
         self.state: State | None = None

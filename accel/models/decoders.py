@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
-from ..backends.checks import check_readable
+from ..backends.checks import check_filled, check_readable
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
 from .cache import StateCache, is_theirs
@@ -61,6 +61,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         # Reading a config is slow.
         self._counts_by_mask = getattr(self.config, "model_type", None) in _COUNTS_BY_MASK
         self._last = torch.zeros(1, dtype=torch.int64)
+        # As sessions do for masks that declare bounds, which leaves out those that are to check nothing.
+        self._fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in self._decoder_session.inputs)
 
     # What `generate` asks a model
 
@@ -90,6 +92,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         max_cache_length: int,
     ) -> None:
         """Replaces transformers' caches by the session's state."""
+        in_parts = getattr(generation_config, "prefill_chunk_size", None) is not None
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ConfigError(
                 f"cache_implementation={generation_config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
@@ -100,6 +103,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             model_kwargs["past_key_values"] = self._own(model_kwargs["past_key_values"])
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = self.new_cache()
+        if in_parts and isinstance(cache := model_kwargs.get("past_key_values"), StateCache):
+            cache.in_parts = True
 
     @numpy_too
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
@@ -145,6 +150,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 )
             if name in _IDS and value.dtype not in _INTEGERS:
                 raise InputError(f"{name} is {value.dtype}; tokens are integers.", fix="pass the tokenizer's output.")
+            if name in _MASKS and self._fills_rows and value.is_cpu:
+                check_filled(value.numpy(), name)
 
     def _sample(
         self,
@@ -217,6 +224,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(
                 f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
             )
+        elif not past and self._fills_rows and not cache.in_parts and mask.is_cpu and mask.numel():
+            check_filled(mask.numpy(), "attention_mask")
         feeds = {**tokens, **cache.constants}
         if "attention_mask" in self._takes:
             feeds["attention_mask"] = mask

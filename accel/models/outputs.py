@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
+from ..errors import InputError
+
 _INDEXED = re.compile(r"(?P<field>\w+)\.(?P<index>\d+)\Z")
 # A `ModelOutput` is filled without its constructor and its item assignment, which check every field on every call:
 # 20 microseconds instead of 80 with cold caches. Fields that are not set read as `None`, their class default.
@@ -38,7 +40,8 @@ def numpy_too(method: _Method) -> _Method:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if np.ndarray not in map(type, args) and np.ndarray not in map(type, kwargs.values()):
             return method(self, *args, **kwargs)
-        values = method(self, *map(_as_tensor, args), **{name: _as_tensor(value) for name, value in kwargs.items()})
+        given = {name: _as_tensor(value, name) for name, value in kwargs.items()}
+        values = method(self, *map(_as_tensor, args), **given)
         if isinstance(values, ModelOutput):
             return fast_output(type(values), {name: _as_array(value) for name, value in values.items()})
         return _as_array(values)
@@ -46,9 +49,17 @@ def numpy_too(method: _Method) -> _Method:
     return wrapper  # type: ignore[return-value]
 
 
-def _as_tensor(value: Any) -> Any:
-    # torch reads no negative strides.
-    return torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
+def _as_tensor(value: Any, name: str = "input") -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    try:
+        # torch reads no negative strides.
+        return torch.from_numpy(np.asarray(value, order="C"))
+    except TypeError as error:
+        raise InputError(
+            f"{name} is an array of {value.dtype}, not of numbers.",
+            fix="pass the tokenizer's output, padded to one length.",
+        ) from error
 
 
 def _as_array(value: Any) -> Any:

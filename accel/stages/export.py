@@ -218,7 +218,11 @@ def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
     components = []
     for component in artifact.components:
         bounds = source.bounds(stateful=component.stateful)
-        inputs = tuple(replace(spec, bounds=bounds.get(spec.name)) for spec in component.inputs)
+        # A mask of floats is added to what attention computes.
+        inputs = tuple(
+            replace(spec, bounds=None if spec.dtype.startswith("float") else bounds.get(spec.name))
+            for spec in component.inputs
+        )
         components.append(replace(component, inputs=inputs))
     return replace(artifact, manifest=replace(artifact.manifest, components=tuple(components)))
 

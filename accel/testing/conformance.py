@@ -222,6 +222,22 @@ class BackendConformance:
                         session.run({**feeds, spec.name: wrong})
         assert torch.equal(session.run(feeds)["logits"], before["logits"])
 
+    def test_a_row_without_a_token_is_an_input_error(self, session: Session) -> None:
+        """And what a runtime would make of it nobody sees; a row with one token is answered."""
+        feeds = self.feeds(session, batch=3)
+        before = session.run(feeds)
+        masks = [spec.name for spec in session.inputs if spec.role == "mask" and spec.bounds is not None]
+        assert masks, "masks declare bounds"
+        for name in masks:
+            for rows in (slice(1, 2), slice(0, 3)):
+                hidden = feeds[name].clone()
+                hidden[rows] = 0
+                with pytest.raises(InputError, match="no token"):
+                    session.run({**feeds, name: hidden})
+                hidden[rows, -1] = 1
+                assert bool(session.run({**feeds, name: hidden})["logits"].isfinite().all())
+        assert torch.equal(session.run(feeds)["logits"], before["logits"])
+
     def test_float_for_integer_is_an_input_error(self, session: Session) -> None:
         feeds = self.feeds(session)
         name = session.inputs[0].name

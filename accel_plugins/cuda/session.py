@@ -60,7 +60,7 @@ class CudaSession(SessionDescription):
         self._runtime: Runtime | None = runtime
         self._where = runtime.device
         self._dtypes = tensor_dtypes(component.inputs)
-        self._check_shapes = ShapeCheck(component.inputs)
+        self._check_shapes = ShapeCheck(component.inputs, limits=component.max_sizes)
         self._names = list(self._dtypes)
         self._dtype_list = list(self._dtypes.values())
         self._index = device.index

@@ -50,7 +50,7 @@ class OpenVinoExporter:
         model: ov.Model = exported.program
         taken = {port.any_name for port in model.inputs}
         specs = _input_specs(model, source)
-        outputs = output_specs(model, specs)
+        outputs = output_specs(model, specs, source.max_sizes)
         if source.stateful:
             pairs = {name: name.replace("past", "present", 1) for name in taken if name.startswith("past")}
             fold_cache(model, pairs, specs)
@@ -135,8 +135,12 @@ def dtype_word(type_: ov.Type) -> str:
     return name
 
 
-def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes."""
+def output_specs(
+    model: ov.Model, inputs: tuple[TensorSpec, ...], limits: Mapping[str, int] | None = None
+) -> tuple[TensorSpec, ...]:
+    """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes, up to what the model
+    has positions for.
+    """
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
     probes = [
         {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)} for sizes in _PROBES
@@ -145,6 +149,9 @@ def output_specs(model: ov.Model, inputs: tuple[TensorSpec, ...]) -> tuple[Tenso
         if {"texts", "batch"} <= set(made):
             # Where texts belong to images, each image has as many.
             made["texts"] = times * made["batch"]
+    for axis, limit in (limits or {}).items():
+        if probes[1].get(axis, 0) > limit:
+            probes[0][axis], probes[1][axis] = max(1, limit // 2), limit
     shapes = [_probe(model, inputs, sizes) for sizes in probes]
     specs = []
     for index, port in enumerate(model.outputs):

@@ -137,7 +137,7 @@ class OpenVinoSession(SessionDescription):
         super().__init__(component.inputs, component.outputs, device, compute_dtype(compiled))
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component
-        self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
         self._check_masks = MaskCheck(() if masked_rows else component.inputs)
         self._check_finite = FiniteCheck(component.inputs)
         self._profile = profile

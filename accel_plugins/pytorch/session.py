@@ -53,7 +53,7 @@ class ModuleSession(SessionDescription):
         self._computes: torch.dtype = getattr(torch, dtype)
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
-        self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
 
     @property
     def runtime(self) -> Module:

@@ -335,7 +335,7 @@ class OrtSession(SessionDescription):
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._where = torch.device("cpu")
         self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
-        self._check_shapes = ShapeCheck(component.inputs, shapes)
+        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
         self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._output_names = [spec.name for spec in component.outputs]
         self._stateless = tensor_dtypes(spec for spec in component.inputs if spec.pair is None)

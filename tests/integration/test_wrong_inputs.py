@@ -1,0 +1,448 @@
+"""A table of wrong and unusual inputs over tasks, backends and buckets: each is refused by an `InputError`, or answered as PyTorch
+answers it; and the next right call is right.
+
+A kind that PyTorch refuses as well may only be refused: an answer of ours to it would be made up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.config import SessionOptions
+from accel.errors import InputError
+from accel.testing.models import rescale, tiny_tokenizer
+from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+
+Inputs = dict[str, Any]
+Spoil = Callable[[Inputs], Inputs | None]
+# Float32 answers of order 1; what is refused here was off by 0.7 to 7.8, or not finite.
+TOLERANCE = 1e-3
+BUCKETS = (4, 16)
+SOUNDS, PIXELS = "input_values", "pixel_values"
+
+
+# Kinds: right inputs in, wrong ones out; nothing for a model that has no such input
+
+
+def change(name: str, how: Callable[[torch.Tensor], object]) -> Spoil:
+    """One input made anew."""
+    return lambda given: {**given, name: how(given[name])} if name in given else None
+
+
+def put(name: str, value: float, *places: Any) -> Spoil:
+    """A value written into one input."""
+
+    def spoil(given: Inputs) -> Inputs | None:
+        if name not in given:
+            return None
+        changed = given[name].clone()
+        changed[places] = value
+        return {**given, name: changed}
+
+    return spoil
+
+
+def every(how: Callable[[torch.Tensor], object]) -> Spoil:
+    """All inputs made anew."""
+    return lambda given: {name: how(tensor) for name, tensor in given.items()}
+
+
+def longer(given: Inputs) -> Inputs | None:
+    """More tokens than there are positions."""
+    if "input_ids" not in given:
+        return None
+    return {
+        name: tensor.repeat_interleave(60, dim=1) if name in (*TEXTS, "bbox") else tensor
+        for name, tensor in given.items()
+    }
+
+
+def without(name: str) -> Spoil:
+    """An input missing that no default stands in for."""
+    return lambda given: {other: tensor for other, tensor in given.items() if other != name} if name in given else None
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not one behind the other."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+TEXTS = ("input_ids", "attention_mask", "token_type_ids")
+ROW = 1
+KINDS: Mapping[str, Spoil] = {
+    # Of texts
+    "mask of fewer tokens": change("attention_mask", lambda mask: mask[:, :-2]),
+    "mask of more tokens": change("attention_mask", lambda mask: torch.cat([mask, mask], 1)),
+    "mask of one row": change("attention_mask", lambda mask: mask[:1]),
+    "mask of more rows": change("attention_mask", lambda mask: torch.cat([mask, mask])),
+    "one-dimensional mask": change("attention_mask", lambda mask: mask[0]),
+    "mask hides a row": put("attention_mask", 0, ROW),
+    "mask hides all rows": put("attention_mask", 0),
+    "mask hides the first tokens": put("attention_mask", 0, ROW, slice(0, 3)),
+    "mask hides tokens inside": put("attention_mask", 0, ROW, slice(2, 4)),
+    "mask of twos": put("attention_mask", 2),
+    "mask with a two": put("attention_mask", 2, ROW, slice(0, 3)),
+    "mask with a negative number": put("attention_mask", -1, ROW, slice(0, 3)),
+    "mask with a large number": put("attention_mask", 2**40, ROW, 2),
+    "mask of booleans": change("attention_mask", lambda mask: mask.bool()),
+    "mask of small integers": change("attention_mask", lambda mask: mask.to(torch.int8)),
+    "mask of floats": change("attention_mask", lambda mask: mask.float()),
+    "mask of NaN": change("attention_mask", lambda mask: mask.float() * math.nan),
+    "ids below": put("input_ids", -1, ROW, 2),
+    "ids of labels": put("input_ids", -100, ROW, 2),
+    "ids beyond the vocabulary": put("input_ids", 5000, ROW, 2),
+    "ids beyond 32 bits": put("input_ids", 2**40, ROW, 2),
+    "ids of floats": change("input_ids", lambda ids: ids.float()),
+    "ids of NaN": change("input_ids", lambda ids: ids.float() * math.nan),
+    "ids of complex numbers": change("input_ids", lambda ids: ids.to(torch.complex64)),
+    "ids of 32 bits": change("input_ids", lambda ids: ids.int()),
+    "ids of 8 bits": change("input_ids", lambda ids: ids.to(torch.uint8)),
+    "one-dimensional ids": change("input_ids", lambda ids: ids[0]),
+    "three-dimensional ids": change("input_ids", lambda ids: ids[None]),
+    "ids without tokens": change("input_ids", lambda ids: ids[:, :0]),
+    "ids as ragged lists": change("input_ids", lambda ids: [[5, 6, 7], [5]]),
+    "ids as text": change("input_ids", lambda ids: "where is my card"),
+    "ids as an array of objects": change("input_ids", lambda ids: np.array([[5, 6], [7, None]], dtype=object)),
+    "ids without values": change("input_ids", lambda ids: ids.to("meta")),
+    "sparse ids": change("input_ids", lambda ids: ids.to_sparse()),
+    "types beyond the model's": put("token_type_ids", 7, ROW, 2),
+    "negative types": put("token_type_ids", -1, ROW, 2),
+    "types of fewer tokens": change("token_type_ids", lambda types: types[:, :-2]),
+    "boxes beyond the page": put("bbox", 5000, ROW, 2),
+    "more tokens than positions": longer,
+    # Of images and sounds
+    "images of one channel": change(PIXELS, lambda images: images[:, :1]),
+    "images of another size": change(PIXELS, lambda images: images[..., :-8]),
+    "images without a batch": change(PIXELS, lambda images: images[0]),
+    "images without columns": change(PIXELS, lambda images: images[..., :0]),
+    "images of bytes": change(PIXELS, lambda images: images.clamp(0, 1).mul(255).to(torch.uint8)),
+    "images of half precision": change(PIXELS, lambda images: images.half().float().half()),
+    "images with NaN": put(PIXELS, math.nan, ROW, 0, 3, 3),
+    "images with infinity": put(PIXELS, math.inf, ROW, 0, 3, 3),
+    "sounds without a batch": change(SOUNDS, lambda sounds: sounds[0]),
+    "sounds of three axes": change(SOUNDS, lambda sounds: sounds[:, None]),
+    "sounds of no samples": change(SOUNDS, lambda sounds: sounds[:, :0]),
+    "sounds of two samples": every(lambda tensor: tensor[:, :2]),
+    "sounds with NaN": put(SOUNDS, math.nan, ROW, 40),
+    "sounds with infinity": put(SOUNDS, math.inf, ROW, 40),
+    "sounds of complex numbers": change(SOUNDS, lambda sounds: sounds.to(torch.complex64)),
+    # Of all
+    "no rows": every(lambda tensor: tensor[:0]),
+    "one number": every(lambda tensor: tensor.reshape(-1)[0]),
+    "strided tensors": every(strided),
+    "nothing": lambda given: {},
+    "no ids": without("input_ids"),
+    "no images": without(PIXELS),
+    "no sounds": without(SOUNDS),
+    "an unknown input": lambda given: {**given, "input_idz": torch.ones(2, 3)},
+}
+
+
+# Subjects
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that the kinds are tried on.
+
+    Attributes:
+        model: Our class.
+        original: PyTorch's.
+        family: Of the tiny models; see `folders`.
+        task: Its task.
+        inputs: Makes right inputs: two rows, the second one padded.
+        answer: The output compared.
+        padded: Whether buckets can pad its sequences.
+    """
+
+    model: str
+    original: str
+    family: str
+    task: str
+    inputs: Callable[[], Inputs]
+    answer: str = "logits"
+    padded: bool = True
+
+
+def texts(*names: str) -> Callable[[], Inputs]:
+    def make() -> Inputs:
+        ids = torch.randint(6, 110, (2, 8), generator=torch.Generator().manual_seed(1))
+        # The end of a text, where CLIP's answer stands.
+        ids[:, 5] = 3
+        mask = torch.ones_like(ids)
+        mask[ROW, 6:] = 0
+        boxes = torch.arange(64).reshape(2, 8, 4)
+        known = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids), "bbox": boxes}
+        known["decoder_input_ids"] = ids[:, :3]
+        return {name: known[name] for name in names}
+
+    return make
+
+
+def pictures(rows: int = 2, size: int = 32) -> torch.Tensor:
+    return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(2))
+
+
+def sounds(samples: int = 400) -> Inputs:
+    values = torch.randn(2, samples, generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, samples, dtype=torch.int64)
+    mask[ROW, samples * 3 // 4 :] = 0
+    return {SOUNDS: values, "attention_mask": mask}
+
+
+SUBJECTS: Mapping[str, Subject] = {
+    "text-classification": Subject(
+        "ORTModelForSequenceClassification", "AutoModelForSequenceClassification", "bert", "text-classification",
+        texts("input_ids", "attention_mask", "token_type_ids"),
+    ),
+    "token-classification": Subject(
+        "ORTModelForTokenClassification", "AutoModelForTokenClassification", "t5-encoder", "token-classification",
+        texts("input_ids", "attention_mask"),
+    ),
+    "documents": Subject(
+        "ORTModelForDocumentQuestionAnswering", "AutoModelForDocumentQuestionAnswering", "layoutlm", "document-question-answering",
+        texts("input_ids", "attention_mask", "token_type_ids", "bbox"), "start_logits",
+    ),
+    "image-classification": Subject(
+        "ORTModelForImageClassification", "AutoModelForImageClassification", "vit", "image-classification",
+        lambda: {PIXELS: pictures()}, padded=False,
+    ),
+    "ctc": Subject("ORTModelForCTC", "AutoModelForCTC", "wav2vec2-layer", "ctc", sounds, padded=False),
+    "text-generation": Subject(
+        "ORTModelForCausalLM", "AutoModelForCausalLM", "llama", "text-generation", texts("input_ids", "attention_mask"),
+        padded=False,
+    ),
+    "text2text-generation": Subject(
+        "ORTModelForSeq2SeqLM", "AutoModelForSeq2SeqLM", "t5", "text2text-generation",
+        texts("input_ids", "attention_mask", "decoder_input_ids"), padded=False,
+    ),
+    "image-text": Subject(
+        "ORTModelForZeroShotImageClassification", "CLIPModel", "clip", "zero-shot-image-classification",
+        lambda: {**texts("input_ids", "attention_mask")(), PIXELS: pictures()}, "logits_per_image", padded=False,
+    ),
+}  # fmt: skip
+
+_GENERATORS = ("llama", "t5")
+
+
+def save_t5_encoder(folder: Path) -> None:
+    """A T5 encoder with a head for tokens: its mask is added to scores, and hides nothing where all of a row is hidden."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_labels=3, use_cache=False,
+        bos_token_id=2, eos_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    model: Any = rescale(transformers.T5ForTokenClassification(config)).eval()
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+_OWN: Mapping[str, Callable[[Path], None]] = {"t5-encoder": save_t5_encoder}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models wait for threads that other work keeps busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def made(
+    shared: Callable[..., Path],
+    tiny_folder: Callable[..., Path],
+    tiny_artifact: Callable[..., Artifact],
+    tiny_ir: Callable[..., Artifact],
+    generator: Callable[..., Artifact],
+) -> Callable[[Subject, str], Path]:
+    """A subject as a transformers folder (`torch`), an ONNX artifact or an OpenVINO one."""
+
+    def get(subject: Subject, form: str) -> Path:
+        family, task = subject.family, subject.task
+        if family in _GENERATORS:
+            artifact = generator(family, "openvino" if form == "openvino" else "cpu")
+            return artifact.path if form != "torch" else artifact.path.parent / f"generator-{family}"
+        if family in _OWN:
+            source = shared(family, _OWN[family])
+            if form == "torch":
+                return source
+            backend = "openvino" if form == "openvino" else "cpu"
+            return shared(f"{family}-{form}", lambda out: accel.export(source, out, task=task, backend=backend))
+        if form == "torch":
+            return tiny_folder(family, task)
+        return (tiny_ir if form == "openvino" else tiny_artifact)(family, task).path
+
+    return get
+
+
+def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | None:
+    """PyTorch's answer; `None` where it refuses. Integers of any width are the same ids and masks to us."""
+    widened = {
+        name: value.long()
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8, torch.int32) and name in TEXTS
+        else value
+        for name, value in given.items()
+    }
+    try:
+        with torch.inference_mode():
+            found: torch.Tensor = original(**widened)[subject.answer]
+    # Whatever a model's code stumbles over.
+    except Exception:  # noqa: BLE001
+        return None
+    return found
+
+
+def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest one at tokens that are no padding, over the largest value where that is above 1; NaN equals NaN."""
+    if found.shape != expected.shape:
+        return math.inf
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == expected.shape[:2] and mask.any():
+        found, expected = found[mask != 0], expected[mask != 0]
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    gap = torch.where(same, torch.zeros_like(found), (found - expected).abs()).nan_to_num(nan=math.inf)
+    finite = expected[expected.isfinite()]
+    # T5's logits are of order 10.
+    scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+    return float(gap.max()) / scale if gap.numel() else 0.0
+
+
+def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
+    """What came of it, in a word; `wrong: ...` for what may not be."""
+    try:
+        found = model(**copy.copy(given))[subject.answer]
+    except InputError:
+        return "refused"
+    # Everything else is none of the errors that are promised.
+    except Exception as error:  # noqa: BLE001
+        return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    expected = answers(subject, original, given)
+    if expected is None:
+        return "wrong: answered, and PyTorch refuses it"
+    gap = difference(given, torch.as_tensor(found), expected)
+    return "as PyTorch" if gap <= TOLERANCE else f"wrong: off by {gap:.2g}"
+
+
+def tried(subject: Subject, model: Any, original: Any) -> dict[str, str]:
+    """What came of each kind, and of a right call behind it."""
+    right = subject.inputs()
+    found = {"right": outcome(subject, model, original, right)}
+    for kind, spoil in KINDS.items():
+        given = spoil(right)
+        # `SOUNDS` of two samples are no images of two channels.
+        if given is None or (kind.startswith("sounds") and SOUNDS not in right):
+            continue
+        found[kind] = outcome(subject, model, original, given)
+        after = outcome(subject, model, original, right)
+        if after != "as PyTorch":
+            found[kind] += f"; and then the right call is wrong: {after}"
+    return found
+
+
+def check(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, *, buckets: bool) -> None:
+    subject = SUBJECTS[task]
+    options = SessionOptions(buckets=BUCKETS if buckets else (), threads=1)
+    original = getattr(transformers, subject.original).from_pretrained(made(subject, "torch")).eval()
+    model = getattr(accel, subject.model).from_pretrained(made(subject, form), backend=backend, session_options=options)
+    found = tried(subject, model, original)
+    model.close()
+    wrong = [f"{kind}: {word}" for kind, word in found.items() if "wrong" in word]
+    assert not wrong, "\n".join(wrong)
+    assert found["right"] == "as PyTorch"
+    assert sum(word == "refused" for word in found.values()) >= 5
+
+
+@pytest.mark.parametrize("buckets", [False, True], ids=["plain", "buckets"])
+@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
+def test_classifiers(made: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
+    """The quick part: an ONNX artifact, and a transformers folder."""
+    check(made, "text-classification", backend, "torch" if backend == "pytorch" else "onnx", buckets=buckets)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("buckets", [False, True], ids=["plain", "buckets"])
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [("cpu", "onnx"), ("openvino", "onnx"), ("openvino", "openvino"), ("pytorch", "torch")],
+    ids=["cpu", "openvino-onnx", "openvino-ir", "pytorch"],
+)
+@pytest.mark.parametrize("task", list(SUBJECTS))
+def test_tasks(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, buckets: bool) -> None:
+    if buckets and not SUBJECTS[task].padded:
+        pytest.skip("its inputs cannot be padded to buckets")
+    if SUBJECTS[task].family in _GENERATORS and (backend, form) == ("openvino", "onnx"):
+        pytest.skip("OpenVINO generates with its own exports alone")
+    check(made, task, backend, form, buckets=buckets)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.parametrize("task", ["text-classification", "image-classification"])
+def test_compiled(made: Callable[[Subject, str], Path], task: str) -> None:
+    check(made, task, "inductor", "torch", buckets=False)
+
+
+def save_conformer(folder: Path) -> None:
+    """A conformer with distances between 700 positions: more than exports are tried with."""
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16, 16),
+        conv_kernel=(10, 3, 3), conv_stride=(5, 4, 4), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, vocab_size=20,
+        max_source_positions=700, feat_extract_norm="layer", conv_depthwise_kernel_size=7,
+    )  # fmt: skip
+    model: Any = rescale(transformers.Wav2Vec2ConformerForCTC(config)).eval()
+    model.save_pretrained(folder)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("backend", "form"), [("cpu", "onnx"), ("openvino", "openvino"), ("pytorch", "torch")])
+def test_sounds_longer_than_positions(shared: Callable[..., Path], backend: str, form: str) -> None:
+    source = shared("conformer", save_conformer)
+    folder = source
+    if form != "torch":
+        folder = shared(f"conformer-{form}", lambda out: accel.export(source, out, task="ctc", backend=backend))
+    model = accel.ORTModelForCTC.from_pretrained(folder, backend=backend)
+    original = transformers.AutoModelForCTC.from_pretrained(source).eval()
+    longest = model.artifact.component().max_sizes["samples"]
+    assert int(original._get_feat_extract_output_lengths(longest)) == 700
+    for samples, wanted in ((longest, "as PyTorch"), (longest + 1, "refused"), (3 * longest, "refused")):
+        given = sounds(samples)
+        assert outcome(SUBJECTS["ctc"], model, original, given) == wanted
+    assert outcome(SUBJECTS["ctc"], model, original, sounds()) == "as PyTorch"
+
+
+def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
+    """None is continued; the first part of one that is read in parts may be padding alone."""
+    model = accel.ORTModelForCausalLM.from_pretrained(
+        generator("llama").path, session_options=SessionOptions(threads=1)
+    )
+    given = texts("input_ids", "attention_mask")()
+    given["attention_mask"] = given["attention_mask"].flip(1)
+    given["attention_mask"][ROW, :5] = 0
+    whole = model.generate(**given, max_new_tokens=4, do_sample=False)
+    parts = model.generate(**given, max_new_tokens=4, do_sample=False, prefill_chunk_size=4)
+    assert torch.equal(whole, parts)
+    given["attention_mask"][ROW] = 0
+    for settings in ({}, {"prefill_chunk_size": 4}):
+        with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+            model.generate(**given, max_new_tokens=4, **settings)
+    with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+        model(**given)
+    unchecked = accel.ORTModelForCausalLM.from_pretrained(
+        model.artifact.path, session_options=SessionOptions(threads=1, check_inputs=False)
+    )
+    assert unchecked(**given).logits.shape[:2] == given["input_ids"].shape

@@ -1,0 +1,127 @@
+"""What a session checks: masks and their rows, and sizes that a model has positions for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from accel.artifact.tensors import TensorSpec
+from accel.backends.checks import MaskCheck, ShapeCheck, ValueCheck
+from accel.capture.speech import longest_sound
+from accel.errors import InputError
+
+AXES = ("batch", "sequence")
+
+
+def spec(name: str = "attention_mask", *, most: int = 1, axes: tuple[str, ...] = AXES) -> TensorSpec:
+    return TensorSpec(name, "int64", axes, role="mask", bounds=(0, most))
+
+
+def both_ways(check: ValueCheck, mask: torch.Tensor) -> list[str]:
+    """The errors for a mask by name, and as one of the arrays in the graph's order."""
+    found = []
+    calls: list[Callable[[], None]] = [
+        lambda: check({"attention_mask": mask}),
+        lambda: check.arrays([mask.numpy()]),
+    ]
+    for call in calls:
+        try:
+            call()
+        except InputError as error:
+            found.append(error.message)
+    return found
+
+
+@pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_masks_of_any_type(length: int, dtype: torch.dtype) -> None:
+    check = ValueCheck([spec()])
+    mask = torch.ones(3, length, dtype=dtype)
+    mask[1, 2:] = 0
+    mask[2, :-1] = 0
+    assert both_ways(check, mask) == []
+    mask[2] = 0
+    assert all("Row 2 of 'attention_mask' has no token" in message for message in both_ways(check, mask))
+    assert len(both_ways(check, mask)) == 2
+
+
+@pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
+@pytest.mark.parametrize("value", [-1, 2, -(2**40), 2**40])
+def test_other_numbers_in_masks(length: int, value: int) -> None:
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, 1] = value
+    found = both_ways(ValueCheck([spec()]), mask)
+    assert len(found) == 2
+    assert all(f"holds {value}; the model has 0 to 1" in message for message in found)
+
+
+def test_a_mask_that_says_what_sees_all_others() -> None:
+    mask = torch.tensor([[2, 1, 1, 0]])
+    assert both_ways(ValueCheck([spec(most=2)]), mask) == []
+    assert len(both_ways(ValueCheck([spec(most=2)]), mask + 1)) == 2
+
+
+@pytest.mark.parametrize("axes", [("batch", "choices", "sequence"), AXES])
+def test_rows_of_any_rank(axes: tuple[str, ...]) -> None:
+    mask = torch.ones([2] * len(axes), dtype=torch.int64)
+    assert both_ways(ValueCheck([spec(axes=axes)]), mask) == []
+    mask[-1, ...] = 0
+    assert len(both_ways(ValueCheck([spec(axes=axes)]), mask)) == 2
+
+
+def test_a_part_of_a_prompt_may_have_rows_without_a_token() -> None:
+    check = ValueCheck([spec(axes=("batch", "total"))])
+    assert both_ways(check, torch.tensor([[0, 0], [1, 1]])) == []
+    assert len(both_ways(check, torch.tensor([[0, 3], [1, 1]]))) == 2
+
+
+def test_other_ranks_are_left_to_the_check_of_shapes() -> None:
+    check = ValueCheck([spec()])
+    for mask in (torch.tensor(0), torch.zeros(3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
+        assert both_ways(check, mask) == []
+
+
+def test_masks_without_bounds_are_not_looked_at() -> None:
+    check = ValueCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")])
+    assert both_ways(check, torch.full((2, 3), 7)) == []
+    assert both_ways(check, torch.zeros(2, 3, dtype=torch.int64)) == []
+
+
+def test_masks_are_no_ids_for_a_gpu_to_clamp() -> None:
+    ids = TensorSpec("input_ids", "int64", AXES, bounds=(0, 9))
+    assert ValueCheck([ids, spec()]).bounds == {"input_ids": (0, 9)}
+
+
+def test_each_mask_is_looked_at_once() -> None:
+    hidden = np.zeros((2, 3), np.int64)
+    MaskCheck([spec()]).arrays([hidden])
+    with pytest.raises(InputError, match="Row 0 of 'attention_mask'"):
+        MaskCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")]).arrays([hidden])
+
+
+def test_sizes_that_a_model_has_positions_for() -> None:
+    sounds = TensorSpec("input_values", "float32", ("batch", "samples"))
+    check = ShapeCheck([sounds], limits={"samples": 100, "frames": 5})
+    for _ in range(2):
+        check(((2, 100),))
+        with pytest.raises(InputError, match="101 along the axis 'samples'; the model has positions for 100"):
+            check(((2, 101),))
+
+
+def test_how_long_a_sound_a_conformer_takes() -> None:
+    """One sample fewer than what its convolutions make another position of."""
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16), conv_kernel=(10, 3),
+        conv_stride=(5, 4), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, vocab_size=20, max_source_positions=30,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ConformerForCTC(config).eval()
+    axes = {"input_values": {0: "batch", 1: "samples"}}
+    longest = longest_sound(model, axes)["samples"]
+    assert model._get_feat_extract_output_lengths(longest) == 30
+    assert model._get_feat_extract_output_lengths(longest + 1) == 31
+    config.position_embeddings_type = "rotary"
+    assert longest_sound(transformers.Wav2Vec2ConformerForCTC(config), axes) == {}
