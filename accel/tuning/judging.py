@@ -32,7 +32,8 @@ class Judge:
         """The objective relative to PyTorch float32, by the last measurement.
 
         A screen is short, and another program's work can hit PyTorch in one heat and not in the next: latencies of screens
-        are compared by their lower quintile, with PyTorch's over all heats.
+        are compared by their lower quintile, with PyTorch's over all heats of the same search. An earlier search that was
+        interrupted may have run beside other programs: what it measured is compared with the PyTorch that it measured.
         """
         if tried.final is not None and tried.final_anchor is not None:
             return self._score(tried.final, tried.final_anchor)
@@ -44,9 +45,8 @@ class Judge:
         assert tried.anchor is not None
         if self._objective != "latency":
             return self._score(tried.screen, tried.anchor)
-        anchors = [_quintiles(t.anchor) for t in self.tried.values() if t.anchor is not None] or [
-            _quintiles(tried.anchor)
-        ]
+        beside = [t for t in self.tried.values() if t.screened_in == tried.screened_in]
+        anchors = [_quintiles(t.anchor) for t in beside if t.anchor is not None] or [_quintiles(tried.anchor)]
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
         return geometric_mean([a / b for a, b in zip(base, _quintiles(tried.screen), strict=True)])
 
