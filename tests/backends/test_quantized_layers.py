@@ -26,6 +26,7 @@ from accel.capture import (
     unpack,
     with_record,
 )
+from accel.capture import quantized as quantized_module
 from accel.capture.quantized import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.generators import tiny_generator
@@ -253,7 +254,7 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    steps = {name: p.grad is None for name, p in model.named_parameters() if name.endswith("log_scale")}
+    steps = {name: p.grad is None for name, p in model.named_parameters() if name.endswith("log_change")}
     assert steps
     fixed = without_training(model.eval())
     assert quantized_layers(fixed).keys() >= {"classifier"}
@@ -398,6 +399,85 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
     assert (found - expected).abs().max() < 0.02
 
 
+def _with_adapter(model: Any, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    with warnings.catch_warnings():
+        # PEFT asks transformers for it by its old name.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], **settings))
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_adapters_that_compute_with_the_weights_below_are_refused(preset: str, tmp_path: Path) -> None:
+    """DoRA divides by norms of the weights: it took integers for them, and the exported graph answered something else."""
+    before = _with_adapter(tiny_model("bert"), use_dora=True)
+    settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
+    with pytest.raises(PrepareError, match="computes with the weights of the layer below"):
+        accel.prepare_qat(before, preset=preset, block_size=16, **settings)
+    assert not [one for one in before.modules() if isinstance(one, training.TrainedLinear | training.TrainedBlocks)]
+    after = _with_adapter(prepared(preset), use_dora=True)
+    with pytest.raises(ExportError, match="computes with the weights of the layer below"):
+        accel.export(after, tmp_path / "onnx", task="text-classification")
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_weights_that_a_merged_adapter_has_moved_out_of_their_steps_are_told(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(quantized_module.logger, "warning", lambda text, *values: told.append(text % values))
+    model = _with_adapter(prepared(preset), init_lora_weights=False)
+    without_training(model)
+    assert not told, "beside the layers it is computed in floating point"
+    merged = model.merge_and_unload()
+    without_training(merged)
+    assert len(told) == 1
+    assert "2 of 14 layers" in told[0]
+    again = tiny_model("bert")
+    again.load_state_dict(merged.state_dict(), strict=False)
+    settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
+    without_training(accel.prepare_qat(again, preset=preset, block_size=16, **settings))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4-per-tensor", "int4"])
+def test_weight_decay_leaves_the_steps_where_they_began(preset: str) -> None:
+    """Decay pulls parameters to zero; a step that was kept as a logarithm grew by it."""
+    model = prepared(preset)
+    before = _steps(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1.0)
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name, steps in _steps(model).items():
+        assert torch.equal(steps, before[name]), name
+
+
+def _steps(model: Any) -> dict[str, torch.Tensor]:
+    found = quantized_layers(without_training(model)).items()
+    return {name: one.scale if isinstance(one, IntegerLinear) else one.scales for name, one in found}
+
+
+@pytest.mark.parametrize("preset", ["int4-per-tensor", "int4-int8"])
+def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
+    """One weight far from all others leaves them steps of their own size, where a step by the largest made them zero."""
+    model = tiny_model("bert")
+    layer = model.bert.encoder.layer[0].attention.self.query
+    with torch.no_grad():
+        layer.weight[0, 0] = 3.0
+    accel.prepare_qat(model, calibration=rows(), preset=preset)
+    found = quantized_layers(without_training(model))["bert.encoder.layer.0.attention.self.query"]
+    others = layer.weight.detach()[1:]
+    step = layer.weight.detach().abs().amax() / 7
+    lost, by_largest = (
+        float((made - others).square().sum() / others.square().sum())
+        for made in (found.dequantized()[1:], torch.round(others / step) * step)
+    )
+    assert lost < 0.1
+    assert by_largest > 5 * lost
+
+
 # What the model computes its loss by, and layers under several names
 
 
@@ -408,7 +488,7 @@ def _gradient(model: Any, feeds: dict[str, torch.Tensor], parts: int, **more: An
     for i in range(parts):
         model(**{name: value[i * rows : (i + 1) * rows] for name, value in feeds.items()}, **more).loss.backward()
     # The steps of activations learn at a rate that depends on how many of them there are in a call.
-    learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_scale"))
+    learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_change"))
     return torch.cat([grad.flatten() for grad in learned if grad is not None])
 
 
