@@ -217,6 +217,11 @@ class BlockLinear(torch.nn.Module):
             "factor": self.factor is not None,
         }
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """No values, in the type that the layer computes in: models turn activations to the type of a layer's weights (T5)."""
+        return self.scales[:0]
+
     def dequantized(self) -> torch.Tensor:
         """The weights that the blocks stand for: `(outer, inner) float32`."""
         return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)
@@ -319,8 +324,8 @@ def needs_float_weights(adapter: torch.nn.Module, layer: Trained) -> bool:
         try:
             with torch.no_grad():
                 answers.append(tried(x))
-        except AttributeError:
-            # Blocks have no `weight`.
+        except RuntimeError:
+            # The `weight` of blocks is empty.
             return True
     before, after = answers
     # A value between two steps may fall to either side.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from accel.artifact import Quantization
 from accel.backends.interfaces import Batches
@@ -410,10 +411,18 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
                 fix="use a layer's name, or `re:` and a regular expression.",
             )
         found = {name: one for name, one in found.items() if name not in out}
+    others = [name for name, one in model.named_modules() if isinstance(one, Conv1D)]
     if not found:
         raise PrepareError(
-            "The model has no linear layer to round.", fix="exclude fewer layers, or prepare another model."
+            "The model has no linear layer to round"
+            + (f": {others[0]} and {len(others) - 1} others are of the kind Conv1D." if others else "."),
+            fix="exclude fewer layers, or prepare another model.",
         )
+    if others:
+        logger.warning(
+            "%d layers of the kind Conv1D (%s, ...) stay in floating point: only linear layers are trained for integers, of which the "
+            "model has %d.", len(others), others[0], len(found),
+        )  # fmt: skip
     if config.preset == "int4":
         odd = next((name for name, one in found.items() if one.in_features % config.block_size), None)
         if odd is not None:

@@ -341,6 +341,35 @@ def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
     assert type(prepared.decoder.block[0].layer[2].DenseReluDense.wi) is not torch.nn.Linear
 
 
+def test_models_that_ask_for_the_type_of_weights_have_blocks(tmp_path: Path) -> None:
+    """T5 turns activations to the type of the layer's weights, and blocks had none."""
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=120, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    ).eval()
+    accel.prepare_qat(model, preset="int4", block_size=16)
+    artifact = accel.export(model, tmp_path / "torch", format="torch")
+    opened = accel.ORTModelForSeq2SeqLM.from_pretrained(artifact.path)
+    case = rows(1)[0]
+    before = torch.tensor([[0, 5, 7], [0, 9, 8]])
+    with torch.no_grad():
+        expected = model(**case, decoder_input_ids=before).logits
+    assert torch.allclose(opened(**case, decoder_input_ids=before).logits, expected, atol=1e-4)
+
+
+def test_layers_of_another_kind_that_stay_in_float_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(training.logger, "warning", lambda text, *values: told.append(text % values))
+    settings = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0)
+    accel.prepare_qat(transformers.GPT2ForSequenceClassification(settings), calibration=rows())
+    assert len(told) == 1
+    assert "8 layers of the kind Conv1D" in told[0]
+    with pytest.raises(PrepareError, match="7 others are of the kind Conv1D"):
+        accel.prepare_qat(transformers.GPT2LMHeadModel(settings), calibration=rows())
+
+
 def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path) -> None:
     prepared("int8").save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(ExportError, match="in training for integers"):
