@@ -51,3 +51,13 @@ def test_within_a_search_all_are_compared_with_its_usual_pytorch() -> None:
     for name in names:
         judge.tried[name] = screened(name, "first", ms=2.0, pytorch_ms=400.0 if name == "hit" else 4.0)
     assert [judge.speed(judge.tried[name]) for name in names] == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_other_programs_are_noticed_by_pytorchs_own_latencies() -> None:
+    """One processor of two was taken: PyTorch's threads waited for each other 60 times as long, other runtimes' did not."""
+    judge = Judge(Goal(objective="latency", constraints=Constraints()))
+    judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
+    judge.tried["two"] = screened("two", "first", ms=1.0, pytorch_ms=4.0)
+    assert not judge.disturbed()
+    judge.tried["one"].final, judge.tried["one"].final_anchor = measured(1.2), measured(172.0)
+    assert "took 3 ms for 1x8 in one measurement and 172 ms in another" in judge.disturbed()
