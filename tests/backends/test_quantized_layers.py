@@ -33,7 +33,7 @@ from accel.testing.generators import tiny_generator
 from accel.testing.models import tiny_model
 from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 from accel_plugins.ortkit.export.quantized import lower_quantized_layers
-from accel_plugins.pytorch import training
+from accel_plugins.pytorch import distillation, training
 
 SCHEMES = ("static-int8", "weight-int4")
 PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
@@ -379,7 +379,7 @@ def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path)
 def test_the_teacher_says_once_when_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     model = prepared("int4", distillation=0.5).train()
-    monkeypatch.setattr(training.logger, "warning", told.append)
+    monkeypatch.setattr(distillation.logger, "warning", told.append)
     for _ in range(2):
         model(**rows(1)[0])
     assert len(told) == 1
