@@ -38,13 +38,15 @@ def main() -> None:
     parser.add_argument("--test", type=Path, default=Path(str(TEST_SET)))
     parser.add_argument("--preset", default="int4-per-tensor")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--distillation", type=float, default=0.9)
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-steps", type=int, default=100)
     arguments = parser.parse_args()
 
-    set_seed(0)
+    set_seed(arguments.seed)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
     train, test = (read(path, model.config.label2id) for path in (arguments.train, arguments.test))
@@ -81,6 +83,8 @@ def main() -> None:
         num_train_epochs=arguments.epochs,
         per_device_train_batch_size=32,
         learning_rate=arguments.learning_rate,
+        weight_decay=arguments.weight_decay,
+        seed=arguments.seed,
         lr_scheduler_type="cosine",
         warmup_steps=20,
         save_steps=arguments.save_steps,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,8 +29,9 @@ OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"
 WEIGHTS_FILE, LAYERS_FILE = "accel_quantized.safetensors", "accel_quantized.json"
 # What parameters of layers that are trained for integers end with, beside weights and biases.
-TRAINED_STEPS = (".x_log_scale", ".w_log_scale")
+TRAINED_STEPS = (".x_log_change", ".w_log_change")
 _SCHEMA = 1
+logger = logging.getLogger(__name__)
 _symbolic: ContextVar[bool] = ContextVar("accel_symbolic_linear", default=False)
 _RECORD = "accel_quantization"
 
@@ -215,6 +217,11 @@ class BlockLinear(torch.nn.Module):
             "factor": self.factor is not None,
         }
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """No values, in the type that the layer computes in: models turn activations to the type of a layer's weights (T5)."""
+        return self.scales[:0]
+
     def dequantized(self) -> torch.Tensor:
         """The weights that the blocks stand for: `(outer, inner) float32`."""
         return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)
@@ -238,6 +245,11 @@ class Trained(Protocol):
 
     def to_integers(self) -> QuantizedLinear:
         """The layer with integers, which computes the same."""
+
+    def misfit(self) -> float:
+        """Share of the weights' squares that is lost because the steps do not fit the weights; zero where other steps
+        would not help much.
+        """
 
 
 def _applied(
@@ -296,14 +308,56 @@ def record_of(model: torch.nn.Module) -> Quantization | None:
     return next((one for one in found if one is not None), None)
 
 
+def needs_float_weights(adapter: torch.nn.Module, layer: Trained) -> bool:
+    """Whether what PEFT puts around a layer computes with the layer's weights (DoRA's norms, rotations): integers are none.
+
+    Args:
+        adapter: Has the layer under `base_layer`; stays as it is.
+        layer: The layer.
+    """
+    tried = copy.deepcopy(adapter).eval()
+    weight: torch.Tensor = layer.weight  # type: ignore[attr-defined]
+    x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    answers = []
+    for below in (layer, layer.to_integers().to(weight.device)):
+        tried._modules["base_layer"] = below  # type: ignore[assignment]
+        try:
+            with torch.no_grad():
+                answers.append(tried(x))
+        except RuntimeError:
+            # The `weight` of blocks is empty.
+            return True
+    before, after = answers
+    # A value between two steps may fall to either side.
+    return bool((after - before).abs().max() > 0.1 * before.abs().max())
+
+
 def without_training(model: torch.nn.Module) -> torch.nn.Module:
-    """A model that was trained for integers, as one that has them; any other model itself. The given one stays as it is."""
+    """A model that was trained for integers, as one that has them; any other model itself. The given one stays as it is.
+
+    Raises:
+        ExportError: An adapter computes with the weights of a layer that becomes integers.
+    """
     # By its class: wrappers hand on what the layer inside them has.
     if not any(hasattr(type(one), "to_integers") for one in model.modules()):
         return model
     record = record_of(model)
     made = copy.deepcopy(model).eval()
     found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
+    for name, one in made.named_modules():
+        layer = one._modules.get("base_layer")
+        if hasattr(type(layer), "to_integers") and isinstance(layer, Trained) and needs_float_weights(one, layer):
+            raise ExportError(
+                f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
+                fix="merge it into the float model first (model.merge_and_unload()), then prepare that; plain LoRA does not do it.",
+            )
+    misfits = {n: one.misfit() for n, one in found if isinstance(one, Trained)}
+    if worst := max(misfits, key=misfits.__getitem__) if any(misfits.values()) else "":
+        logger.warning(
+            "%d of %d layers have weights that the steps they are rounded by do not fit, as where an adapter was merged: %s loses %.0f %% "
+            "of their squares. To have them fit, load the model's weights into the float model (load_state_dict(..., strict=False)), and "
+            "prepare that.", sum(map(bool, misfits.values())), len(misfits), worst, 100 * misfits[worst],
+        )  # fmt: skip
     integers: dict[int, torch.nn.Module] = {}
     for name, layer in found:
         assert isinstance(layer, Trained)

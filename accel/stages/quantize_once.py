@@ -54,6 +54,11 @@ def quantize(
     """
     artifact = quantizable(artifact, backend)
     config = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    if isinstance(calibration, str | os.PathLike | Mapping):
+        raise ConfigError(
+            f"calibration is a {type(calibration).__name__}, not batches of inputs.",
+            fix="pass a list of dictionaries of tensors, or a file of rows to accel.quantize.",
+        )
     target = check_output(out, artifact.path)
     if artifact.manifest.quantization is not None:
         raise QuantizeError(

@@ -11,6 +11,8 @@ from .report import Goal, Trial
 from .state import Tried
 
 _EPSILON = 1e-9
+# How far apart PyTorch's latencies may be in one search; on a quiet machine they are within a fifth.
+_DISTURBED = 3.0
 
 
 class Judge:
@@ -32,7 +34,8 @@ class Judge:
         """The objective relative to PyTorch float32, by the last measurement.
 
         A screen is short, and another program's work can hit PyTorch in one heat and not in the next: latencies of screens
-        are compared by their lower quintile, with PyTorch's over all heats.
+        are compared by their lower quintile, with PyTorch's over all heats of the same search. An earlier search that was
+        interrupted may have run beside other programs: what it measured is compared with the PyTorch that it measured.
         """
         if tried.final is not None and tried.final_anchor is not None:
             return self._score(tried.final, tried.final_anchor)
@@ -44,11 +47,24 @@ class Judge:
         assert tried.anchor is not None
         if self._objective != "latency":
             return self._score(tried.screen, tried.anchor)
-        anchors = [_quintiles(t.anchor) for t in self.tried.values() if t.anchor is not None] or [
-            _quintiles(tried.anchor)
-        ]
+        beside = [t for t in self.tried.values() if t.screened_in == tried.screened_in]
+        anchors = [_quintiles(t.anchor) for t in beside if t.anchor is not None] or [_quintiles(tried.anchor)]
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
         return geometric_mean([a / b for a, b in zip(base, _quintiles(tried.screen), strict=True)])
+
+    def disturbed(self) -> str:
+        """What says that other programs ran beside the search, by PyTorch's own latencies; empty where nothing does."""
+        found: dict[str, list[float]] = {}
+        for anchor in (a for t in self.tried.values() for a in (t.anchor, t.final_anchor) if a is not None):
+            for cell, ms in zip(anchor.cells, _quintiles(anchor), strict=True):
+                found.setdefault(cell.workload, []).append(ms)
+        for workload, times in found.items():
+            if max(times) > _DISTURBED * min(times):
+                return (
+                    f"PyTorch float32 took {min(times):.3g} ms for {workload} in one measurement and {max(times):.3g} ms in another: other "
+                    "programs use these processors, and what was measured beside them compares nothing."
+                )
+        return ""
 
     def _score(self, result: VariantResult, anchor: VariantResult) -> float:
         """The objective relative to PyTorch float32; larger is better."""

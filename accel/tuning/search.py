@@ -335,6 +335,8 @@ class Search:
             seconds=round(self._clock.spent(), 1),
             resumed=self._store.hits,
         )
+        if disturbed := self._judge.disturbed():
+            logger.warning("%s Search again with --fresh (fresh=True) when they have ended.", disturbed)
         artifact = _write(winner, made, target, *self._timer.alone(winner))
         self._builder.tidy({t.made.path for t in finals})
         return replace(made, artifact=artifact)

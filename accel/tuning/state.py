@@ -90,6 +90,7 @@ class Tried:
         candidate: Recipe and run options.
         made: Its artifact.
         screen, anchor: The short measurement.
+        screened_in: The search that the short measurement was made in: an earlier one where it was remembered.
         final, final_anchor: The long one.
         found: Its accuracy.
         reason: Why it was not measured further.
@@ -99,6 +100,7 @@ class Tried:
     made: Made
     screen: VariantResult | None = None
     anchor: VariantResult | None = None
+    screened_in: str = ""
     final: VariantResult | None = None
     final_anchor: VariantResult | None = None
     found: Accuracy | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -69,6 +70,7 @@ class Timer:
     ) -> None:
         self._subject, self._work, self._store, self._clock, self._builder = subject, work, store, clock, builder
         self.traffic = Traffic(callers=callers)
+        self._search = secrets.token_hex(8)
         self._anchor: Measured | None = None
         self._workloads: list[Workload] = []
         # A guess until the first heat: processes start, import and load within it.
@@ -99,6 +101,7 @@ class Timer:
         for tried in group:
             if (known := self._store.get("screens", self._key(tried, "screen"))) is not None:
                 tried.screen, tried.anchor = _results(known)
+                tried.screened_in = str(known.get("search") or tried.candidate)
             else:
                 waiting.append(tried)
         amount = Amount(rounds=SCREEN.rounds, calls=SCREEN.calls, budget_s=SCREEN.budget_s, hopeless=hopeless)
@@ -123,9 +126,10 @@ class Timer:
                 continue
             for tried, record, lost in timed:
                 tried.screen, tried.anchor = _results(record)
+                tried.screened_in = self._search
                 # A process that died or was cut off may do better the next time.
                 if not lost:
-                    self._store.put("screens", self._key(tried, "screen"), record)
+                    self._store.put("screens", self._key(tried, "screen"), {**record, "search": self._search})
 
     def finals(self, group: Sequence[Tried]) -> None:
         """Longer measurements of the survivors, all side by side; each gets `final` and `final_anchor`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,9 +145,18 @@ class _Work:
                             raise
                         refused[_named(recipe)] = error.message
                         continue
-                    yield recipe, settings, evaluate(candidate)
+                    value = evaluate(candidate)
+                if not math.isfinite(value):
+                    refused[_named(recipe)] = f"it measures {value}"
+                    continue
+                yield recipe, settings, value
 
         baseline = evaluate(self._artifact)
+        if not math.isfinite(baseline):
+            raise BudgetError(
+                f"The float model measures {baseline}, of which nothing can be lost.",
+                fix="pass a measure that is finite.",
+            )
         # Its budget is relative to the float model's value; ours is in the points of the measure.
         relative = max_drop / abs(baseline) if baseline else 0.0
         theirs = [self._settings(recipe) for recipe in recipes]
@@ -164,7 +174,7 @@ class _Work:
                 done = monitor.need_stop()
             if done:
                 break
-        value, best = max(measured, key=lambda one: one[0])
+        value, best = max(measured, key=lambda one: one[0], default=(-math.inf, self._config))
         if value < baseline - max_drop:
             lines = "\n".join(
                 [f"  {name}: {one:.4f}" for name, one in found.items()]

@@ -1,7 +1,8 @@
 """Quantization-aware training: linear layers that round while they are trained, and become integers when they are exported.
 
 Rounding and its gradients are PyTorch's own operators (learned step sizes: Esser et al., 2020, "Learned Step Size Quantization",
-https://arxiv.org/abs/1902.08153). Steps are kept as logarithms: an optimizer moves them by parts of themselves, whatever their size.
+https://arxiv.org/abs/1902.08153). What is learned of a step is the logarithm of its change since training began: an optimizer moves
+steps by parts of themselves, whatever their size, and weight decay, which pulls parameters towards zero, leaves them where they began.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from accel.artifact import Quantization
 from accel.backends.interfaces import Batches
-from accel.capture import BlockLinear, IntegerLinear, pack, quiet, replace_layer, with_record
+from accel.capture import (
+    BlockLinear,
+    IntegerLinear,
+    needs_float_weights,
+    pack,
+    quiet,
+    replace_layer,
+    with_record,
+)
 from accel.config import PrepareConfig, QatConfig
 from accel.errors import ConfigError, PrepareError, did_you_mean
+
+from .distillation import Distillation
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +39,14 @@ SCHEME = "qat"
 _TINY = 1e-8
 # Shares of the largest weight at which a block may be cut off; the one with the smallest squared error is where training begins.
 _CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+# The same for weights with 15 values that share a step by row or by layer, whose largest may be far from all others.
+_WIDE_CUTS = tuple(0.9**power for power in range(40))
 
 
 class TrainedLinear(torch.nn.Linear):
     """A linear layer whose inputs and weights are rounded to 8 bits in every call; the parameters stay in floating point.
 
-    Its parameters have the names of the layer that it replaces, and two more (`x_log_scale: ()`, `w_log_scale: (outer,)` or
+    Its parameters have the names of the layer that it replaces, and two more (`x_log_change: ()`, `w_log_change: (outer,)` or
     `(1,)`), so a checkpoint of either loads into the other.
 
     Args:
@@ -43,7 +57,9 @@ class TrainedLinear(torch.nn.Linear):
         bits: Of the weights, 8 or 4; kept in 8 either way.
     """
 
+    x_scale: torch.Tensor
     x_zero: torch.Tensor
+    w_scale: torch.Tensor
     w_zero: torch.Tensor
 
     def __init__(
@@ -58,20 +74,24 @@ class TrainedLinear(torch.nn.Linear):
         step = max(step, _TINY)
         weight = layer.weight.detach()
         largest = weight.abs().amax(1) if per_channel else weight.abs().amax().reshape(1)
-        self.x_log_scale = torch.nn.Parameter(torch.tensor(math.log(step), device=weight.device))
-        self.w_log_scale = torch.nn.Parameter((largest / self._top).clamp(min=_TINY).log())
+        if bits == 4:
+            largest = _cut_off(weight, largest, self._top)
+        self.register_buffer("x_scale", torch.tensor([step], device=weight.device))
+        self.register_buffer("w_scale", (largest / self._top).clamp(min=_TINY))
+        self.x_log_change = torch.nn.Parameter(torch.zeros((), device=weight.device))
+        self.w_log_change = torch.nn.Parameter(torch.zeros_like(self.w_scale))
         zero = 0.0 if signed else float(round(-low / step))
         self.register_buffer("x_zero", torch.tensor([zero], device=weight.device))
-        self.register_buffer("w_zero", torch.zeros_like(self.w_log_scale), persistent=False)
+        self.register_buffer("w_zero", torch.zeros_like(self.w_scale), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., inner)` to `(..., outer)`."""
         _check_float32(self.weight)
         low, high = self._limits
         x = torch._fake_quantize_learnable_per_tensor_affine(
-            x, self.x_log_scale.exp().reshape(1), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
+            x, self.x_scale * self.x_log_change.exp(), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
         )
-        scale = self.w_log_scale.exp().expand(self.out_features)
+        scale = (self.w_scale * self.w_log_change.exp()).expand(self.out_features)
         zero = self.w_zero.expand(self.out_features)
         factor = 1 / math.sqrt(self.in_features * self._top)
         weight = torch._fake_quantize_learnable_per_channel_affine(
@@ -83,15 +103,25 @@ class TrainedLinear(torch.nn.Linear):
     def to_integers(self) -> IntegerLinear:
         """The layer with integers, which computes the same."""
         made = IntegerLinear(self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None)
-        made.scale = self.w_log_scale.exp().expand(self.out_features).float().cpu().clone()
+        made.scale = (self.w_scale * self.w_log_change.exp()).expand(self.out_features).float().cpu().clone()
         # The operator multiplies by the inverse.
         rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
         made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
-        made.x_scale = self.x_log_scale.exp().float().cpu().clone()
+        made.x_scale = (self.x_scale * self.x_log_change.exp()).reshape(()).float().cpu().clone()
         made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
         if self.bias is not None:
             made.bias = self.bias.detach().float().cpu().clone()
         return made
+
+    @torch.no_grad()
+    def misfit(self) -> float:
+        """See `accel.capture.Trained`."""
+        weight, top = self.weight.detach(), self._top
+        scale = self.w_scale * self.w_log_change.exp()
+        largest = weight.abs().amax(1) if len(scale) == len(weight) else weight.abs().amax().reshape(1)
+        best = (_cut_off(weight, largest, top) / top).clamp(min=_TINY)
+        now, least = (_squares_lost(weight, step, top).sum() for step in (scale, best))
+        return _worth_telling(now, least, weight)
 
 
 class TrainedBlocks(torch.nn.Linear):
@@ -102,6 +132,7 @@ class TrainedBlocks(torch.nn.Linear):
         block_size: Weights that share a step; divides the layer's inputs.
     """
 
+    w_scale: torch.Tensor
     w_zero: torch.Tensor
 
     def __init__(self, layer: torch.nn.Linear, block_size: int) -> None:
@@ -109,7 +140,8 @@ class TrainedBlocks(torch.nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self.block_size = block_size
         scale, zero = _block_steps(layer.weight.detach().reshape(-1, block_size))
-        self.w_log_scale = torch.nn.Parameter(scale.log())
+        self.w_log_change = torch.nn.Parameter(torch.zeros_like(scale))
+        self.register_buffer("w_scale", scale)
         self.register_buffer("w_zero", zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +150,7 @@ class TrainedBlocks(torch.nn.Linear):
         blocks = self.weight.reshape(-1, self.block_size)
         factor = 1 / math.sqrt(self.block_size * 15)
         weight = torch._fake_quantize_learnable_per_channel_affine(
-            blocks, self.w_log_scale.exp(), self.w_zero, 0, 0, 15, factor
+            blocks, self.w_scale * self.w_log_change.exp(), self.w_zero, 0, 0, 15, factor
         )
         return functional.linear(x, weight.reshape(self.weight.shape), self.bias)
 
@@ -129,7 +161,7 @@ class TrainedBlocks(torch.nn.Linear):
         made = BlockLinear(
             self.in_features, self.out_features, bits=4, block_size=self.block_size, bias=self.bias is not None
         )
-        scale, zero = self.w_log_scale.exp().float().cpu(), self.w_zero.float().cpu()
+        scale, zero = (self.w_scale * self.w_log_change.exp()).float().cpu(), self.w_zero.float().cpu()
         blocks = self.weight.detach().float().cpu().reshape(-1, self.block_size)
         values = (torch.round(blocks * (1 / scale)[:, None]) + zero[:, None]).clamp(0, 15).to(torch.uint8)
         made.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)
@@ -139,6 +171,32 @@ class TrainedBlocks(torch.nn.Linear):
             made.bias = self.bias.detach().float().cpu().clone()
         return made
 
+    @torch.no_grad()
+    def misfit(self) -> float:
+        """See `accel.capture.Trained`."""
+        blocks = self.weight.detach().reshape(-1, self.block_size)
+        now, least = (
+            (
+                torch.fake_quantize_per_channel_affine(blocks, scale, zero.to(torch.int32), 0, 0, 15) - blocks
+            ).square().sum()
+            for scale, zero in ((self.w_scale * self.w_log_change.exp(), self.w_zero), _block_steps(blocks))
+        )  # fmt: skip
+        return _worth_telling(now, least, blocks)
+
+
+def _worth_telling(now: torch.Tensor, least: torch.Tensor, weight: torch.Tensor) -> float:
+    """The share of a weight's squares that is lost, where the steps are far from those that lose least: training for a task moves
+    them, by less.
+    """
+    share = float(now / weight.square().sum().clamp(min=_TINY))
+    return share if share > 0.01 and float(now) > 4 * float(least) else 0.0
+
+
+def _squares_lost(weight: torch.Tensor, step: torch.Tensor, top: int) -> torch.Tensor:
+    """By row: squared error of weights `(outer, inner)` that are rounded to `-top` to `top` steps, `(outer,) or (1,)`."""
+    step = step[:, None]
+    return (torch.round(weight / step).clamp(-top, top) * step - weight).square().sum(1)
+
 
 def _check_float32(weight: torch.Tensor) -> None:
     if weight.dtype is not torch.float32:
@@ -146,6 +204,18 @@ def _check_float32(weight: torch.Tensor) -> None:
             f"The model was turned to {weight.dtype}; steps are learned in float32.",
             fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
         )
+
+
+def _cut_off(weight: torch.Tensor, largest: torch.Tensor, top: int) -> torch.Tensor:
+    """Where to cut weights `(outer, inner)` off: of the shares of `largest: (outer,) or (1,)` that are tried, those with the
+    smallest squared error of what is rounded to `-top` to `top`.
+    """
+    errors = []
+    for cut in _WIDE_CUTS:
+        error = _squares_lost(weight, (largest * cut / top).clamp(min=_TINY), top)
+        errors.append(error if len(largest) == len(weight) else error.sum().reshape(1))
+    best = torch.stack(errors).argmin(0)
+    return largest * torch.tensor(_WIDE_CUTS, device=largest.device)[best]
 
 
 def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,92 +234,6 @@ def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = tuple(torch.where(better, new, old) for new, old in zip((scale, zero, error), best, strict=True))  # type: ignore[assignment]
     assert best is not None
     return best[0], best[1]
-
-
-class _Distillation:
-    """Adds to the loss that a model computes how far its answers are from those of the model before it was rounded (Hinton et al.,
-    2015, https://arxiv.org/abs/1503.02531).
-    """
-
-    def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
-        self._teacher, self._share, self._temperature = teacher, share, temperature
-        self._told = False
-        # What the model's loss is a sum of, where it divides by `num_items_in_batch`; `None`: not known yet.
-        self._counts: str | None = None
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Distillation:
-        return self
-
-    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        loss = getattr(output, "loss", None)
-        if not model.training:
-            return output
-        if loss is None:
-            if not self._told:
-                logger.warning(
-                    "The model answered in training without a loss of its own, so nothing is distilled: pass labels, and leave "
-                    "return_dict=False and label smoothing out."
-                )
-            self._told = True
-            return output
-        device = next(model.parameters()).device
-        with torch.no_grad():
-            want = self._teacher.to(device)(*args, **kwargs)
-        apart = sum(self._apart(output[name], want[name]) for name in self._names(model, output))
-        output["loss"] = (1 - self._share) * loss + self._share * self._weight(args, kwargs) * apart
-        return output
-
-    @staticmethod
-    def _names(model: torch.nn.Module, output: Any) -> list[str]:
-        """What a model answers: `logits`, or several of them, as where a span begins and where it ends.
-
-        Raises:
-            PrepareError: Neither.
-        """
-        names = ["logits"] if "logits" in output else [name for name in output if name.endswith("_logits")]
-        if not names:
-            raise PrepareError(
-                f"A {type(model).__name__} answers with {', '.join(output)}, and no logits that could be distilled.",
-                fix="prepare the model without distillation.",
-            )
-        return names
-
-    def _apart(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if logits.shape[-1] == 1:
-            # A number: there are no classes whose shares could differ.
-            return functional.mse_loss(logits, target)
-        hot = self._temperature
-        soft, aim = (functional.log_softmax(one.flatten(0, -2) / hot, dim=-1) for one in (logits, target))
-        return functional.kl_div(soft, aim, reduction="batchmean", log_target=True) * hot * hot
-
-    def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | float:
-        """What the model's loss was multiplied by: transformers' Trainer sums over the batches of a step the losses of models that
-        divide by the labels of all these batches, `num_items_in_batch`, and what is distilled has to count like them.
-        """
-        items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
-        if items is None or not isinstance(labels, torch.Tensor) or self._counts == "nothing":
-            return 1.0
-        counts = {"labels": labels.ne(-100).sum(), "labels behind others": labels[..., 1:].ne(-100).sum()}
-        if self._counts is None:
-            with torch.no_grad():
-                rest = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
-                mean, whole = (self._teacher(*args, **rest, **one).loss for one in ({}, {"num_items_in_batch": 1}))
-            found = [name for name, count in counts.items() if torch.isclose(mean * count, whole, rtol=1e-3)]
-            if torch.isclose(mean, whole, rtol=1e-3):
-                if found:
-                    # One label: the next batch will tell.
-                    return 1.0
-                found = ["nothing"]
-            if not found:
-                raise PrepareError(
-                    "The model divides its loss by num_items_in_batch, and not as transformers counts them, so that it cannot be said "
-                    "how much what is distilled counts.",
-                    fix="train with gradient_accumulation_steps=1 and without num_items_in_batch, or without distillation.",
-                )
-            self._counts = found[-1]
-            return self._weight(args, kwargs)
-        weight: torch.Tensor = counts[self._counts] / items
-        return weight
 
 
 class TrainingPreparer:
@@ -276,13 +260,14 @@ class TrainingPreparer:
         elif calibration is not None:
             raise ConfigError("The preset 'int4' rounds no activations.", fix="leave calibration out.")
         made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
+        _check_adapters(model, made)
         teacher = _teacher(model, config)
         # A layer that a model has under several names is one again.
         for name, one in [*model.named_modules(remove_duplicate=False)]:
             if one in made:
                 replace_layer(model, name, made[one])
         if teacher is not None:
-            hook = _Distillation(teacher, config.distillation, config.temperature)
+            hook = Distillation(teacher, config.distillation, config.temperature)
             model.register_forward_hook(hook, with_kwargs=True)
         scheme = "weight-int4" if config.preset == "int4" else "static-int8"
         return with_record(model, Quantization(scheme=scheme, preset=f"qat-{config.preset}", excluded=config.exclude))
@@ -342,10 +327,18 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
                 fix="use a layer's name, or `re:` and a regular expression.",
             )
         found = {name: one for name, one in found.items() if name not in out}
+    others = [name for name, one in model.named_modules() if isinstance(one, Conv1D)]
     if not found:
         raise PrepareError(
-            "The model has no linear layer to round.", fix="exclude fewer layers, or prepare another model."
+            "The model has no linear layer to round"
+            + (f": {others[0]} and {len(others) - 1} others are of the kind Conv1D." if others else "."),
+            fix="exclude fewer layers, or prepare another model.",
         )
+    if others:
+        logger.warning(
+            "%d layers of the kind Conv1D (%s, ...) stay in floating point: only linear layers are trained for integers, of which the "
+            "model has %d.", len(others), others[0], len(found),
+        )  # fmt: skip
     if config.preset == "int4":
         odd = next((name for name, one in found.items() if one.in_features % config.block_size), None)
         if odd is not None:
@@ -368,6 +361,22 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
         if "modules_to_save" in one._modules:
             beside.append(one._modules.get("original_module"))
     return {part for held in beside if held is not None for part in held.modules()}
+
+
+def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch.nn.Module]) -> None:
+    """Refuse adapters that compute with the weights below them.
+
+    Raises:
+        PrepareError: With the first one.
+    """
+    for name, one in model.named_modules():
+        below = one._modules.get("base_layer")
+        layer = made.get(below) if isinstance(below, torch.nn.Linear) else None
+        if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(one, layer):
+            raise PrepareError(
+                f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
+                fix="merge it first (model.merge_and_unload()), or use plain LoRA; DoRA reads them.",
+            )
 
 
 def _ranges(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,21 @@ def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[...,
     assert not (tmp_path / "out").exists()
 
 
+def test_its_search_takes_no_measure_that_is_no_number(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """NaN is not below any budget: the first recipe was written for it."""
+    recipe: dict[str, Any] = {"backend": BACKEND, "scheme": "weight-int4", "block_size": 32, "max_drop": 0.01}
+    with pytest.raises(BudgetError, match="measures nan"):
+        quantize(tiny_folder(), tmp_path / "out", evaluate=lambda artifact: math.nan, **recipe)
+    values = iter([1.0, math.nan, 0.995])
+    found = quantize(tiny_folder(), tmp_path / "out", evaluate=lambda artifact: next(values), **recipe)
+    search = found.manifest.steps[-1].report["search"]
+    assert search["refused"] == {"weight-int4 (rtn, blocks of 32)": "it measures nan"}
+    assert "blocks of 16" in search["chosen"]
+    values = iter([1.0, math.nan, math.nan])
+    with pytest.raises(BudgetError, match="it measures nan"):
+        quantize(tiny_folder(), tmp_path / "none", evaluate=lambda artifact: next(values), **recipe)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
@@ -161,6 +177,7 @@ def test_its_search_writes_nothing_where_nothing_fits(tiny_folder: Callable[...,
         ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "no use for smooth_quant"),
         ({"scheme": "weight-int4", "exclude": ("clasifier",)}, ConfigError, "Did you mean 'classifier'"),
         ({"scheme": "weight-int4", "max_drop": 0.1}, ConfigError, "needs evaluate"),
+        ({"scheme": "static-int8", "calibration": "rows.csv"}, ConfigError, "is a str, not batches"),
         ({"scheme": "weight-int4", "exclude": ("re:(",)}, ConfigError, "no regular expression"),
         (
             {"scheme": "weight-int4", "algorithm": "awq", "block_size": 128, "calibration": rows()},

@@ -26,13 +26,14 @@ from accel.capture import (
     unpack,
     with_record,
 )
+from accel.capture import quantized as quantized_module
 from accel.capture.quantized import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import tiny_model
 from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 from accel_plugins.ortkit.export.quantized import lower_quantized_layers
-from accel_plugins.pytorch import training
+from accel_plugins.pytorch import distillation, training
 
 SCHEMES = ("static-int8", "weight-int4")
 PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
@@ -253,7 +254,7 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    steps = {name: p.grad is None for name, p in model.named_parameters() if name.endswith("log_scale")}
+    steps = {name: p.grad is None for name, p in model.named_parameters() if name.endswith("log_change")}
     assert steps
     fixed = without_training(model.eval())
     assert quantized_layers(fixed).keys() >= {"classifier"}
@@ -340,6 +341,35 @@ def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
     assert type(prepared.decoder.block[0].layer[2].DenseReluDense.wi) is not torch.nn.Linear
 
 
+def test_models_that_ask_for_the_type_of_weights_have_blocks(tmp_path: Path) -> None:
+    """T5 turns activations to the type of the layer's weights, and blocks had none."""
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=120, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    ).eval()
+    accel.prepare_qat(model, preset="int4", block_size=16)
+    artifact = accel.export(model, tmp_path / "torch", format="torch")
+    opened = accel.ORTModelForSeq2SeqLM.from_pretrained(artifact.path)
+    case = rows(1)[0]
+    before = torch.tensor([[0, 5, 7], [0, 9, 8]])
+    with torch.no_grad():
+        expected = model(**case, decoder_input_ids=before).logits
+    assert torch.allclose(opened(**case, decoder_input_ids=before).logits, expected, atol=1e-4)
+
+
+def test_layers_of_another_kind_that_stay_in_float_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(training.logger, "warning", lambda text, *values: told.append(text % values))
+    settings = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0)
+    accel.prepare_qat(transformers.GPT2ForSequenceClassification(settings), calibration=rows())
+    assert len(told) == 1
+    assert "8 layers of the kind Conv1D" in told[0]
+    with pytest.raises(PrepareError, match="7 others are of the kind Conv1D"):
+        accel.prepare_qat(transformers.GPT2LMHeadModel(settings), calibration=rows())
+
+
 def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path) -> None:
     prepared("int8").save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(ExportError, match="in training for integers"):
@@ -349,7 +379,7 @@ def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path)
 def test_the_teacher_says_once_when_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     model = prepared("int4", distillation=0.5).train()
-    monkeypatch.setattr(training.logger, "warning", told.append)
+    monkeypatch.setattr(distillation.logger, "warning", told.append)
     for _ in range(2):
         model(**rows(1)[0])
     assert len(told) == 1
@@ -398,6 +428,85 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
     assert (found - expected).abs().max() < 0.02
 
 
+def _with_adapter(model: Any, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    with warnings.catch_warnings():
+        # PEFT asks transformers for it by its old name.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], **settings))
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_adapters_that_compute_with_the_weights_below_are_refused(preset: str, tmp_path: Path) -> None:
+    """DoRA divides by norms of the weights: it took integers for them, and the exported graph answered something else."""
+    before = _with_adapter(tiny_model("bert"), use_dora=True)
+    settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
+    with pytest.raises(PrepareError, match="computes with the weights of the layer below"):
+        accel.prepare_qat(before, preset=preset, block_size=16, **settings)
+    assert not [one for one in before.modules() if isinstance(one, training.TrainedLinear | training.TrainedBlocks)]
+    after = _with_adapter(prepared(preset), use_dora=True)
+    with pytest.raises(ExportError, match="computes with the weights of the layer below"):
+        accel.export(after, tmp_path / "onnx", task="text-classification")
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_weights_that_a_merged_adapter_has_moved_out_of_their_steps_are_told(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(quantized_module.logger, "warning", lambda text, *values: told.append(text % values))
+    model = _with_adapter(prepared(preset), init_lora_weights=False)
+    without_training(model)
+    assert not told, "beside the layers it is computed in floating point"
+    merged = model.merge_and_unload()
+    without_training(merged)
+    assert len(told) == 1
+    assert "2 of 14 layers" in told[0]
+    again = tiny_model("bert")
+    again.load_state_dict(merged.state_dict(), strict=False)
+    settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
+    without_training(accel.prepare_qat(again, preset=preset, block_size=16, **settings))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4-per-tensor", "int4"])
+def test_weight_decay_leaves_the_steps_where_they_began(preset: str) -> None:
+    """Decay pulls parameters to zero; a step that was kept as a logarithm grew by it."""
+    model = prepared(preset)
+    before = _steps(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1.0)
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name, steps in _steps(model).items():
+        assert torch.equal(steps, before[name]), name
+
+
+def _steps(model: Any) -> dict[str, torch.Tensor]:
+    found = quantized_layers(without_training(model)).items()
+    return {name: one.scale if isinstance(one, IntegerLinear) else one.scales for name, one in found}
+
+
+@pytest.mark.parametrize("preset", ["int4-per-tensor", "int4-int8"])
+def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
+    """One weight far from all others leaves them steps of their own size, where a step by the largest made them zero."""
+    model = tiny_model("bert")
+    layer = model.bert.encoder.layer[0].attention.self.query
+    with torch.no_grad():
+        layer.weight[0, 0] = 3.0
+    accel.prepare_qat(model, calibration=rows(), preset=preset)
+    found = quantized_layers(without_training(model))["bert.encoder.layer.0.attention.self.query"]
+    others = layer.weight.detach()[1:]
+    step = layer.weight.detach().abs().amax() / 7
+    lost, by_largest = (
+        float((made - others).square().sum() / others.square().sum())
+        for made in (found.dequantized()[1:], torch.round(others / step) * step)
+    )
+    assert lost < 0.1
+    assert by_largest > 5 * lost
+
+
 # What the model computes its loss by, and layers under several names
 
 
@@ -408,7 +517,7 @@ def _gradient(model: Any, feeds: dict[str, torch.Tensor], parts: int, **more: An
     for i in range(parts):
         model(**{name: value[i * rows : (i + 1) * rows] for name, value in feeds.items()}, **more).loss.backward()
     # The steps of activations learn at a rate that depends on how many of them there are in a call.
-    learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_scale"))
+    learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_change"))
     return torch.cat([grad.flatten() for grad in learned if grad is not None])
 
 
