@@ -64,11 +64,11 @@ WRONG = {
     "complex ids": Wrong(lambda f: {**f, "input_ids": f["input_ids"].to(torch.complex64)}),
     "unknown output": Wrong(more={"outputs": ["logit"]}),
     "state without cache": Wrong(more={"state": object()}),
+    "a row without tokens": Wrong(lambda f: {**f, "attention_mask": f["attention_mask"] * torch.tensor([[1], [0]])}),
 }
 
 
 ODD: dict[str, Callable[[Feeds], Feeds]] = {
-    "a row without tokens": lambda f: {**f, "attention_mask": f["attention_mask"] * torch.tensor([[1], [0]])},
     "padding on the left": lambda f: {
         **f,
         "attention_mask": f["attention_mask"].index_fill(1, torch.tensor([0, 1]), 0),
