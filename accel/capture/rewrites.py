@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -67,9 +68,11 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     many classes as something is long has that length, not the sample's (LongT5's global tokens). What is cut off the
     end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows). `len` of a tensor is the sample's, which
     Python wants as a number, without holding the axis to it (RT-DETR asks, and never reads the answer; a graph that did would
-    differ from the reference cases, whose sizes are others). What an encoder in float16 cuts off where a number overflowed is
-    cut off in every call, which changes numbers between 64,504 and 65,504 where none did (BART's). Models with a switch for
-    traces of their own get it (Longformer's and LED's `onnx_export`).
+    differ from the reference cases, whose sizes are others). What is gathered from has no more rows beside the axis than the
+    indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
+    GatherElements. What an encoder in float16 cuts off where a number overflowed is cut off in every call, which changes
+    numbers between 64,504 and 65,504 where none did (BART's). Models with a switch for traces of their own get it
+    (Longformer's and LED's `onnx_export`).
 
     Args:
         config: Of the transformers model.
@@ -77,6 +80,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     """
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
     original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
+    original_gather = torch.gather
     functional: Any = torch.nn.functional
     original_one_hot, original_isfinite = functional.one_hot, torch.isfinite
     left = list(answers)
@@ -109,6 +113,12 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
             return input // other
         return original_div(input, other, *args, **kwargs)
 
+    def gather(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for i, (size, count) in enumerate(zip(input.shape, index.shape, strict=True)):
+            if i != dim % input.ndim and statically_known_true(count < size):
+                input = input.index_select(i, torch.arange(count, device=input.device))
+        return original_gather(input, dim, index, **kwargs)
+
     def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
         if not isinstance(num_classes, torch.SymInt):
             return original_one_hot(tensor, num_classes)
@@ -126,7 +136,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     if model_type in _CUT_OFF:
         torch.isfinite = isfinite  # type: ignore[assignment]
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
-    torch.div, functional.one_hot = div, one_hot
+    torch.div, torch.gather, functional.one_hot = div, gather, one_hot
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
     torch.Tensor.__len__ = length  # type: ignore[method-assign]
@@ -136,7 +146,8 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         yield
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
-        torch.div, functional.one_hot, torch.isfinite = original_div, original_one_hot, original_isfinite
+        torch.div, torch.gather, functional.one_hot = original_div, original_gather, original_one_hot
+        torch.isfinite = original_isfinite
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]

@@ -70,6 +70,8 @@ _CONSTANT = re.compile(
 # ResNet's, ConvNeXt's and SegFormer's traces have up to 11 and take seconds. Swin pads each stage to whole windows: 29 in its
 # second stage, 61 in its third, and minutes for each further operation.
 _MOST_OPERATIONS = 20
+# What torch.export calls a size that depends on data, such as how many points there are in an image.
+_DATA_SIZE = re.compile(r"u\d+\Z")
 # Python names of a cache's tensors, and what the field calls them.
 _LAYERS = re.compile(
     r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
@@ -318,6 +320,11 @@ def _name_axes(model: onnx_ir.Model, source: Source) -> None:
                     f"The trace of {source.architecture} made one axis of {names[symbol]!r} and {axis!r}.",
                     fix="pass a sample in which these sizes differ.",
                 )
+    declared = task_spec(source.task).outputs
+    for value in model.graph.outputs:
+        for size, axis in zip(value.shape or (), declared.get(str(value.name), ()), strict=False):
+            if _DATA_SIZE.match(str(size)):
+                names.setdefault(str(size), axis)
     rename_axes(model, names)
 
 

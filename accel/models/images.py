@@ -171,6 +171,17 @@ class ORTModelForKeypointMatching(_ImageModel):
 
     task = "keypoint-matching"
 
+    def forward(self, pixel_values: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `(batch, 2, channels, height, width)` floating-point pairs of images."""
+        found = super().forward(pixel_values, **inputs)
+        named = dict(zip(self.output_names, found, strict=True)) if isinstance(found, tuple) else dict(found)
+        mask = named.get("mask")
+        if mask is None or mask.shape[-1] != 1 or mask.any():
+            return found
+        # A graph has a point where no image has any.
+        none = {name: value[:, :, :0] for name, value in named.items()}
+        return tuple(none.values()) if isinstance(found, tuple) else type(found)(**none)
+
     def _choose_output(self, names: Sequence[str]) -> Any:
         super()._choose_output(names)
         return KeypointMatchingOutput

@@ -124,6 +124,7 @@ SPECS = (
         suffixes=("ForKeypointMatching",),
         modalities=("image",),
         sample="accel.capture.image_text:pair_sample",
+        stands_in="accel.capture.keypoints:KeypointMatcher",
     ),
     TaskSpec(
         name="depth-estimation",

@@ -171,15 +171,25 @@ def _loftr() -> Any:
     return transformers.EfficientLoFTRForKeypointMatching(config)
 
 
-def _superglue() -> Any:
-    keypoints = transformers.SuperPointConfig(
+def _superpoint() -> Any:
+    return transformers.SuperPointConfig(
         encoder_hidden_sizes=[16] * 4, decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=20
     )
+
+
+def _superglue() -> Any:
     config = transformers.SuperGlueConfig(
-        keypoint_detector_config=keypoints, hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
+        keypoint_detector_config=_superpoint(), hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
         num_attention_heads=2, sinkhorn_iterations=5,
     )  # fmt: skip
     return transformers.SuperGlueForKeypointMatching(config)
+
+
+def _lightglue() -> Any:
+    config = transformers.LightGlueConfig(
+        keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2, filter_threshold=1e-5
+    )  # fmt: skip
+    return transformers.LightGlueForKeypointMatching(config)
 
 
 def _dpt() -> Any:
@@ -243,6 +253,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = 
         "keypoint-matching", _loftr, "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}},
     ),
     "superglue": ("keypoint-matching", _superglue, "SuperGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
+    "lightglue": ("keypoint-matching", _lightglue, "LightGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
     "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
         "depth-estimation", _depth_anything, "DPTImageProcessorPil",

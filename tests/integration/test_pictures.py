@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -187,12 +188,22 @@ def test_several_texts_for_each_image(
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), [("efficientloftr", "cpu"), ("efficientloftr", "pytorch"), ("superglue", "pytorch")]
+    ("family", "backend"),
+    [
+        ("efficientloftr", "cpu"),
+        ("efficientloftr", "openvino"),
+        ("efficientloftr", "pytorch"),
+        ("superglue", "cpu"),
+        ("superglue", "openvino"),
+        ("superglue", "pytorch"),
+        ("lightglue", "cpu"),
+        ("lightglue", "openvino"),
+        ("lightglue", "pytorch"),
+    ],
 )
 def test_points_that_two_images_have_in_common(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
-    """SuperGlue's number of points depends on the image, which no graph follows. OpenVINO does not read EfficientLoFTR's graph."""
     task = "keypoint-matching"
     folder = tiny_folder(family, task)
     ours = opened(family, backend, folder, lambda: tiny_artifact(family, task))
@@ -208,6 +219,87 @@ def test_points_that_two_images_have_in_common(
     with torch.inference_mode():
         whole = theirs(**inputs)
     assert torch.equal(ours(**inputs).matches, whole.matches)
+
+
+def faint(contrast: float, seed: int = 0) -> Any:
+    """A picture in which there is less to see."""
+    return Image.blend(Image.new("RGB", (80, 60)), picture(60, 80, seed), contrast)
+
+
+def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
+    """Weights and a threshold with which a SuperPoint finds other numbers of points in other pictures, and one point in this one;
+    and with which a LightGlue stops at each of its layers for one pair or another, and drops points before.
+    """
+    torch.manual_seed(0)
+    detector = matcher.keypoint_detector
+    for layer in detector.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(layer.weight)
+            torch.nn.init.normal_(layer.bias, std=0.1)
+    decoder = detector.keypoint_decoder
+    with torch.inference_mode():
+        scores = decoder._get_pixel_scores(detector.encoder(single[:, :1])[0])[0, 4:, 4:]
+    decoder.keypoint_threshold = float(scores.flatten().topk(2).values.mean())
+    matcher.config.keypoint_detector_config.keypoint_threshold = decoder.keypoint_threshold
+    for layer in getattr(matcher, "token_confidence", ()):
+        layer.token.weight.data.normal_(0, 6)
+        layer.token.bias.data.fill_(2.5)
+    for layer in getattr(matcher, "match_assignment_layers", ()):
+        layer.matchability.weight.data.normal_(0, 1)
+        # Else no descriptor is like another, and rounding decides.
+        layer.final_projection.weight.data.normal_(0, 2)
+    if hasattr(matcher, "token_confidence"):
+        matcher.config.depth_confidence = matcher.depth_confidence = 0.9
+        matcher.config.width_confidence = matcher.width_confidence = 0.5
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.parametrize("family", ["superglue", "lightglue"])
+def test_as_many_points_as_there_are(
+    family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    """More than a SuperPoint keeps, fewer, one, and none."""
+    task = "keypoint-matching"
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(family, task), folder)
+    theirs, processor = original(folder, task), processors(folder)["image_processor"]
+    single, black = faint(0.3), Image.new("RGB", (80, 60))
+    tell_pictures_apart(theirs, processor([single, single], return_tensors="pt")["pixel_values"][0, :1])
+    theirs.save_pretrained(folder)
+    ours = opened(family, backend, folder, lambda: export(folder, tmp_path / "graph"))
+    pairs = [
+        [faint(1.0), faint(1.0)],
+        [faint(1.0, seed=1), faint(1.0, seed=2)],
+        [faint(0.35), faint(1.0)],
+        [faint(0.5, seed=1), single],
+        [single, single],
+        [single, black],
+        [black, black],
+    ]
+    numbers, layers, alone = set(), set(), []
+    for pair in pairs:
+        inputs = processor([pair], return_tensors="pt")
+        with torch.inference_mode():
+            expected = theirs(**inputs)
+        found = ours(**inputs)
+        there, matched = expected.mask > 0, expected.matches >= 0
+        numbers |= set(expected.mask.sum(-1).flatten().tolist())
+        layers |= set(expected.get("prune", there)[there].tolist())
+        assert torch.equal(found.mask, expected.mask)
+        assert torch.equal(found.matches[there], expected.matches[there].to(torch.int64))
+        assert torch.allclose(found.keypoints, expected.keypoints, atol=TOLERANCE)
+        assert torch.allclose(
+            found.matching_scores[there & matched], expected.matching_scores[there & matched], atol=TOLERANCE
+        )
+        alone.append(found.matches[0])
+    assert numbers >= {0, 1, 20}
+    if family == "lightglue":
+        assert len(layers) > 1
+        # transformers answers a batch of pairs that stop at different layers in another order, or fails.
+        together = ours(**processor(pairs, return_tensors="pt"))
+        for row, matches in zip(together.matches, alone, strict=True):
+            assert torch.equal(row[:, : matches.shape[1]], matches)
+            assert (row[:, matches.shape[1] :] == -1).all()
 
 
 def test_a_mask_of_pixels_may_be_left_out(

@@ -3,7 +3,7 @@
 import pytest
 
 from accel.errors import TaskError
-from accel.tasks.infer import infer_task
+from accel.tasks.infer import TASKS, infer_task, task_spec
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,23 @@ def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
 def test_a_head_without_a_task_is_not_dropped(architecture: str) -> None:
     with pytest.raises(TaskError, match=architecture):
         infer_task({"architectures": [architecture]})
+
+
+LEFT_OUT = {
+    "any-to-any": "its models generate images and speech, too, by code of their own",
+    "decision": "it reads logits at positions that it names, which graphs of generating models do not return",
+}
+"""Pipelines of transformers that no task of ours serves, and why; docs/guides/pipelines.md says so, too."""
+
+
+def test_every_stock_pipeline_has_a_task_or_a_reason() -> None:
+    from transformers.pipelines import SUPPORTED_TASKS
+
+    served = {word for spec in TASKS.values() for word in spec.serves}
+    assert set(SUPPORTED_TASKS) - served == set(LEFT_OUT)
+
+
+@pytest.mark.parametrize("word", LEFT_OUT)
+def test_a_pipeline_that_is_left_out_is_refused_by_name(word: str) -> None:
+    with pytest.raises(TaskError, match=f"'{word}' is not a task"):
+        task_spec(word)
