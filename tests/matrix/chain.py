@@ -301,8 +301,7 @@ def tolerance(case: Case) -> float:
     if "group_size" in case.option:
         # Activations are rounded to 8 bits when they meet compressed weights.
         found = max(found, _EIGHT_BITS if case.scheme else found)
-    if case.runner in ("pytorch", "inductor") and case.device == "cuda" and "audio" in task_spec(case.task).modalities:
-        # PyTorch convolves in TensorFloat-32 on GPUs.
+    if convolves_roughly(case):
         found = max(found, _FLOAT16)
     if case.scheme:
         found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
@@ -310,6 +309,12 @@ def tolerance(case: Case) -> float:
         # Their weights are large on purpose, so that rounding grows from layer to layer.
         found *= 5
     return found
+
+
+def convolves_roughly(case: Case) -> bool:
+    """Whether PyTorch convolves in TensorFloat-32, as it does on GPUs unless it is told otherwise."""
+    on_gpu = case.runner in ("pytorch", "inductor") and case.device == "cuda"
+    return on_gpu and "audio" in task_spec(case.task).modalities
 
 
 def _atol(case: Case) -> float | None:

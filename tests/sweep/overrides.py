@@ -35,6 +35,28 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
     return config
 
 
+def _superpoint() -> Any:
+    return transformers.SuperPointConfig(
+        encoder_hidden_sizes=[16] * 4, decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=20
+    )
+
+
+def _superglue(small: Callable[..., Any]) -> Any:
+    """Points of SuperPoint, matched."""
+    return transformers.SuperGlueConfig(
+        keypoint_detector_config=_superpoint(), hidden_size=16, keypoint_encoder_sizes=[8, 16],
+        gnn_layers_types=["self", "cross"], num_attention_heads=2, sinkhorn_iterations=5,
+    )  # fmt: skip
+
+
+def _lightglue(small: Callable[..., Any]) -> Any:
+    """Likewise."""
+    return transformers.LightGlueConfig(
+        keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2,
+        filter_threshold=1e-5,
+    )  # fmt: skip
+
+
 def _resnet(*stages: int) -> Any:
     """Backbones of detectors: transformers' own, as timm's come from the Hub."""
     return transformers.ResNetConfig(
@@ -257,6 +279,8 @@ OVERRIDES: dict[str, Special] = {
         "num_attention_heads": 8,
         "fine_matching_slice_dim": 4,
     },
+    "superglue": _superglue,
+    "lightglue": _lightglue,
     "grounding-dino": _grounding_dino("GroundingDino"),
     "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
     # Real ones read 16 tokens; the sweep asks with up to 33.
