@@ -34,7 +34,7 @@ from accel.errors import (
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.aotinductor import backend, exporter
+from accel_plugins.pytorch.aotinductor import backend, exporter, packages
 from accel_plugins.pytorch.inductor.compiling import cpu_compiler
 
 _WITHOUT_COMPILER = """
@@ -64,6 +64,8 @@ class TestAotInductor(BackendConformance):
         self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
+        # Another user is another process, too: this one remembers what it compiled.
+        monkeypatch.setattr(packages, "_COMPILED", set())
         load = accel.ORTModelForSequenceClassification.from_pretrained
         with pytest.raises(ConfigError, match="native code that was not compiled here"):
             load(artifact.path)
