@@ -301,11 +301,14 @@ def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Combinations that are refused, a piece of the error's message, and where nothing is left out on some machines."""
+    """Combinations that are refused, a piece of the error's message, and where nothing is left out on some machines; and
+    whether something must be compiled to see it, which is for thorough runs.
+    """
 
     when: Callable[[Case], bool]
     message: str
     unless: str = ""
+    compiles: bool = False
 
 
 def _ort(case: Case) -> bool:
@@ -348,6 +351,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
+        compiles=True,  # every run has it in tests/backends/test_aotinductor.py, with the package that is there
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"

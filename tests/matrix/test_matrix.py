@@ -16,6 +16,7 @@ import torch
 from cases import (
     CAPTURES,
     CASE_TASKS,
+    COMPILES,
     OPTIONS,
     REFUSALS,
     SETTINGS,
@@ -93,7 +94,7 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
 
 @functools.cache
 def left_out() -> dict[Refusal, Case]:
-    """For each refusal the first case that it leaves out; one setting is enough for each."""
+    """For each refusal the first case that it leaves out; one setting is enough for each. Compilers come last: they take long."""
 
     def is_short(case: Case) -> bool:
         told = [word for word in (case.capture, case.setting, case.option) if word]
@@ -101,7 +102,7 @@ def left_out() -> dict[Refusal, Case]:
 
     tasks = ("text-classification", "text-generation", "text2text-generation", "image-classification")
     found: dict[Refusal, Case] = {}
-    for case in combined(specs(), tasks, keeps=is_short):
+    for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):
         why = refusal(case)
         # GPU quantizers look at their settings before they look for a GPU.
         if why is not None and (case.on_host or case.quantizer in ("cuda", "tensorrt")):
@@ -111,7 +112,13 @@ def left_out() -> dict[Refusal, Case]:
     return found
 
 
-@pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[one.message.replace(" ", "-") for one in REFUSALS])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=one.message.replace(" ", "-"), marks=pytest.mark.thorough if one.compiles else ())
+        for number, one in enumerate(REFUSALS)
+    ],
+)
 def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path) -> None:
     wanted = REFUSALS[number]
     case = left_out().get(wanted)
