@@ -234,7 +234,7 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
 
 
-@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
+@pytest.mark.parametrize("algorithm", ["awq", pytest.param("gptq", marks=pytest.mark.thorough)])
 def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) -> None:
     """As the command line gives them: rows, which the model's tokenizer reads, and of which a batch pads some and others not."""
     folder = save_generator(tmp_path / "llama", "llama")
