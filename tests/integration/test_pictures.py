@@ -193,12 +193,12 @@ def test_several_texts_for_each_image(
         ("efficientloftr", "cpu"),
         ("efficientloftr", "openvino"),
         ("efficientloftr", "pytorch"),
-        ("superglue", "cpu"),
-        ("superglue", "openvino"),
         ("superglue", "pytorch"),
-        ("lightglue", "cpu"),
-        ("lightglue", "openvino"),
         ("lightglue", "pytorch"),
+        pytest.param("superglue", "cpu", marks=pytest.mark.thorough),
+        pytest.param("superglue", "openvino", marks=pytest.mark.thorough),
+        pytest.param("lightglue", "cpu", marks=pytest.mark.thorough),
+        pytest.param("lightglue", "openvino", marks=pytest.mark.thorough),
     ],
 )
 def test_points_that_two_images_have_in_common(
@@ -253,8 +253,15 @@ def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
         matcher.config.width_confidence = matcher.width_confidence = 0.5
 
 
-@pytest.mark.parametrize("backend", ["cpu", "openvino"])
-@pytest.mark.parametrize("family", ["superglue", "lightglue"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("superglue", "cpu"),
+        ("lightglue", "openvino"),
+        pytest.param("superglue", "openvino", marks=pytest.mark.thorough),
+        pytest.param("lightglue", "cpu", marks=pytest.mark.thorough),
+    ],
+)
 def test_as_many_points_as_there_are(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
