@@ -601,6 +601,17 @@ def test_tensors_that_cannot_be(change: Callable[[onnx.TensorProto], None], exte
         assert error.value.fix
 
 
+@pytest.mark.parametrize("values", ["input", "output"])
+def test_elements_of_no_type(values: str, foreign: Path) -> None:
+    edited(foreign / "model.onnx", lambda model: _retyped(getattr(model.graph, values)[0], 71))
+    with pytest.raises(IntegrityError, match="elements of the type 71"):
+        adopt_onnx(foreign)
+
+
+def _retyped(value: onnx.ValueInfoProto, kind: int) -> None:
+    value.type.tensor_type.elem_type = kind
+
+
 @pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file_is_not_read(name: str, make: Callable[[Path], None], foreign: Path) -> None:

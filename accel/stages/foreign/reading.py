@@ -238,10 +238,20 @@ def stamp(folder: Path, name: str) -> FileRecord:
 
 
 def dtype_word(elem_type: int) -> str:
-    """torch's word for one of ONNX' element types."""
+    """torch's word for one of ONNX' element types.
+
+    Raises:
+        IntegrityError: It is none of them.
+    """
     import onnx
 
-    word = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
+    try:
+        word = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
+    except ValueError as error:
+        raise IntegrityError(
+            f"The graph declares elements of the type {elem_type}, which ONNX does not have.",
+            fix="copy or export the file again.",
+        ) from error
     return _WORDS.get(word, word)
 
 
