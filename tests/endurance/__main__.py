@@ -76,7 +76,7 @@ def main() -> int:
             print(f"what made faults is kept in {root}", flush=True)
         else:
             shutil.rmtree(root, ignore_errors=True)
-        told = json.dumps(result["faults"]).replace(str(root), "")
+        told = json.dumps(result["faults"]).replace(str(root), "").replace(sys.executable, "python")
         result["faults"] = json.loads(told)
         facts = machine()
         about = {"accel": facts["accel"], "processors": facts["processors"]}
