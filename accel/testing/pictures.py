@@ -177,19 +177,27 @@ def _superpoint() -> Any:
     )
 
 
-def _superglue() -> Any:
-    config = transformers.SuperGlueConfig(
+def superglue_config() -> Any:
+    """Points of a small SuperPoint, matched."""
+    return transformers.SuperGlueConfig(
         keypoint_detector_config=_superpoint(), hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
         num_attention_heads=2, sinkhorn_iterations=5,
     )  # fmt: skip
-    return transformers.SuperGlueForKeypointMatching(config)
+
+
+def _superglue() -> Any:
+    return transformers.SuperGlueForKeypointMatching(superglue_config())
+
+
+def lightglue_config() -> Any:
+    """Likewise, in three layers that may stop early."""
+    return transformers.LightGlueConfig(
+        keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2, filter_threshold=1e-5
+    )  # fmt: skip
 
 
 def _lightglue() -> Any:
-    config = transformers.LightGlueConfig(
-        keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2, filter_threshold=1e-5
-    )  # fmt: skip
-    return transformers.LightGlueForKeypointMatching(config)
+    return transformers.LightGlueForKeypointMatching(lightglue_config())
 
 
 def _dpt() -> Any:

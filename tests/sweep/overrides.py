@@ -11,6 +11,8 @@ from typing import Any
 
 import transformers
 
+from accel.testing.pictures import lightglue_config, superglue_config
+
 Special = Mapping[str, Any] | Callable[[Callable[..., Any]], Any]
 
 
@@ -33,28 +35,6 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
     config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(small("wav2vec2"), decoder)
     config.decoder_start_token_id, config.pad_token_id = 2, 0
     return config
-
-
-def _superpoint() -> Any:
-    return transformers.SuperPointConfig(
-        encoder_hidden_sizes=[16] * 4, decoder_hidden_size=16, descriptor_decoder_dim=16, max_keypoints=20
-    )
-
-
-def _superglue(small: Callable[..., Any]) -> Any:
-    """Points of SuperPoint, matched."""
-    return transformers.SuperGlueConfig(
-        keypoint_detector_config=_superpoint(), hidden_size=16, keypoint_encoder_sizes=[8, 16],
-        gnn_layers_types=["self", "cross"], num_attention_heads=2, sinkhorn_iterations=5,
-    )  # fmt: skip
-
-
-def _lightglue(small: Callable[..., Any]) -> Any:
-    """Likewise."""
-    return transformers.LightGlueConfig(
-        keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2,
-        filter_threshold=1e-5,
-    )  # fmt: skip
 
 
 def _resnet(*stages: int) -> Any:
@@ -279,8 +259,8 @@ OVERRIDES: dict[str, Special] = {
         "num_attention_heads": 8,
         "fine_matching_slice_dim": 4,
     },
-    "superglue": _superglue,
-    "lightglue": _lightglue,
+    "superglue": lambda small: superglue_config(),
+    "lightglue": lambda small: lightglue_config(),
     "grounding-dino": _grounding_dino("GroundingDino"),
     "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
     # Real ones read 16 tokens; the sweep asks with up to 33.
