@@ -1,0 +1,208 @@
+"""Names, types and shapes of what a session is given, and buffers that it writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InputError, SessionClosedError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...artifact.tensors import TensorSpec
+    from ..interfaces import Feeds
+
+_REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
+Sizes = tuple[int, ...]
+
+
+def tensor_dtypes(specs: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
+    """The declared types by name, in the graph's order."""
+    import torch
+
+    return {spec.name: getattr(torch, spec.dtype) for spec in specs}
+
+
+def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """The inputs in the graph's order, each of its declared type; integers of any width are converted.
+
+    Args:
+        feeds: What the caller gave; shapes are not looked at.
+        dtypes: What the graph takes.
+
+    Raises:
+        InputError: Missing or extra names, something else than tensors of values, or floating-point values where integers are
+            declared.
+    """
+    tensors = {}
+    for name, dtype in dtypes.items():
+        tensor = feeds.get(name)
+        if tensor is None:
+            raise wrong_names(feeds, dtypes)
+        check_readable(name, tensor)
+        if tensor.dtype is not dtype:
+            # A cast would drop what does not fit without a word: fractions, imaginary parts.
+            if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
+                raise InputError(
+                    f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
+                )
+            tensor = tensor.to(dtype)
+        tensors[name] = tensor
+    if len(feeds) != len(tensors):
+        raise wrong_names(feeds, dtypes)
+    return tensors
+
+
+def check_readable(name: str, tensor: object) -> None:
+    """Check that an input is a tensor that holds one value behind the other.
+
+    Raises:
+        InputError: It is none, holds no values (device `meta`), or holds them in another form (sparse, nested, quantized).
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"Input {name!r} is a {type(tensor).__name__}, not a tensor.", fix="pass a torch tensor.")
+    if tensor.is_meta:
+        raise InputError(
+            f"Input {name!r} is on the device 'meta', where tensors have no values.", fix="pass a tensor with values."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        form = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise InputError(
+            f"Input {name!r} is a tensor of another form ({form}) than one value behind the other.",
+            fix="call its to_dense(), dequantize() or to_padded_tensor() first.",
+        )
+
+
+def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputError:
+    """The error for inputs that are not exactly the declared ones; it lists both."""
+    missing = [name for name in declared if feeds.get(name) is None]
+    extra = [name for name in feeds if name not in declared]
+    return InputError(
+        f"The graph takes {list(declared)} and was given {list(feeds)}"
+        f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
+        fix="pass exactly the inputs that the graph takes.",
+    )
+
+
+class ShapeCheck:
+    """Checks the shapes of a call's inputs; shapes that passed are remembered, which costs about a microsecond a call.
+
+    Args:
+        inputs: What the graph takes, in the order in which shapes are given.
+        fixed: Sizes that the session was opened with for named axes.
+        limits: The largest sizes of named axes that the model has positions for.
+    """
+
+    __slots__ = ("_inputs", "_limits", "_passed", "fixed")
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSpec],
+        fixed: Mapping[str, int] | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        self.fixed = dict(fixed or {})
+        self._limits = dict(limits or {})
+        self._inputs = tuple(inputs)
+        self._passed: set[tuple[Sizes, ...]] = set()
+
+    def __call__(self, shapes: tuple[Sizes, ...]) -> None:
+        """Check the shapes of all inputs.
+
+        Raises:
+            InputError: A wrong rank, a fixed axis with another size, an empty axis, one axis with several sizes, or more of it than the
+                model has positions for.
+        """
+        if shapes in self._passed:
+            return
+        sizes: dict[str, int] = dict(self.fixed)
+        for spec, shape in zip(self._inputs, shapes, strict=True):
+            wanted = tuple(self.fixed.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
+            fits = len(shape) == len(wanted) and all(
+                isinstance(w, str) or w == n for n, w in zip(shape, wanted, strict=True)
+            )
+            # A cache among the inputs is empty at first.
+            empty = 0 in shape and spec.pair is None
+            if not fits or empty:
+                raise InputError(
+                    f"Input {spec.name!r} has shape {tuple(shape)}; the graph takes {wanted}"
+                    f"{', no axis empty' if fits else ''}.",
+                    fix="check the shapes of the inputs.",
+                )
+            for size, axis in zip(shape, wanted, strict=True):
+                if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
+                    given = {s.name: tuple(found) for s, found in zip(self._inputs, shapes, strict=True)}
+                    raise InputError(
+                        f"The axis {axis!r} has sizes {sizes[axis]} and {size} among the inputs {given}.",
+                        fix="give each axis one size.",
+                    )
+        for axis, limit in self._limits.items():
+            if sizes.get(axis, 0) > limit:
+                raise InputError(
+                    f"The inputs have {sizes[axis]} along the axis {axis!r}; the model has positions for {limit}.",
+                    fix=f"cut them into parts of at most {limit}, or truncate them.",
+                )
+        if len(self._passed) < _REMEMBERED:
+            self._passed.add(shapes)
+
+
+def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]:
+    """The outputs asked for.
+
+    Raises:
+        InputError: One that the graph does not return.
+    """
+    unknown = [name for name in outputs if name not in declared]
+    if unknown:
+        raise InputError(
+            f"The graph returns {list(declared)}, not {unknown}.{did_you_mean(unknown[0], declared)}",
+            fix="ask for these.",
+        )
+    return list(outputs)
+
+
+def check_buffers(
+    out: Mapping[str, torch.Tensor], wanted: Collection[str], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> None:
+    """Check buffers that receive outputs.
+
+    Args:
+        out: The buffers by name; for their shapes see `check_buffer_shape`.
+        wanted: Outputs of the call.
+        dtypes: Declared types of the graph's outputs.
+        device: Where the session writes.
+
+    Raises:
+        InputError: A buffer for no output, not contiguous, of another type or elsewhere.
+    """
+    unknown = [name for name in out if name not in wanted]
+    if unknown:
+        raise InputError(f"out holds {unknown}; the outputs are {list(wanted)}.", fix="give buffers for these.")
+    for name, buffer in out.items():
+        if not buffer.is_contiguous() or buffer.device != device or buffer.dtype is not dtypes[name]:
+            raise InputError(
+                f"The buffer for {name!r} is {buffer.dtype} on {buffer.device}"
+                f"{'' if buffer.is_contiguous() else ', not contiguous'}; it must be contiguous {dtypes[name]} on {device}.",
+                fix="make it with torch.empty(..., dtype=..., device=...).",
+            )
+
+
+def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
+    """Check the shape of a buffer against that of its output, where that is known.
+
+    Raises:
+        InputError: They differ.
+    """
+    if tuple(buffer.shape) != tuple(shape):
+        raise InputError(
+            f"The buffer for {name!r} has shape {tuple(buffer.shape)}; the output has {tuple(shape)}.",
+            fix="make it of the output's shape.",
+        )
+
+
+def session_closed() -> SessionClosedError:
+    """The error of everything after `close`."""
+    return SessionClosedError("This session is closed.", fix="open the model again.")
