@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..errors import ConfigError, InputError
-from .checks import ShapeCheck, check_readable, no_state, wrong_names
+from .checks import check_readable, no_state, wrong_names
 from .description import SessionDescription
 from .forms import Form, FormChecks, FormVerdict, HasForms
 from .interfaces import Feeds, Names, Session, State
@@ -52,10 +52,11 @@ class _PaddedSession(SessionDescription, ABC):
     """
 
     def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
-        super().__init__(component.inputs, component.outputs, described.device, described.compute_dtype)
+        super().__init__(
+            component.inputs, component.outputs, described.device, described.compute_dtype, limits=component.max_sizes
+        )
         self._taken = {spec.name: spec for spec in component.inputs}
         self._made = {spec.name: spec for spec in component.outputs}
-        self._check_shapes = ShapeCheck(component.inputs, limits=component.max_sizes)
         self._forms = checks
         self._masks = [spec.name for spec in component.inputs if spec.role == "mask" and len(spec.shape) == 2]
 

@@ -9,7 +9,6 @@ from typing import NoReturn
 import torch
 
 from accel.backends.checks import (
-    ShapeCheck,
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -56,11 +55,10 @@ class CudaSession(SessionDescription):
 
     def __init__(self, runtime: Runtime, device: DeviceSpec, compute_dtype: str) -> None:
         component = runtime.component
-        super().__init__(component.inputs, component.outputs, device, compute_dtype)
+        super().__init__(component.inputs, component.outputs, device, compute_dtype, limits=component.max_sizes)
         self._runtime: Runtime | None = runtime
         self._where = runtime.device
         self._dtypes = tensor_dtypes(component.inputs)
-        self._check_shapes = ShapeCheck(component.inputs, limits=component.max_sizes)
         self._names = list(self._dtypes)
         self._dtype_list = list(self._dtypes.values())
         self._index = device.index

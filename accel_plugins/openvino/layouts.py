@@ -143,9 +143,11 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
     if model.get_sinks():
         raise SessionError(f"{path} keeps a state between calls, which this task has no use for.")
     pad = config.get("pad_token_id")
-    inputs = tuple(
+    rows = _rows(model)
+    specs = (
         input_spec(port.any_name, port, _named_shape(port), pad if isinstance(pad, int) else 0) for port in model.inputs
     )
+    inputs = tuple(replace(s, bounds=(0, rows[s.name] - 1)) if s.name in rows else s for s in specs)
     return Component(
         name=name,
         file="",
@@ -154,6 +156,26 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
         outputs=output_specs(model, inputs),
         max_sizes=_max_sizes(config) if name == "model" else {},
     )
+
+
+def _rows(model: ov.Model) -> dict[str, int]:
+    """By input of ids: rows of the smallest table that they are looked up in as they are. OpenVINO answers others with what it likes."""
+    found: dict[str, int] = {}
+    for node in model.get_ops():
+        if node.get_type_name() != "Gather":
+            continue
+        table, ids = node.input_value(0).get_partial_shape(), node.input_value(1).get_node()
+        while ids.get_type_name() == "Convert":
+            ids = ids.input_value(0).get_node()
+        axis = node.input_value(2).get_node()
+        by_row = axis.get_type_name() == "Constant" and not axis.get_data().any()
+        if ids.get_type_name() != "Parameter" or not by_row or table.rank.is_dynamic or not table[0].is_static:
+            continue
+        # The others are no ids: a mask that chooses between two vectors, say.
+        for name in ids.output(0).get_names() & set(_TEXT) - {"attention_mask"}:
+            size = table[0].get_length()
+            found[name] = min(size, found.get(name, size))
+    return found
 
 
 def _encoder(name: str, model: ov.Model, _: dict[str, Any], path: Path) -> Component:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -30,6 +31,17 @@ def core() -> ov.Core:
 _abandoned: list[ov.Core] = []
 
 
+def _before_fork() -> None:
+    """OpenVINO keeps the threads of models that were closed for those that are compiled next. In a child they would be threads that
+    are none, and compiling would wait for them for ever; unloading a plugin lets them go. Open models keep theirs.
+    """
+    if core.cache_info().currsize:
+        with contextlib.suppress(RuntimeError):
+            other = ov.Core()
+            other.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin
+            other.unload_plugin("CPU")
+
+
 def _after_fork() -> None:
     """Its threads do not survive a fork: the child makes its own, and never tears down the inherited one, which would
     wait for them.
@@ -39,7 +51,7 @@ def _after_fork() -> None:
         core.cache_clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def device_name(device: DeviceSpec) -> str:

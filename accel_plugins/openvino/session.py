@@ -18,7 +18,6 @@ from accel.artifact import Component
 from accel.backends.checks import (
     FiniteCheck,
     MaskCheck,
-    ShapeCheck,
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -134,10 +133,16 @@ class OpenVinoSession(SessionDescription):
             inputs=tuple(spec for spec in component.inputs if spec.pair is None),
             outputs=tuple(spec for spec in component.outputs if spec.pair is None),
         )
-        super().__init__(component.inputs, component.outputs, device, compute_dtype(compiled))
+        super().__init__(
+            component.inputs,
+            component.outputs,
+            device,
+            compute_dtype(compiled),
+            fixed=shapes,
+            limits=component.max_sizes,
+        )
         self._compiled: ov.CompiledModel | None = compiled
         self._component = component
-        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
         self._check_masks = MaskCheck(() if masked_rows else component.inputs)
         self._check_finite = FiniteCheck(component.inputs)
         self._profile = profile

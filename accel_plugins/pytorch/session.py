@@ -11,12 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 from accel.artifact import Component
 from accel.backends.checks import (
-    ShapeCheck,
     check_buffer_shape,
     check_buffers,
     check_state,
     no_state,
-    read_feeds,
     session_closed,
     tensor_dtypes,
     wanted_outputs,
@@ -46,14 +44,13 @@ class ModuleSession(SessionDescription):
     def __init__(
         self, module: Module, component: Component, device: DeviceSpec, dtype: str, shapes: Mapping[str, int]
     ) -> None:
-        super().__init__(component.inputs, component.outputs, device, dtype)
+        super().__init__(component.inputs, component.outputs, device, dtype, fixed=shapes, limits=component.max_sizes)
         self._module: Module | None = module
         self._component = component
         self._where = torch.device(str(device))
         self._computes: torch.dtype = getattr(torch, dtype)
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
-        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
 
     @property
     def runtime(self) -> Module:
@@ -92,13 +89,6 @@ class ModuleSession(SessionDescription):
     def _placed(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """The inputs where the module is, floating-point ones in the type that it computes in."""
         return self._moved(self._read(feeds, dtypes))
-
-    def _read(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """The inputs where the caller has them, checked."""
-        tensors = read_feeds(feeds, dtypes)
-        self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
-        self._check_values(tensors)
-        return tensors
 
     def _moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {

@@ -111,6 +111,7 @@ class TensorrtBackend:
             compute_dtype="int8" if quantized else artifact.dtype,
             inputs=component.inputs,
             outputs=component.outputs,
+            limits=component.max_sizes,
         )
 
     @staticmethod

@@ -17,12 +17,10 @@ import torch
 
 from accel.artifact import TensorSpec
 from accel.backends.checks import (
-    ShapeCheck,
     check_buffer_shape,
     check_buffers,
     check_state,
     no_state,
-    read_feeds,
     session_closed,
     wanted_outputs,
 )
@@ -166,6 +164,7 @@ class Engine(SessionDescription):
         device: The GPU.
         compute_dtype: What its graph computes in.
         inputs, outputs: As an artifact declares them; read from the engine when `None`.
+        limits: Largest sizes of named axes that the model has positions for.
     """
 
     def __init__(
@@ -176,6 +175,7 @@ class Engine(SessionDescription):
         compute_dtype: str = "float32",
         inputs: Sequence[TensorSpec] | None = None,
         outputs: Sequence[TensorSpec] | None = None,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         trt = load_tensorrt()
         device = device or DeviceSpec("cuda")
@@ -195,11 +195,10 @@ class Engine(SessionDescription):
         super().__init__(
             inputs if inputs is not None else [self._spec(name) for name in taken],
             outputs if outputs is not None else [self._spec(name) for name in made],
-            device, compute_dtype,
+            device, compute_dtype, limits=limits,
         )  # fmt: skip
         self._types = {name: self._type(name) for name in names}
-        self._check_shapes = ShapeCheck(self._inputs)
-        self._limits = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
+        self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
 
     @classmethod
     def load(cls, path: Path, device: DeviceSpec | None = None) -> Engine:
@@ -234,9 +233,9 @@ class Engine(SessionDescription):
         names = declared if outputs is None else wanted_outputs(outputs, declared)
         if out:
             check_buffers(out, names, self._types, self._where)
-        read = read_feeds(feeds, {spec.name: self._types[spec.name] for spec in self._inputs})
-        self._check_shapes(tuple([tuple(tensor.shape) for tensor in read.values()]))
-        self._check_values(read)
+        read = self._read(feeds, {spec.name: self._types[spec.name] for spec in self._inputs})
+        # Ids on the GPU, too: what a kernel reads for one that is out of bounds is not defined.
+        self._check_values.waiting(read)
         tensors = {name: tensor.detach().to(self._where).contiguous() for name, tensor in read.items()}
         results: dict[str, torch.Tensor] = {}
         with torch.cuda.device(self._where):
@@ -262,7 +261,7 @@ class Engine(SessionDescription):
         return given
 
     def _outside(self, name: str, tensor: torch.Tensor) -> InputError:
-        least, _, most = (tuple(int(d) for d in shape) for shape in self._limits[name])
+        least, _, most = (tuple(int(d) for d in shape) for shape in self._profile[name])
         return InputError(
             f"Input {name!r} has shape {tuple(tensor.shape)}; the engine was built for {least} to {most}.",
             fix="build it with a wider profile.",

@@ -263,6 +263,20 @@ def test_one_graph(folder: str, opened: Any, original: Any) -> None:
     assert difference(opened(folder)(**inputs).logits, expected) < CLOSE
 
 
+@pytest.mark.parametrize("folder", ["optimum/bert-external", "optimum/bert-web", "intel/bert-ir"])
+@pytest.mark.parametrize("name", ["input_ids", "token_type_ids"])
+def test_ids_that_one_graph_has_no_row_for(folder: str, name: str, opened: Any) -> None:
+    inputs, model = inputs_of(folder), opened(folder)
+    inputs = {"token_type_ids": torch.zeros_like(inputs["input_ids"]), **inputs}
+    rows = model.config.vocab_size if name == "input_ids" else model.config.type_vocab_size
+    for value in (rows, -1, -100, 2**40):
+        ids = inputs[name].clone()
+        ids[0, 1] = value
+        with pytest.raises(InputError, match=f"{name}' holds {value}; the model has 0 to {rows - 1}"):
+            model(**{**inputs, name: ids})
+    model(**inputs)
+
+
 @pytest.mark.parametrize("words", [{"variant": "quantized"}, {"file_name": "onnx/model_quantized.onnx"}])
 def test_a_variant_is_what_runs(words: dict[str, str], opened: Any, folders: Path) -> None:
     inputs = inputs_of("optimum/bert-web")

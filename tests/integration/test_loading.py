@@ -274,9 +274,13 @@ def _in_child(model: Classifier, queue: Any) -> None:
     queue.put(model(**INPUTS).logits.numpy())
 
 
-def test_fork(artifact: Artifact) -> None:
-    model = Classifier(artifact, session_options=SessionOptions(threads=2))
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_fork(artifact: Artifact, backend: str) -> None:
+    options = SessionOptions(threads=2)
+    model = Classifier(artifact, backend=backend, session_options=options)
     expected = model(**INPUTS).logits
+    # Whose threads OpenVINO would keep for the child's.
+    Classifier(artifact, backend=backend, session_options=options).close()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(model, queue))

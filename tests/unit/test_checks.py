@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from accel.artifact.tensors import TensorSpec
-from accel.backends.checks import MaskCheck, ShapeCheck, ValueCheck
+from accel.backends.checks import MaskCheck, ShapeCheck, ValueCheck, read_feeds
 from accel.capture.speech import longest_sound
 from accel.errors import InputError
 
@@ -125,3 +125,15 @@ def test_how_long_a_sound_a_conformer_takes() -> None:
     assert model._get_feat_extract_output_lengths(longest + 1) == 31
     config.position_embeddings_type = "rotary"
     assert longest_sound(transformers.Wav2Vec2ConformerForCTC(config), axes) == {}
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32 + 5])
+def test_integers_are_not_wrapped(value: int) -> None:
+    takes = {"input_ids": torch.int32}
+    with pytest.raises(InputError, match=f"holds {value}; the graph takes torch.int32"):
+        read_feeds({"input_ids": torch.tensor([[5, value]])}, takes)
+    fits = torch.tensor([[5, 2**31 - 1, -(2**31)]])
+    assert torch.equal(read_feeds({"input_ids": fits}, takes)["input_ids"].long(), fits)
+    large = torch.tensor([[2**63 + 5]], dtype=torch.uint64)
+    with pytest.raises(InputError, match=f"holds {2**63 + 5}"):
+        read_feeds({"input_ids": large}, {"input_ids": torch.int64})

@@ -20,6 +20,7 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
+from accel.backends.checks import ValueCheck
 from accel.backends.interfaces import OpenRequest
 from accel.backends.profiles import Sizes, read_profile, shapes_of
 from accel.backends.specs import DeviceSpec, Probe
@@ -531,6 +532,40 @@ def test_running_an_engine(journal: Journal, on_the_host: None) -> None:
     engine.close()
     with pytest.raises(SessionError, match="closed"):
         engine.run(feeds)
+
+
+def test_an_engine_checks_what_every_session_checks(
+    journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    made = build(portable, tmp_path / "engine", device=GPU, machine=HERE)
+    component = made.component()
+    # What the stand-in takes.
+    component = replace(
+        component, inputs=tuple(s for s in component.inputs if s.name in ("input_ids", "attention_mask"))
+    )
+    made = replace(made, manifest=replace(made.manifest, components=(component,)))
+    probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
+    monkeypatch.setattr(TensorrtBackend, "probe", lambda self: probe)
+    session = TensorrtBackend().open(made, OpenRequest(device=GPU))["model"]
+    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    waited: list[bool] = []
+    monkeypatch.setattr(ValueCheck, "waiting", lambda self, feeds: waited.append(True))
+    assert session.run({"input_ids": ids, "attention_mask": mask})["logits"].shape == (2, 3)
+    assert waited, "ids on the GPU are looked at as well"
+    limit = component.max_sizes["sequence"]
+    for wrong, says in (
+        ({"attention_mask": mask[:, :4]}, "axis 'sequence'"),
+        ({"attention_mask": mask[:1]}, "axis 'batch'"),
+        ({"input_ids": ids[:, :0], "attention_mask": mask[:, :0]}, "no axis empty"),
+        ({"input_ids": ids + 10**6}, "the model has 0 to"),
+        ({"input_ids": -ids}, "the model has 0 to"),
+        ({"attention_mask": mask * 2}, "the model has 0 to 1"),
+        ({"attention_mask": mask * 0}, "no token"),
+        ({"input_ids": ids.repeat(1, limit), "attention_mask": mask.repeat(1, limit)}, f"positions for {limit}"),
+    ):
+        with pytest.raises(InputError, match=says):
+            session.run({"input_ids": ids, "attention_mask": mask, **wrong})
 
 
 def test_an_engine_that_does_not_load(journal: Journal, on_the_host: None, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
         dtypes: What the graph takes.
 
     Raises:
-        InputError: Missing or extra names, something else than tensors of values, or floating-point values where integers are
-            declared.
+        InputError: Missing or extra names, something else than tensors of values, floating-point values where integers are
+            declared, or integers that the declared type does not have.
     """
     tensors = {}
     for name, dtype in dtypes.items():
@@ -47,6 +47,7 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
                 raise InputError(
                     f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
                 )
+            check_fits(name, tensor, dtype)
             tensor = tensor.to(dtype)
         tensors[name] = tensor
     if len(feeds) != len(tensors):
@@ -73,6 +74,29 @@ def check_readable(name: str, tensor: object) -> None:
         raise InputError(
             f"Input {name!r} is a tensor of another form ({form}) than one value behind the other.",
             fix="call its to_dense(), dequantize() or to_padded_tensor() first.",
+        )
+
+
+def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that integers in host memory are numbers of the integer type that they are converted to, which would wrap others.
+
+    Raises:
+        InputError: One is not.
+    """
+    import torch
+
+    if any(kind.is_floating_point or kind is torch.bool for kind in (tensor.dtype, dtype)):
+        return
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    wide = torch.iinfo(tensor.dtype)
+    if not tensor.is_cpu or not tensor.numel() or (least <= wide.min and wide.max <= most):
+        return
+    values = tensor.numpy()
+    found = next((int(value) for value in (values.min(), values.max()) if not least <= int(value) <= most), None)
+    if found is not None:
+        raise InputError(
+            f"Input {name!r} holds {found}; the graph takes {dtype}, which ends at {least} and {most}.",
+            fix="use the tokenizer that belongs to the model.",
         )
 
 

@@ -20,6 +20,7 @@ from .reading import (
     read_onnx,
     stamp,
 )
+from .tables import with_bounds
 
 
 def adopt_onnx(
@@ -51,7 +52,9 @@ def adopt_onnx(
         name="model",
         file=name,
         files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
-        inputs=named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored),
+        inputs=with_bounds(
+            named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored), model.graph
+        ),
         outputs=named_specs(model.graph.output, axes),
         max_sizes=max_sizes(config),
         domains=operator_domains(model),

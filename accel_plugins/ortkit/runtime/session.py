@@ -16,7 +16,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Artifact, Component, TensorSpec
 from accel.backends.checks import (
-    ShapeCheck,
     check_buffers,
     check_state,
     no_state,
@@ -328,14 +327,15 @@ class OrtSession(SessionDescription):
         compute_dtype: str,
         shapes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(component.inputs, component.outputs, device, compute_dtype)
+        super().__init__(
+            component.inputs, component.outputs, device, compute_dtype, fixed=shapes, limits=component.max_sizes
+        )
         self._session: ort.InferenceSession | None = session
         self._component = component
         self._dtypes = tensor_dtypes(component.inputs)
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._where = torch.device("cpu")
         self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
-        self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
         self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._output_names = [spec.name for spec in component.outputs]
         self._stateless = tensor_dtypes(spec for spec in component.inputs if spec.pair is None)
