@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..backends.interfaces import JoinableState, Session, State
 from ..errors import InputError
@@ -91,7 +91,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
         if not layers:
             return
-        odd = next((layer for layer in layers if type(layer) is not DynamicLayer), None)
+        odd = next((layer for layer in layers if not _holds_all(layer)), None)
         if odd is not None:
             raise InputError(
                 f"The cache has a {type(odd).__name__}, which keeps other tokens than all.",
@@ -294,6 +294,11 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, where the model can."""
         self.cache.crop(tokens_to_remove)
+
+
+def _holds_all(layer: Any) -> bool:
+    """Whether a layer has the keys of all tokens, as one with a window does until it is full."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys.shape[-2] == layer.get_seq_length()
 
 
 def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:

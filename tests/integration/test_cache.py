@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 import accel
 from accel.errors import InputError
+from accel.testing.generators import tiny_generator
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 # The cache holds projections of float32 activations of order 1.
@@ -78,6 +79,23 @@ def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
         continued = original(input_ids=IDS[:, 3:], past_key_values=cache).logits[:, -1]
         whole = original(input_ids=IDS).logits[:, -1]
     torch.testing.assert_close(continued, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int) -> None:
+    """PyTorch keeps the last seven tokens of a window of eight; a graph hides those before by its mask."""
+    model, original = accel.ORTModelForCausalLM(generator("gemma3")), tiny_generator("gemma3")
+    ids = torch.arange(5, 16)[None]
+    with torch.no_grad():
+        cache = original(input_ids=ids[:, :tokens]).past_key_values
+        expected = original(input_ids=ids).logits[:, tokens:]
+    if tokens < 8:
+        found = model(input_ids=ids[:, tokens:], past_key_values=cache).logits
+        torch.testing.assert_close(found, expected, **CLOSE)
+        assert cache.get_seq_length() == 11
+    else:
+        with pytest.raises(InputError, match="DynamicSlidingWindowLayer, which keeps other tokens than all"):
+            model(input_ids=ids[:, tokens:], past_key_values=cache)
 
 
 def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
