@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import accel
 from accel.errors import InputError
@@ -108,8 +108,9 @@ def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
 
 def test_an_encoder_s_answer_is_in_no_dynamic_cache(generator: Any) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("t5"))
-    with pytest.raises(InputError, match="nothing of the encoder"):
-        model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=DynamicCache())
+    for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
+        with pytest.raises(InputError, match=f"A {type(cache).__name__} holds nothing of the encoder"):
+            model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
