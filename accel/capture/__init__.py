@@ -36,6 +36,7 @@ from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import (
     INTEGERS,
     Case,
+    differences_by_output,
     max_difference,
     named_tensors,
     padding_difference,
@@ -89,6 +90,7 @@ __all__ = [
     "capture_openvino",
     "capture_program",
     "cases_by_part",
+    "differences_by_output",
     "drop_unused_inputs",
     "dtype_name",
     "encoder_output",

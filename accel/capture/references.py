@@ -154,32 +154,38 @@ def named_tensors(result: Any) -> Tensors:
 
 
 def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """Largest absolute difference over all outputs, and the largest absolute expected value.
+    """Largest absolute difference over all outputs, and the largest absolute expected value; see `differences_by_output`."""
+    each = differences_by_output(found, expected).values()
+    return max((worst for worst, _ in each), default=0.0), max((scale for _, scale in each), default=0.0)
+
+
+def differences_by_output(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[float, float]]:
+    """Largest absolute difference of each output, and its largest absolute expected value, by which its tolerance is scaled.
 
     Outputs are matched by name where the names agree, else by order. A missing output or another shape counts as
-    infinitely different, and so does a value that is not finite on one side only.
+    infinitely different, and so does a value that is not finite on one side only. Integers, which number something, have
+    no scale.
     """
-    pairs: list[tuple[torch.Tensor | None, torch.Tensor]]
-    if set(expected) <= set(found):
-        pairs = [(found[name], value) for name, value in expected.items()]
-    else:
-        values = list(found.values())
-        pairs = [(values[i] if i < len(values) else None, value) for i, value in enumerate(expected.values())]
-    worst, scale = 0.0, 0.0
-    for have, want in pairs:
-        if have is None or have.shape != want.shape:
-            return float("inf"), scale
-        # What a model writes where nothing may be chosen (Splinter's padding): no measure for the other values.
-        hidden = torch.finfo(want.dtype).min / 2 if want.is_floating_point() else -float("inf")
-        a, b = have.double().cpu(), want.double().cpu()
-        if b.numel() == 0:
-            continue
-        same = (a == b) | (a.isnan() & b.isnan()) | ((a <= hidden) & (b <= hidden))
-        difference = torch.where(same, torch.zeros_like(b), (a - b).abs())
-        worst = max(worst, float(difference.nan_to_num(nan=float("inf")).max()))
-        seen = b[b.isfinite() & (b > hidden)]
-        scale = max(scale, float(seen.abs().max()) if seen.numel() else 0.0)
-    return worst, scale
+    by_order = dict(zip(expected, found.values(), strict=False))
+    have = found if set(expected) <= set(found) else by_order
+    return {name: _difference(have.get(name), want) for name, want in expected.items()}
+
+
+def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, float]:
+    if have is None or have.shape != want.shape:
+        return float("inf"), 0.0
+    if want.numel() == 0:
+        return 0.0, 0.0
+    # What a model writes where nothing may be chosen (Splinter's padding): no measure for the other values.
+    hidden = torch.finfo(want.dtype).min / 2 if want.is_floating_point() else -float("inf")
+    a, b = have.double().cpu(), want.double().cpu()
+    same = (a == b) | (a.isnan() & b.isnan()) | ((a <= hidden) & (b <= hidden))
+    difference = torch.where(same, torch.zeros_like(b), (a - b).abs())
+    worst = float(difference.nan_to_num(nan=float("inf")).max())
+    seen = b[b.isfinite() & (b > hidden)]
+    return worst, float(seen.abs().max()) if want.is_floating_point() and seen.numel() else 0.0
 
 
 INTEGERS = "integers"

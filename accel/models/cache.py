@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..backends.interfaces import JoinableState, Session, State
 from ..errors import InputError
@@ -91,7 +91,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
         if not layers:
             return
-        odd = next((layer for layer in layers if type(layer) is not DynamicLayer), None)
+        odd = next((layer for layer in layers if not _holds_all(layer)), None)
         if odd is not None:
             raise InputError(
                 f"The cache has a {type(odd).__name__}, which keeps other tokens than all.",
@@ -107,13 +107,16 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.state = state
 
     def write_to(self, cache: Cache) -> None:
-        """Put the keys and values into another cache, in the place of its own."""
-        cache.layers = list(self.layers)
+        """Put the keys and values into another cache, in the place of its own; where they cannot be read, or the model keeps
+        something else, what holds them.
+        """
+        readable = self._croppable and (self.state is None or hasattr(self.state, "read"))
+        cache.layers = list(self.layers) if readable else [HeldLayer(self)]
 
     def to_dynamic(self) -> DynamicCache:
         """A copy that a PyTorch model continues."""
         made = DynamicCache()
-        self.write_to(made)
+        made.layers = list(self.layers)
         return made
 
     @property
@@ -196,9 +199,19 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, given as a negative number as in transformers."""
+        """Forget the last tokens, given as a negative number as in transformers.
+
+        Raises:
+            InputError: A positive number, which transformers once took for how many to keep; more tokens than there are; or a
+                model whose state no token can be taken out of.
+        """
+        if tokens_to_remove > 0:
+            raise InputError(
+                f"crop({tokens_to_remove}) can be read as tokens to keep or to remove.",
+                fix="pass how many to remove as a negative number; to keep some: cache.crop(keep - cache.get_seq_length()).",
+            )
         if self.state is not None and tokens_to_remove:
-            self.state.crop(self.state.length - abs(tokens_to_remove))
+            self.state.crop(self.state.length + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -212,12 +225,80 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         copy.constants = dict(self.constants)
         return copy
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+        # How transformers' users keep what is in front of several texts.
+        return self.clone()
+
     def __len__(self) -> int:
         # Not the layers: whoever asks whether a cache is empty must not copy it.
         return 0
 
     def __repr__(self) -> str:
         return f"StateCache({self.get_seq_length()} tokens)"
+
+
+class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
+    """What a model keeps beside keys and values, or in their place, as the one layer of a `DynamicCache` that the user brought.
+
+    Args:
+        cache: What holds it.
+    """
+
+    is_initialized = True
+
+    def __init__(self, cache: StateCache) -> None:
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: it is there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a PyTorch model cannot go on with it.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            "The cache holds states of a runtime, which PyTorch's model cannot read.",
+            fix="pass that model an empty cache.",
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens after the next call, and the first one's position."""
+        return self.cache.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
+        self.cache.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows: `indices: (rows,) int64`."""
+        self.cache.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self.cache.batch_repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, where the model can."""
+        self.cache.crop(tokens_to_remove)
+
+
+def _holds_all(layer: Any) -> bool:
+    """Whether a layer has the keys of all tokens, as one with a window does until it is full."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys.shape[-2] == layer.get_seq_length()
 
 
 def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:

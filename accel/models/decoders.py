@@ -21,7 +21,7 @@ from ..artifact.manifest import Artifact
 from ..backends.checks import check_filled, check_readable
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
-from .cache import StateCache, is_theirs
+from .cache import HeldLayer, StateCache, is_theirs
 from .decoding import decode, fits
 from .outputs import fast_output, numpy_too
 from .tokens import has_own_threads, one_thread
@@ -180,7 +180,9 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
 
     def _own(self, cache: Any) -> StateCache:
         """A cache of this model, or one with what a `DynamicCache` holds."""
-        if is_theirs(cache):
+        if is_theirs(cache) and cache.layers and isinstance(cache.layers[0], HeldLayer):
+            cache = cache.layers[0].cache
+        elif is_theirs(cache):
             filled = self.new_cache()
             filled.fill(cache)
             return filled
@@ -360,8 +362,8 @@ class ORTModelForCausalLM(Generator):
             input_ids: `(batch, new)` tokens behind those in the cache.
             attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose tensors are copied in
-                and out at each call.
+            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose keys and values are copied
+                in and out at each call. What a state-space model keeps stays where it is; such a cache is empty at the first call.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
             **rest: Refused where it would change the result.

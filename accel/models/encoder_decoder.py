@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..backends.interfaces import Session
 from ..errors import InputError
-from .cache import StateCache, is_theirs
+from .cache import StateCache
 from .decoders import Generator
 from .outputs import fast_output, numpy_too
 
@@ -125,10 +126,10 @@ class EncoderDecoder(Generator):
         return self._encoder
 
     def _own(self, cache: Any) -> StateCache:
-        if is_theirs(cache):
+        if isinstance(cache, Cache) and not isinstance(cache, StateCache):
             raise InputError(
-                "A DynamicCache holds nothing of the encoder's answer, which the decoder reads.",
-                fix="pass what this model returned as past_key_values, or leave it out.",
+                f"A {type(cache).__name__} holds nothing of the encoder's answer in the form that the decoder reads.",
+                fix="pass what this model returned as past_key_values, model.new_cache(), or leave it out.",
             )
         return super()._own(cache)
 

@@ -21,22 +21,32 @@ def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The comparisons of several graphs as one: the worst of them, and each under `components`."""
     if len(found) == 1:
         return next(iter(found.values()))
-    worst = max(found.values(), key=lambda one: one["max_abs_difference"] / one["tolerance"])
+    worst = max(found.values(), key=lambda one: _share(one["max_abs_difference"], one["tolerance"]))
     return {**worst, "components": dict(found)}
 
 
-def compare(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
-    """Largest absolute difference from the expected outputs over all cases, as the manifest records it.
+def _share(difference: float, tolerance: float) -> float:
+    """How much of what is accepted a difference takes, 1 for all of it."""
+    return difference / tolerance if tolerance else float("inf") if difference else 0.0
+
+
+def compare(
+    session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
+) -> dict[str, Any]:
+    """How far the outputs are from the expected ones over all cases, as the manifest records it; see `differences`.
 
     Raises:
-        ValidationError: It is above the tolerance.
+        ValidationError: An output is above its tolerance.
     """
-    found = differences(session, cases, atol, dtype)
+    found = differences(session, cases, atol, dtype, rounding=rounding)
     if not found["max_abs_difference"] <= found["tolerance"]:
+        numbers = found["output"] in {spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))}
         raise ValidationError(
-            f"The result differs from the original by {found['max_abs_difference']:.3g} at {found['worst']}; "
-            f"accepted is {found['tolerance']:.3g}.",
-            fix="pass a larger atol=... if this precision is enough; otherwise the result is wrong: report it.",
+            f"The result differs from the original by {found['max_abs_difference']:.3g} in {found['output']!r} at "
+            f"{found['worst']}; accepted is {found['tolerance']:.3g}.",
+            fix="keep float32: these are numbers of what the model chose, which are right or wrong, and rounding decides."
+            if numbers and dtype != "float32"
+            else "pass a larger atol=... if this precision is enough; otherwise the result is wrong: report it.",
         )
     return found
 
@@ -59,10 +69,25 @@ def _without_padding(
     }
 
 
-def differences(session: Session, cases: list[capture.Case], atol: float | None, dtype: str) -> dict[str, Any]:
-    """What `compare` records, without a verdict: the largest difference, where it was, and the tolerance."""
+def differences(
+    session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
+) -> dict[str, Any]:
+    """What `compare` records, without a verdict: of the output that is furthest from what is accepted of it, the largest
+    difference, where it was, and the tolerance.
+
+    Each output has a tolerance of its own: logits in hundreds say nothing of boxes or embeddings beside them.
+
+    Args:
+        session: What ran the graph.
+        cases: Inputs, and what is expected of them.
+        atol: Accepted absolute difference of every output; by dtype and the output's scale when `None`.
+        dtype: What the graph computes in.
+        rounding: What is accepted at least for each 1 of an output's scale, where there is no `atol`.
+    """
     wanted = {spec.name for spec in session.inputs if spec.pair is None}
-    worst, where, scale = -1.0, {}, 0.0
+    worst: dict[str, float] = {}
+    where: dict[str, dict[str, int]] = {}
+    scales: dict[str, float] = {}
     shapes = []
     for first in progress.track(cases, "checking"):
         mask = first.feeds.get("attention_mask")
@@ -81,15 +106,21 @@ def differences(session: Session, cases: list[capture.Case], atol: float | None,
             expected = case.expected
             if not case.stateful:
                 found, expected = (_without_padding(v, session.outputs, case.feeds) for v in (found, expected))
-            difference, size = capture.max_difference(found, expected)
             shapes.append(dict(case.sizes))
-            scale = max(scale, size)
-            if not difference <= worst:
-                worst, where = difference, dict(case.sizes)
+            for name, (difference, scale) in capture.differences_by_output(found, expected).items():
+                scales[name] = max(scales.get(name, 0.0), scale)
+                if difference > worst.get(name, -1.0):
+                    worst[name], where[name] = difference, dict(case.sizes)
             case = case.then
+    accepted = {
+        name: max(capture.tolerance(atol, dtype, scale), rounding * max(1.0, scale) if atol is None else 0.0)
+        for name, scale in scales.items()
+    }
+    furthest = max(worst, key=lambda name: (_share(worst[name], accepted[name]), worst[name]))
     return {
-        "max_abs_difference": worst,
-        "tolerance": capture.tolerance(atol, dtype, scale),
-        "worst": where,
+        "max_abs_difference": worst[furthest],
+        "tolerance": accepted[furthest],
+        "output": furthest,
+        "worst": where[furthest],
         "shapes": shapes,
     }

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import accel
 from accel.errors import InputError
+from accel.testing.generators import tiny_generator
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 # The cache holds projections of float32 activations of order 1.
@@ -80,6 +81,23 @@ def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
     torch.testing.assert_close(continued, whole, **CLOSE)
 
 
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int) -> None:
+    """PyTorch keeps the last seven tokens of a window of eight; a graph hides those before by its mask."""
+    model, original = accel.ORTModelForCausalLM(generator("gemma3")), tiny_generator("gemma3")
+    ids = torch.arange(5, 16)[None]
+    with torch.no_grad():
+        cache = original(input_ids=ids[:, :tokens]).past_key_values
+        expected = original(input_ids=ids).logits[:, tokens:]
+    if tokens < 8:
+        found = model(input_ids=ids[:, tokens:], past_key_values=cache).logits
+        torch.testing.assert_close(found, expected, **CLOSE)
+        assert cache.get_seq_length() == 11
+    else:
+        with pytest.raises(InputError, match="DynamicSlidingWindowLayer, which keeps other tokens than all"):
+            model(input_ids=ids[:, tokens:], past_key_values=cache)
+
+
 def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
     model, _ = models
     cache = DynamicCache()
@@ -90,8 +108,9 @@ def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
 
 def test_an_encoder_s_answer_is_in_no_dynamic_cache(generator: Any) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("t5"))
-    with pytest.raises(InputError, match="nothing of the encoder"):
-        model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=DynamicCache())
+    for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
+        with pytest.raises(InputError, match=f"A {type(cache).__name__} holds nothing of the encoder"):
+            model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])

@@ -47,6 +47,14 @@ def test_each_graph_of_a_model_with_an_encoder_is_read(t5: Callable[..., Any]) -
     assert "logits" in model.decoder.output_names
 
 
+@pytest.mark.parametrize("use_merged", [None, False, True])
+def test_a_decoder_alone_remembers_what_was_asked_for(
+    use_merged: bool | None, generator: Callable[..., Artifact]
+) -> None:
+    model = optimum.ORTModelForCausalLM.from_pretrained(generator("gpt2").path, use_merged=use_merged)
+    assert model.use_merged is (use_merged is True)
+
+
 @pytest.mark.parametrize("task", ["image-to-text", "image-text-to-text"])
 def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Callable[..., Artifact]) -> None:
     path = generator("vit-gpt2").path

@@ -231,6 +231,9 @@ def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, wanted: torch.T
     assert (model.backend, model.ov_config, model.compute_dtype) == ("openvino", options, "float32")
     torch.testing.assert_close(model(**inputs).logits, wanted, **CLOSE)
     torch.testing.assert_close(model.reshape(2, 16)(**inputs).logits, wanted, **CLOSE)
+    with pytest.raises(ConfigError):
+        model.reshape(2, 10_000)
+    torch.testing.assert_close(model(**inputs).logits, wanted, **CLOSE)
     quantizer = optimum.OVQuantizer.from_pretrained(model)
     rows = [{name: tensor[0].tolist() for name, tensor in inputs.items()}]
     quantizer.quantize(rows, save_directory=tmp_path / "int8")
@@ -263,6 +266,14 @@ def test_pipeline(folder: Path) -> None:
     pipe = optimum.pipeline("text-classification", model=str(folder), accelerator="ort")
     assert isinstance(pipe.model, optimum.ORTModelForSequenceClassification)
     assert set(pipe("where is my card")[0]) == {"label", "score"}
+
+
+def test_images_are_not_padded(tiny_ir: Callable[..., Artifact]) -> None:
+    model = optimum.OVModelForImageClassification.from_pretrained(tiny_ir("vit", "image-classification").path)
+    pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    wanted = model(pixels).logits
+    assert torch.equal(model.reshape(1, 3, 32, 32)(pixels).logits, wanted)
+    assert torch.equal(model.reshape(1, 3, height=32, width=32)(pixels).logits, wanted)
 
 
 def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -542,7 +543,9 @@ def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     model: ORTModelForCausalLM = opened(generator("llama"))
     ids = torch.randint(4, VOCABULARY, (2, 9))
     cache = model(input_ids=ids[:, :6]).past_key_values
-    copy = cache.clone()
+    copy = deepcopy(cache)
+    with pytest.raises(InputError, match="keep or to remove"):
+        copy.crop(4)
     copy.crop(-2)
     assert (cache.get_seq_length(), copy.get_seq_length()) == (6, 4)
     cache.reorder_cache(torch.tensor([1, 0]))

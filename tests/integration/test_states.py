@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,28 @@ def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, r
     assert (swapped - model(input_ids=ids.flip(0)[:, :7], logits_to_keep=1).logits).abs().max() <= 1e-3
     resumed = model(input_ids=ids[:, 6:], past_key_values=copy).logits
     assert (resumed - model(input_ids=ids).logits[:, 6:]).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("falcon-h1", marks=pytest.mark.thorough)])
+def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    """As for transformers' own models: the same object for every step and turn, and a copy for each of several texts."""
+    model, original = ORTModelForCausalLM(generator(family)), tiny_generator(family)
+    ids = rows["input_ids"][1:2]
+    longer = torch.cat((ids, ids[:, :3]), 1)
+
+    def answers(one: Any) -> list[Any]:
+        cache = transformers.DynamicCache(config=original.config)
+        made: list[Any] = [one.generate(ids, past_key_values=cache, max_new_tokens=3), cache.get_seq_length()]
+        prefix = transformers.DynamicCache(config=original.config)
+        with torch.inference_mode():
+            one(input_ids=ids[:, :4], past_key_values=prefix)
+            one(input_ids=ids[:, 4:], past_key_values=prefix, attention_mask=torch.ones_like(ids))
+        copies = [deepcopy(prefix) for _ in range(2)]
+        made += [one.generate(longer, past_key_values=copy, max_new_tokens=3) for copy in copies]
+        return [*made, prefix.get_seq_length()]
+
+    for found, expected in zip(answers(model), answers(original), strict=True):
+        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
 
 
 @pytest.mark.thorough

@@ -13,14 +13,14 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accel.artifact.manifest import Origin
 from accel.artifact.tensors import TensorSpec
-from accel.capture import Source, split
+from accel.capture import Case, Source, split
 from accel.capture.attention import CacheLayer, _Trace
 from accel.capture.positions import has_position_table, max_sizes_of
 from accel.capture.references import own_defaults_of
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes
-from accel.errors import ExportError
-from accel.stages.checking import _without_padding
+from accel.errors import ExportError, ValidationError
+from accel.stages.checking import _without_padding, compare, differences, merged
 
 TINY = {
     "vocab_size": 40,
@@ -156,3 +156,36 @@ def test_answers_at_padding_are_not_compared() -> None:
     assert torch.equal(kept["logits"], values["logits"][[0, 0, 1], [0, 1, 0]])
     assert kept["pooled"] is values["pooled"]
     assert _without_padding(values, specs, {}) == values
+
+
+def _answers(**values: torch.Tensor) -> Any:
+    """A session without inputs that answers these."""
+    words = {torch.int64: "int64", torch.float32: "float32"}
+    outputs = tuple(TensorSpec(name, words[value.dtype], tuple(value.shape)) for name, value in values.items())
+    return SimpleNamespace(inputs=(), outputs=outputs, run=lambda feeds, state: values)
+
+
+def test_each_output_has_its_own_tolerance() -> None:
+    """An embedding beside logits in hundreds, which a graph in float16 may be 1 off."""
+    expected = {"logits": torch.full((1, 4), 100.0), "embedding": torch.full((1, 4), 0.5)}
+    case = Case({"batch": 1}, {}, expected)
+    near = _answers(logits=expected["logits"] + 0.5, embedding=expected["embedding"])
+    assert compare(near, [case], None, "float16")["output"] == "logits"
+    wrong = _answers(logits=expected["logits"] + 0.5, embedding=expected["embedding"] - 0.4)
+    with pytest.raises(ValidationError, match=r"0.4 in 'embedding' at {'batch': 1}; accepted is 0.01"):
+        compare(wrong, [case], None, "float16")
+    assert compare(wrong, [case], None, "float32", rounding=0.5)["tolerance"] == 0.5
+    assert compare(wrong, [case], 0.6, "float32")["max_abs_difference"] == 0.5
+    exact = differences(_answers(**expected), [case], 0.0, "float32")
+    assert merged({"one": exact, "other": differences(near, [case], 0.0, "float32")})["max_abs_difference"] == 0.5
+
+
+def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
+    """Which of 2,000 points matches: the next one is another point, not one that is nearly right."""
+    expected = {"matches": torch.arange(2000)[None]}
+    case = Case({"batch": 1}, {}, expected)
+    assert compare(_answers(**expected), [case], None, "float16")["max_abs_difference"] == 0
+    with pytest.raises(ValidationError, match="'matches'.*\n.*keep float32"):
+        compare(_answers(matches=expected["matches"].roll(1)), [case], None, "float16")
+    with pytest.raises(ValidationError, match="'matches'"):
+        compare(_answers(matches=expected["matches"] + 1), [case], None, "float32")

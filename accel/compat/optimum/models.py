@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ...artifact.manifest import MANIFEST, Artifact
 from ...backends.interfaces import Session
+from ...errors import AccelError
 from ...models import base
 from ...models.decoders import Generator
 from ...models.encoder_decoder import EncoderDecoder
@@ -180,6 +181,11 @@ class Words(base.ORTModel):
 class Writes(Words, Generator):
     """Models that generate."""
 
+    @property
+    def use_merged(self) -> bool:
+        """What was asked for; where nothing was, whether it is a merged decoder that another tool wrote."""
+        return "merged" in self.files_before() if self._use_merged is None else self._use_merged
+
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         # Of `generate`, which scripts pass to single calls, too, where transformers does not read them either.
         super()._check_rest(
@@ -216,11 +222,6 @@ class WithEncoder(Writes, EncoderDecoder):
         if not self.can_use_cache or self.use_merged:
             return None
         return ORTDecoderForSeq2Seq(self, is_merged=False, with_past=True)
-
-    @property
-    def use_merged(self) -> bool:
-        """What was asked for; where nothing was, whether it is a merged decoder that another tool wrote."""
-        return "merged" in self.files_before() if self._use_merged is None else self._use_merged
 
     @property
     def parts(self) -> list[ORTPart]:
@@ -287,18 +288,35 @@ class OVModel(Words):
     def clear_requests(self) -> None:
         """Does nothing: requests are kept by the session."""
 
-    def reshape(self, batch_size: int, sequence_length: int, *_: int) -> Self:
-        """Pad texts to one length, for which the graph is compiled; -1 leaves it free. Any batch runs."""
+    def reshape(
+        self, batch_size: int, sequence_length: int, height: int | None = None, width: int | None = None
+    ) -> Self:
+        """Pad texts to one length, for which the graph is compiled; -1 leaves it free. Any batch runs.
+
+        Models whose inputs cannot be padded (images, sounds, models that generate) stay as they are: any size runs, too.
+
+        Raises:
+            ConfigError: A length that the model does not have; it goes on as before.
+        """
         from dataclasses import replace
 
+        from ...backends.buckets import why_unpadded
         from ...config import SessionOptions
 
+        if (reason := why_unpadded(self.artifact)) is not None:
+            logger.debug("reshape() changes nothing: %s.", reason)
+            return self
+        before = self._settings
         buckets = (sequence_length,) if sequence_length > 0 else ()
-        self._settings = replace(
-            self._settings, options=replace(self._settings.options or SessionOptions(), buckets=buckets)
-        )
+        settings = replace(before, options=replace(before.options or SessionOptions(), buckets=buckets))
         self.close()
-        self._open()
+        self._settings = settings
+        try:
+            self._open()
+        except AccelError:
+            self._settings = before
+            self._open()
+            raise
         return self
 
     def to(self, device: Any) -> Self:
