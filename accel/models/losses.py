@@ -32,6 +32,8 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
     Raises:
         InputError: Targets of another task, or of a shape, type or class that the outputs do not have.
     """
+    # transformers' functions view them in other shapes: those of a bucket are a part of what was computed.
+    outputs = {name: tensor.contiguous() for name, tensor in outputs.items()}
     logits = next(iter(outputs.values()))
     wanted = _SPANS if kind == "ForQuestionAnswering" else ("labels",)
     if set(targets) != set(wanted):
@@ -39,7 +41,7 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
             f"The loss of this task is computed from {' and '.join(wanted)}; {' and '.join(sorted(targets))} came.",
             fix=f"pass {' and '.join(wanted)}, or none of them.",
         )
-    given = {name: _as_tensor(name, value).to(logits.device) for name, value in targets.items()}
+    given = {name: _as_tensor(name, value).to(logits.device).contiguous() for name, value in targets.items()}
     for name, tensor in given.items():
         _check(kind, name, tensor, logits, config)
     # Imports SciPy's optimization, for losses of detectors: most of the time that loading a small model would take.

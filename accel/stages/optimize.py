@@ -103,8 +103,9 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
         ValidationError: They differ by more than the tolerance.
     """
     cases = _parent_cases(parent)
-    # A graph in 16 bits rounds as such a graph does, whatever the level.
-    rounding = 1e-2 if config.level in ("O3", "O4") else 0.0
+    # A graph in 16 bits rounds as such a graph does, whatever the level. PyTorch's own half precision is up to 1.4 % of an encoder's
+    # largest hidden state off (a small BART).
+    rounding = 2e-2 if config.level in ("O3", "O4") else 0.0
     opened = open_artifact(made)
     try:
         return merged(

@@ -15,6 +15,7 @@ from accel.errors import ConfigError, ExportError
 
 from . import FORMAT, quantized, recurrence
 from .stateful import fold_cache
+from .unseeing import zero_unseeing
 
 GRAPH = "openvino_model.xml"
 WEIGHTS = "openvino_model.bin"
@@ -56,6 +57,7 @@ class OpenVinoExporter:
             fold_cache(model, pairs, specs)
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
+        zero_unseeing(model)
         for port in (*model.inputs, *model.outputs):
             port.get_tensor().set_names({graph_name(port.any_name)})
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))

@@ -104,10 +104,10 @@ def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, to
     right = feeds["attention_mask"]
     hole = torch.ones_like(right)
     hole[0, sequence // 3 : sequence // 2] = 0
-    empty = right.clone()
-    empty[-1] = 0
+    single = right.clone()
+    single[-1, 1:] = 0
     kinds = [("right", right), ("full", torch.ones_like(right)), ("left", right.flip(1)), ("right", right)]
-    kinds += [("hole", hole), ("full", torch.ones_like(right)), ("empty", empty), ("right", right)]
+    kinds += [("hole", hole), ("full", torch.ones_like(right)), ("single", single), ("right", right)]
     for kind, mask in kinds:
         yield kind, {**feeds, "attention_mask": mask}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 ov = pytest.importorskip("openvino")
 
@@ -107,6 +108,28 @@ def test_parity(family: str, tiny_ir: Callable[..., Artifact]) -> None:
         expected = original(**feeds).logits
     assert (model(**feeds).logits - expected).abs().max() <= TOLERANCE
     assert model.compute_dtype == "float32"
+
+
+def test_an_answer_taken_from_a_token_that_sees_none(tmp_path: Path) -> None:
+    """CLIP's end of text, hidden by the mask with all before it: OpenVINO's attention averages there, PyTorch's gives zeros."""
+    config = transformers.CLIPTextConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=99,
+        max_position_embeddings=40, bos_token_id=97, eos_token_id=98, pad_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    original = transformers.CLIPTextModel(config).eval()
+    model = ORTModelForFeatureExtraction(
+        export(original, tmp_path / "ir", task="feature-extraction", backend="openvino")
+    )
+    ids = torch.randint(3, 97, (2, 7))
+    ids[0, 3], ids[1, 6] = 98, 98
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        expected = original(input_ids=ids, attention_mask=mask)
+    found = model(input_ids=ids, attention_mask=mask)
+    assert torch.allclose(found.last_hidden_state, expected.last_hidden_state, atol=1e-4)
+    assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-4)
 
 
 def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:

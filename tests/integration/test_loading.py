@@ -728,6 +728,18 @@ def test_labels_of_other_problems(problem: str | None, classes: int, labels: tor
         loss_of("ForSequenceClassification", {"logits": logits}, {"labels": wrong}, config)
 
 
+def test_the_loss_of_a_part_of_what_was_computed() -> None:
+    """What a bucket cuts off is still there beside it."""
+    config = transformers.BertConfig(num_labels=3)
+    logits, labels = torch.randn((2, 8, 3))[:, :5], torch.randint(0, 3, (2, 8))[:, :5]
+    for kind in ("ForMaskedLM", "ForTokenClassification"):
+        cut, whole = (
+            loss_of(kind, {"logits": a}, {"labels": b}, config)
+            for a, b in ((logits, labels), (logits.clone(), labels.clone()))
+        )
+        assert torch.equal(cut, whole)
+
+
 def test_arguments_of_transformers_that_ask_for_nothing_else(artifact: Artifact) -> None:
     for words in (
         {"device_map": "auto"}, {"device_map": {"": "cpu"}}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"attn_implementation": "sdpa"},
