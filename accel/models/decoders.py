@@ -23,6 +23,7 @@ from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
 from .cache import HeldLayer, StateCache, is_theirs
 from .decoding import decode, fits
+from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
 from .tokens import has_own_threads, one_thread
 
@@ -313,7 +314,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 # What models that know types take for no types.
                 continue
             if name == "labels":
-                raise InputError("The graph computes no loss.", fix="leave labels out.")
+                raise InputError("No loss is computed here.", fix="leave labels out, and compute it from the logits.")
             raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")
 
 
@@ -354,6 +355,7 @@ class ORTModelForCausalLM(Generator):
         past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        labels: torch.Tensor | None = None,
         **rest: Any,
     ) -> Any:
         """Run the decoder once.
@@ -366,10 +368,18 @@ class ORTModelForCausalLM(Generator):
                 in and out at each call. What a state-space model keeps stays where it is; such a cache is empty at the first call.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
+            labels: `(batch, new)` ids, -100 for those that do not count: the result has the loss of each from the logits in front of it.
             **rest: Refused where it would change the result.
 
         Raises:
-            InputError: Sizes that do not agree, a foreign cache, more tokens than positions.
+            InputError: Sizes that do not agree, a foreign cache, more tokens than positions; labels where transformers' model of this
+                architecture has another loss.
         """
+        if labels is not None and not computes_next_tokens_loss(self.config):
+            self._check_rest({"labels": labels})
         tokens = {"input_ids": self._ids(input_ids, rest)}
-        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
+        made = self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
+        if labels is None:
+            return made
+        loss = loss_of("ForCausalLM", {"logits": made.logits}, {"labels": labels}, self.config)
+        return fast_output(CausalLMOutputWithPast, {"loss": loss, **made})

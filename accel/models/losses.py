@@ -16,7 +16,7 @@ from ..errors import InputError
 TARGETS = ("labels", "start_positions", "end_positions")
 """Arguments that a loss is computed from."""
 _SPANS = ("start_positions", "end_positions")
-_OF_TOKENS = ("ForTokenClassification", "ForMaskedLM")
+_OF_TOKENS = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM")
 _PASSED_OVER = -100
 
 
@@ -55,6 +55,16 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
     taken = [name for name in inspect.signature(function).parameters if name in known]
     loss: torch.Tensor = function(**{name: known[name] for name in taken})
     return loss
+
+
+def computes_next_tokens_loss(config: Any) -> bool:
+    """Whether transformers' decoder of this config computes the loss of each token from the logits in front of it, as most do; XLNet's,
+    XLM's and those of encoder-decoders have other ideas.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is not None and "loss_function" in inspect.unwrap(model.forward).__code__.co_names
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

@@ -104,8 +104,15 @@ def quantize_weights(
     with mapped(config.algorithm, _FIX):
         if config.algorithm == "rtn":
             return inc.convert(inc.prepare(model, settings), use_optimum_format=False)
-        # Ids that the model is called with where it is traced.
-        traced = {"example_inputs": rows[0].get("input_ids")} if config.algorithm in ("awq", "teq") else {}
+        traced = {}
+        if config.algorithm in ("awq", "teq"):
+            # The model is called with them where it is traced.
+            if "input_ids" not in rows[0]:
+                raise QuantizeError(
+                    f"{config.algorithm} traces models with ids of tokens, and this one takes {', '.join(rows[0])}.",
+                    fix=_FIX,
+                )
+            traced = {"example_inputs": rows[0]["input_ids"]}
         with called_plainly(model, masks=config.algorithm == "gptq"):
             if config.algorithm in ("gptq", "awq"):
                 check_chain(model, _blocks(model, config.algorithm), _extremes(rows), config.algorithm)

@@ -193,6 +193,15 @@ def test_what_it_cannot_do_is_refused(
         quantize(tiny_folder(), tmp_path / "out", backend=BACKEND, **settings)
 
 
+def test_an_algorithm_for_texts_refuses_images(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    images = [{"pixel_values": torch.rand(1, 3, 32, 32)}]
+    with pytest.raises(QuantizeError, match="with ids of tokens, and this one takes pixel_values"):
+        quantize(
+            tiny_folder("vit", "image-classification"), tmp_path / "out",
+            backend=BACKEND, scheme="weight-int4", algorithm="awq", block_size=16, calibration=images,
+        )  # fmt: skip
+
+
 def test_an_algorithm_without_its_package_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

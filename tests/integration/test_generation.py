@@ -25,6 +25,7 @@ from accel.artifact import Artifact
 from accel.artifact.manifest import Manifest
 from accel.cli import app
 from accel.errors import ConfigError, InputError
+from accel.models.losses import computes_next_tokens_loss
 from accel.tasks.infer import task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
@@ -499,6 +500,26 @@ def test_token_types_are_dropped_only_where_the_model_has_none(generator: Artifa
     assert torch.equal(llama(ids, token_type_ids=types).logits, llama(ids).logits)
     with pytest.raises(InputError, match="token_type_ids"):
         opened(generator("gpt2"))(ids, token_type_ids=types)
+
+
+def test_labels_give_the_loss_that_transformers_computes(generator: Artifacts) -> None:
+    original, model = tiny_generator("llama"), opened(generator("llama"))
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    given = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    with torch.inference_mode():
+        expected = original(ids, **given)
+    found = model(ids, **given)
+    assert torch.allclose(found.loss, expected.loss, atol=1e-4)
+    assert list(found) == list(expected)
+    assert model(ids).loss is None
+    with pytest.raises(InputError, match="labels has shape"):
+        model(ids, labels=ids[:, 1:])
+
+
+@pytest.mark.parametrize(("config", "shifts"), [("GPT2Config", True), ("XLNetConfig", False), ("BartConfig", False)])
+def test_losses_of_another_kind_are_not_computed(config: str, shifts: bool) -> None:
+    assert computes_next_tokens_loss(getattr(transformers, config)()) == shifts
 
 
 def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path) -> None:
