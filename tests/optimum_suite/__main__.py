@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+_CACHE = ROOT / "build" / "optimum-suite"
 # Cheap ones first. Not test_diffusion.py, which is out of scope, nor test_timm.py, whose checkpoints are of the Hub alone.
-FILES = ("test_utils.py", "test_quantization.py", "test_optimization.py", "test_modeling.py", "test_seq2seq.py", "test_decoder.py")
+FILES = (
+    "test_utils.py",
+    "test_quantization.py",
+    "test_optimization.py",
+    "test_modeling.py",
+    "test_seq2seq.py",
+    "test_decoder.py",
+)
 _EXAMPLES = """example:
   git clone https://github.com/huggingface/optimum-onnx build/optimum-onnx
   python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json
   python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json --only 'test_decoder.py and gpt2'
 
-Results join those that the JSON file has of other tests. An hour on two processors.
+Results join those that the JSON file has of other tests, file by file. An hour on two processors.
 """
 
 
@@ -38,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="PATTERN", help="tests that pytest's -k chooses by this")
     add("--json", type=Path, metavar="FILE", help="what became of each test, by file and as a list of failures")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--cache", type=Path, default=ROOT / "build" / "optimum-suite", metavar="DIR", help="where models are kept (default: %(default)s)")  # fmt: skip
+    add("--cache", type=Path, default=_CACHE, metavar="DIR", help="where models are kept (default: %(default)s)")
     return made
 
 
@@ -51,26 +59,38 @@ def main() -> int:
         print(f"Not a clone of optimum-onnx: it lacks {', '.join(missing)}.", file=sys.stderr)
         return 2
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results.json"
-        command = [sys.executable, "-m", "pytest", "-p", "tests.optimum_suite.plugin", "-p", "no:cacheprovider", "-q",
-                   "-n", str(options.jobs), "--dist", "worksteal", "--tb", "short", "--rootdir", str(clone), *map(str, files)]  # fmt: skip
-        if options.only:
-            command += ["-k", options.only]
-        # Its tests name files from there; its own packages are not to be imported.
-        subprocess.run(command, cwd=clone, env={**os.environ, **_environment(cache, results, scratch)}, check=False)
-        if not results.is_file():
-            return 2
-        found = json.loads(results.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
     if options.json is not None and options.json.is_file():
-        found = json.loads(options.json.read_text(encoding="utf-8"))["tests"] | found
-    summary = summarized(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        found = json.loads(options.json.read_text(encoding="utf-8"))["tests"]
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch) / "results"
+        for path in files:
+            results.touch()
+            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, scratch))
+            found |= dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
+            summary = summarized(found)
+            if options.json is not None:
+                options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            if stopped:
+                break
     print(table(summary["files"]))
     for failure in summary["failures"]:
         print(f"{failure['test']}: {failure['error']}")
-    return 1 if summary["failures"] else 0
+    return 130 if stopped else 1 if summary["failures"] else 0
+
+
+def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str, str]) -> bool:
+    """Run one file; whether it was stopped by Ctrl-C."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.optimum_suite.plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
+               "-n", str(jobs), "--dist", "worksteal", "--rootdir", str(clone), str(path)]  # fmt: skip
+    if only:
+        command += ["-k", only]
+    try:
+        # Its tests name files from there; its own packages are not to be imported.
+        subprocess.run(command, cwd=clone, env={**os.environ, **environment}, check=False)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _environment(cache: Path, results: Path, scratch: str) -> dict[str, str]:
@@ -105,7 +125,9 @@ def table(files: Mapping[str, Mapping[str, int]]) -> str:
     for name, *counts in rows:
         lines.append(f"{name:24}" + "".join(f"{n:>{max(8, len(c) + 2)}}" for n, c in zip(counts, columns, strict=True)))
     passed, failed = rows[-1][1], rows[-1][2]
-    return "\n".join([*lines, f"{passed / max(1, passed + failed):.1%} of the {passed + failed} that were run and count pass."])
+    return "\n".join(
+        [*lines, f"{passed / max(1, passed + failed):.1%} of the {passed + failed} that were run and count pass."]
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from accel.testing.folders import as_foreign
 from accel.testing.models import tiny_tokenizer
 from accel.testing.pictures import PICTURES, tiny_processor
 from tests.sweep import building, cases
-from tests.sweep.shrinking import BEGIN, LABELS, PAD, POSITIONS, small_config
+from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, shrink, small_config
 
 CACHE = "ACCEL_OPTIMUM_SUITE"
 """The environment variable that names the folder of all of it."""
@@ -43,9 +43,24 @@ _USUAL_TASKS = (
 _SPEECH = 16_000
 _FIVE_LAYERS = {"num_hidden_layers": 5}  # as the Hub's have, of which tests count the matrices
 
-# Words of `MODEL_NAMES` that say more than an architecture, or another one: architecture, usual task, fields of its config.
-_WORDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
-    "encoder-decoder": ("encoder-decoder", "text2text-generation", {"decoder": "gpt2"}),
+
+def _beit() -> Any:
+    return shrink(transformers.BeitConfig)
+
+
+def _bert_and_gpt2() -> Any:
+    decoder = small_config("gpt2", is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small_config("bert"), decoder)
+    config.decoder_start_token_id, config.pad_token_id = BEGIN, PAD
+    return config
+
+
+# Architecture, usual task, and fields of its config or what makes it.
+Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
+# Words of `MODEL_NAMES` that say more than an architecture, or another one.
+_WORDS: Mapping[str, Model] = {
+    "beit": ("beit", "image-classification", _beit),
+    "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
     "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
     "falcon-alibi-True": ("falcon", "text-generation", {"alibi": True}),
     "gpt_bigcode-multi_query-False": ("gpt_bigcode", "text-generation", {"multi_query": False}),
@@ -58,13 +73,13 @@ _WORDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "xlm-qa": ("xlm", "question-answering", {}),
 }
 # Repositories that tests name themselves, and those that pipelines take when no model is named.
-_REPOSITORIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+_REPOSITORIES: Mapping[str, Model] = {
     "dbmdz/bert-large-cased-finetuned-conll03-english": ("bert", "token-classification", {}),
     "distilbert/distilbert-base-cased": ("distilbert", "feature-extraction", {}),
     "distilbert/distilbert-base-cased-distilled-squad": ("distilbert", "question-answering", {}),
     "distilbert/distilbert-base-uncased-finetuned-sst-2-english": ("distilbert", "text-classification", {}),
     "distilbert/distilroberta-base": ("roberta", "fill-mask", {}),
-    "facebook/detr-resnet-50-panoptic": ("detr", "image-segmentation", {}),
+    "facebook/detr-resnet-50-panoptic": ("segformer", "image-segmentation", {}),
     "fxmarty/resnet-tiny-beans": ("resnet", "image-classification", {}),
     "google/vit-base-patch16-224": ("vit", "image-classification", {}),
     "hf-internal-testing/tiny-random-BartModel": ("bart", "text-classification", {}),
@@ -139,7 +154,7 @@ def task_of(cls: type[Any]) -> str | None:
     return next((spec.name for spec in all_tasks() if cls.__name__ in spec.auto_models), None)
 
 
-def _word(word: str) -> tuple[str, str, Mapping[str, Any]]:
+def _word(word: str) -> Model:
     if word in _WORDS:
         return _WORDS[word]
     usual = next(task for task in _USUAL_TASKS if _class_for(word, task))
@@ -155,8 +170,8 @@ def _class_for(architecture: str, task: str) -> str | None:
     return next((found for name in names if (found := cases._table(name).get(architecture))), None)
 
 
-def _save_model(architecture: str, task: str, settings: Mapping[str, Any], folder: Path) -> None:
-    config = _bert_and_gpt2() if settings.get("decoder") == "gpt2" else small_config(architecture, **settings)
+def _save_model(architecture: str, task: str, settings: Mapping[str, Any] | Callable[[], Any], folder: Path) -> None:
+    config = settings() if callable(settings) else small_config(architecture, **settings)
     model = _with_weights(getattr(transformers, str(_class_for(architecture, task))), config, task)
     model.save_pretrained(folder)
     for one in _processors(model, architecture, task):
@@ -165,7 +180,8 @@ def _save_model(architecture: str, task: str, settings: Mapping[str, Any], folde
 
 def _with_weights(cls: Any, config: Any, task: str) -> Any:
     """A model of a class with random weights, which writes until it is told to stop."""
-    config.num_labels = 2 if task == "question-answering" else getattr(config, "num_labels", LABELS)
+    if task == "question-answering":
+        config.num_labels = 2  # a start and an end
     if task == "text-generation" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # BART and its kind write only when they are told to
     torch.manual_seed(0)
@@ -174,6 +190,7 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
     if model.can_generate():
         building._hide_the_last_token(model)
         said = model.generation_config
+        said._from_model_config = False  # else what loads it takes the config's words instead
         said.eos_token_id = said.forced_eos_token_id = said.forced_bos_token_id = said.suppress_tokens = None
         said.pad_token_id, said.bos_token_id = PAD, BEGIN
         if model.config.is_encoder_decoder:
@@ -181,13 +198,6 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
         if config.model_type == "whisper":
             _say_words_of_whisper(said)
     return model.eval()
-
-
-def _bert_and_gpt2() -> Any:
-    decoder = small_config("gpt2", is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small_config("bert"), decoder)
-    config.decoder_start_token_id, config.pad_token_id = BEGIN, PAD
-    return config
 
 
 def _processors(model: Any, architecture: str, task: str) -> list[Any]:
@@ -281,7 +291,9 @@ def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> No
     with tempfile.TemporaryDirectory() as out:
         accel.export(source, Path(out) / "own", task="feature-extraction")
         as_foreign(Path(out) / "own", Path(out) / "foreign")
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns() if weights else shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(
+            source, folder, ignore=shutil.ignore_patterns() if weights else shutil.ignore_patterns("*.safetensors")
+        )
         (folder / subfolder).mkdir(exist_ok=True)
         for path in (Path(out) / "foreign").glob("*.onnx*"):
             shutil.copy(path, folder / subfolder)
@@ -294,7 +306,9 @@ def _graphs() -> dict[tuple[str, str | None], Callable[[Path], None]]:
     gpt2 = make(_optimums, source="gpt2-pair")
     t5 = make(_optimums, source="t5-past")
     small, plain = "optimum-internal-testing/tiny-random", "bert-web/onnx/model.onnx"
-    first, following, merged = (f"gpt2-pair/decoder_{name}.onnx" for name in ("model", "with_past_model", "model_merged"))
+    first, following, merged = (
+        f"gpt2-pair/decoder_{name}.onnx" for name in ("model", "with_past_model", "model_merged")
+    )
     parts = [f"t5-past/{name}_model.onnx" for name in ("encoder", "decoder", "decoder_with_past")]
     optimized = ("gpt2-past/model.onnx", "gpt2-past/model.onnx=model_optimized.onnx")
     quantized = [

@@ -17,11 +17,8 @@ import pytest
 from . import hub, left_out, stand_ins
 
 RESULTS = "ACCEL_OPTIMUM_SUITE_RESULTS"
-"""The environment variable that names the file for what became of the tests."""
+"""The environment variable that names the file for what became of the tests, a line each."""
 PASSED, FAILED, LEFT_OUT, SKIPPED = "passed", "failed", "left out", "skipped by themselves"
-_SEEN: dict[str, tuple[str, str]] = {}
-
-Loader = Callable[..., Any]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,16 +35,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def _answer_for_the_hub() -> None:
     """Let whoever loads by a name of the Hub find the local folder."""
     import datasets
-    from transformers import image_utils
     import huggingface_hub
     import requests
     import transformers
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+    from transformers import image_utils
 
     from accel.compat.optimum import models
 
-    for cls in (_BaseAutoModelClass, models.Words):
+    # Each of them has a copy of its own.
+    loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
+    for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.Words):
         _load_local(cls, hub.task_of)
+    pipeline = models.pipeline
+    models.pipeline = lambda task=None, model=None, **settings: pipeline(
+        task, hub.local(model, task) if isinstance(model, str) else model, **settings
+    )
     for name in ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor"):
         _load_local(getattr(transformers, name), lambda _: None)
     huggingface_hub.HfApi.snapshot_download = lambda _, repo_id, local_dir, **__: shutil.copytree(
@@ -111,33 +113,32 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember what became of a test, in the process that hears of all of them."""
+    """Write down what became of a test, in the process that hears of all of them."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
         return
     if report.passed:
-        _SEEN.setdefault(name_of(report.nodeid), (PASSED, ""))
+        _write(report.nodeid, PASSED)
     elif report.failed:
-        _SEEN[name_of(report.nodeid)] = (FAILED, _last_line(report))
+        _write(report.nodeid, FAILED, _last_line(report))
     else:
         why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         why = why.removeprefix("Skipped: ")
         ours = why.startswith(LEFT_OUT)
-        _SEEN[name_of(report.nodeid)] = (LEFT_OUT, why.removeprefix(f"{LEFT_OUT}: ")) if ours else (SKIPPED, why)
+        _write(report.nodeid, LEFT_OUT if ours else SKIPPED, why.removeprefix(f"{LEFT_OUT}: "))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A file that cannot be imported fails as a whole."""
     if report.failed:
-        _SEEN[name_of(report.nodeid)] = (FAILED, _last_line(report))
+        _write(report.nodeid, FAILED, _last_line(report))
+
+
+def _write(nodeid: str, outcome: str, said: str = "") -> None:
+    with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps([name_of(nodeid), [outcome, said]]) + "\n")
 
 
 def _last_line(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash is not None else report.longreprtext).strip().splitlines()
     return (lines[0] if crash is not None else lines[-1]) if lines else ""
-
-
-def pytest_sessionfinish() -> None:
-    """Write it down."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        Path(os.environ[RESULTS]).write_text(json.dumps(_SEEN), encoding="utf-8")

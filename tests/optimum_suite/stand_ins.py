@@ -123,8 +123,7 @@ def _as_in_transformers_4() -> None:
         ]
         parts = [part for part in parts if part] or [cache.layers]
         return tuple(
-            tuple(tensor for layer in row for tensor in (layer.keys, layer.values))
-            for row in zip(*parts, strict=True)
+            tuple(tensor for layer in row for tensor in (layer.keys, layer.values)) for row in zip(*parts, strict=True)
         )
 
     Cache.to_legacy_cache = layers
