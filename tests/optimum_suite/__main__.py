@@ -6,6 +6,7 @@ import argparse
 import collections
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,9 @@ _EXAMPLES = """example:
   git clone https://github.com/huggingface/optimum-onnx build/optimum-onnx
   python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json
   python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json --only 'test_decoder.py and gpt2'
+  python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json --rest      after Ctrl-C
 
-Results join those that the JSON file has of other tests, file by file. An hour on two processors.
+Results join those that the JSON file has of other tests. An hour on two processors.
 """
 
 
@@ -45,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--clone", type=Path, required=True, metavar="PATH", help="a clone of github.com/huggingface/optimum-onnx")
     add("--only", default="", metavar="PATTERN", help="tests that pytest's -k chooses by this")
     add("--json", type=Path, metavar="FILE", help="what became of each test, by file and as a list of failures")
+    add("--rest", action="store_true", help="only tests of which the JSON file has nothing yet")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     add("--cache", type=Path, default=_CACHE, metavar="DIR", help="where models are kept (default: %(default)s)")
     return made
@@ -63,10 +66,11 @@ def main() -> int:
     if options.json is not None and options.json.is_file():
         found = json.loads(options.json.read_text(encoding="utf-8"))["tests"]
     with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results"
+        results, known = Path(scratch) / "results", Path(scratch) / "known"
+        known.write_text(json.dumps(list(found) if options.rest else []), encoding="utf-8")
         for path in files:
             results.touch()
-            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, scratch))
+            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, known))
             found |= dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
             summary = summarized(found)
             if options.json is not None:
@@ -93,14 +97,15 @@ def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str,
     return False
 
 
-def _environment(cache: Path, results: Path, scratch: str) -> dict[str, str]:
+def _environment(cache: Path, results: Path, known: Path) -> dict[str, str]:
     from .hub import CACHE
-    from .plugin import RESULTS
+    from .plugin import KNOWN, RESULTS
 
     return {
-        CACHE: str(cache), RESULTS: str(results), "TMPDIR": scratch, "ACCEL_HOME": str(cache / "home"),
-        "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
+        CACHE: str(cache), RESULTS: str(results), KNOWN: str(known), "TMPDIR": str(results.parent),
+        "ACCEL_HOME": str(cache / "home"), "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
 
 
@@ -130,5 +135,11 @@ def table(files: Mapping[str, Mapping[str, int]]) -> str:
     )
 
 
+def _stop(*_: object) -> None:
+    """What is known is written, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

@@ -18,6 +18,8 @@ from . import hub, left_out, stand_ins
 
 RESULTS = "ACCEL_OPTIMUM_SUITE_RESULTS"
 """The environment variable that names the file for what became of the tests, a line each."""
+KNOWN = "ACCEL_OPTIMUM_SUITE_KNOWN"
+"""The environment variable that names the file with the names of tests that are not to be run again."""
 PASSED, FAILED, LEFT_OUT, SKIPPED = "passed", "failed", "left out", "skipped by themselves"
 
 
@@ -97,7 +99,9 @@ def name_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is left out."""
+    """Take out what is known, and mark what is left out."""
+    known = json.loads(Path(os.environ[KNOWN]).read_text(encoding="utf-8")) if KNOWN in os.environ else []
+    items[:] = [item for item in items if name_of(item.nodeid) not in known]
     for item in items:
         if why := left_out.reason(name_of(item.nodeid)):
             item.add_marker(pytest.mark.skip(reason=f"{LEFT_OUT}: {why}"))
