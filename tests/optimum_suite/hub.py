@@ -208,8 +208,10 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
     if architecture in PICTURES:
         return [tiny_processor(architecture)]
     if reads == "pixel_values":
-        size = config.image_size if isinstance(getattr(config, "image_size", None), int) else 64
-        return [transformers.ViTImageProcessorPil(size={"height": size, "width": size})]
+        said = getattr(getattr(config, "encoder", config), "image_size", None)
+        size = said if isinstance(said, int) else 64
+        images = transformers.ViTImageProcessorPil(size={"height": size, "width": size})
+        return [images, tiny_tokenizer()] if model.can_generate() else [images]
     if reads == "input_ids":
         return [_tokenizer(model)]
     if architecture == "whisper":
