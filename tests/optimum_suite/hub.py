@@ -184,6 +184,8 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
         config.num_labels = 2  # a start and an end
     if task == "text-generation" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # BART and its kind write only when they are told to
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = BEGIN
     torch.manual_seed(0)
     model = cls(config).float()
     building.enliven(model)
@@ -228,14 +230,16 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
 
 def _tokenizer(model: Any) -> Any:
     """The tiny tokenizer, giving what the model reads."""
-    made = tiny_tokenizer()
     parameters = inspect.signature(model.forward).parameters
     two_kinds = "token_type_ids" in parameters and (getattr(model.config, "type_vocab_size", None) or 0) > 1
     names = ["input_ids", *(["token_type_ids"] if two_kinds else []), "attention_mask"]
-    made.model_input_names = [name for name in names if name in {"input_ids", *parameters}]
-    made.model_max_length = POSITIONS // 2
-    made.eos_token = made.sep_token
-    return made
+    tiny = tiny_tokenizer()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tiny.backend_tokenizer,
+        model_input_names=[name for name in names if name == "input_ids" or name in parameters],
+        model_max_length=POSITIONS // 2,
+        **{**tiny.special_tokens_map, "eos_token": tiny.sep_token},
+    )
 
 
 def _whisper_tokenizer() -> Any:

@@ -112,7 +112,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """A test that found other words in the error that it expected is left out."""
     report = yield
     if call.excinfo is not None and left_out.only_words_differ(name_of(item.nodeid), call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {LEFT_OUT}: {left_out.WORDS}")
+        why = f"{LEFT_OUT}: {left_out.WORDS}: {call.excinfo.value}"
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, why)
     return report
 
 
