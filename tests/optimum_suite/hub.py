@@ -44,8 +44,15 @@ _SPEECH = 16_000
 _FIVE_LAYERS = {"num_hidden_layers": 5}  # as the Hub's have, of which tests count the matrices
 
 
-def _beit() -> Any:
-    return shrink(transformers.BeitConfig)
+_beit = functools.partial(shrink, transformers.BeitConfig)
+_efficientnet = functools.partial(
+    transformers.EfficientNetConfig, image_size=64, width_coefficient=1.0, depth_coefficient=1.0, in_channels=[32, 16, 24],
+    out_channels=[16, 24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 1, 1],
+    expand_ratios=[1, 2, 2], hidden_dim=1280,
+)  # fmt: skip
+_levit = functools.partial(
+    transformers.LevitConfig, image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
+)
 
 
 def _bert_and_gpt2() -> Any:
@@ -60,10 +67,12 @@ Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
 # Words of `MODEL_NAMES` that say more than an architecture, or another one.
 _WORDS: Mapping[str, Model] = {
     "beit": ("beit", "image-classification", _beit),
+    "efficientnet": ("efficientnet", "image-classification", _efficientnet),
     "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
     "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
     "falcon-alibi-True": ("falcon", "text-generation", {"alibi": True}),
     "gpt_bigcode-multi_query-False": ("gpt_bigcode", "text-generation", {"multi_query": False}),
+    "levit": ("levit", "image-classification", _levit),
     "perceiver_text": ("perceiver", "fill-mask", {}),
     "perceiver_vision": ("perceiver", "image-classification", {}),
     "speech_to_text": ("speech_to_text", "automatic-speech-recognition", {"max_source_positions": POSITIONS * 8}),
@@ -184,7 +193,7 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
         config.num_labels = 2  # a start and an end
     if task == "text-generation" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # BART and its kind write only when they are told to
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = BEGIN
     torch.manual_seed(0)
     model = cls(config).float()
