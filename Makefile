@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-neighbours test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
+.PHONY: demo test test-all test-neighbours test-optimum test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -29,6 +29,18 @@ $(NEIGHBOURS)/.made: pyproject.toml constraints.txt tests/neighbours/requirement
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -r tests/neighbours/requirements.txt
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime,openvino,serve]"
 	$(NEIGHBOURS)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps -e distributions/sentence-transformers -e distributions/optimum-cli
+	touch $@
+
+# Optimum's own tests through our names, in an environment of its own; OPTIMUM is a clone of huggingface/optimum-onnx. An hour.
+OPTIMUM ?= build/optimum-onnx
+SUITE := .venv-optimum
+test-optimum: $(SUITE)/.made
+	$(SUITE)/bin/python -m tests.optimum_suite --clone $(OPTIMUM) --json build/optimum.json
+
+$(SUITE)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SUITE)
+	$(SUITE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(SUITE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[onnxruntime]" parameterized pillow pytest pytest-xdist requests
 	touch $@
 
 # With the oldest and the newest versions that pyproject.toml declares, in environments of their own.
@@ -108,7 +120,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) $(NEIGHBOURS) $(TRITON) $(RAY) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) $(SUITE) $(TRITON) $(RAY) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'

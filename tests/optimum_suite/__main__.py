@@ -1,0 +1,145 @@
+"""`python -m tests.optimum_suite`: see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_CACHE = ROOT / "build" / "optimum-suite"
+# Cheap ones first. Not test_diffusion.py, which is out of scope, nor test_timm.py, whose checkpoints are of the Hub alone.
+FILES = (
+    "test_utils.py",
+    "test_quantization.py",
+    "test_optimization.py",
+    "test_modeling.py",
+    "test_seq2seq.py",
+    "test_decoder.py",
+)
+_EXAMPLES = """example:
+  git clone https://github.com/huggingface/optimum-onnx build/optimum-onnx
+  python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json
+  python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json --only 'test_decoder.py and gpt2'
+  python -m tests.optimum_suite --clone build/optimum-onnx --json build/optimum.json --rest      after Ctrl-C
+
+Results join those that the JSON file has of other tests. An hour on two processors.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tests.optimum_suite",
+        description="Optimum's own tests of optimum.onnxruntime through accel.compat.optimum, on small local models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--clone", type=Path, required=True, metavar="PATH", help="a clone of github.com/huggingface/optimum-onnx")
+    add("--only", default="", metavar="PATTERN", help="tests that pytest's -k chooses by this")
+    add("--json", type=Path, metavar="FILE", help="what became of each test, by file and as a list of failures")
+    add("--rest", action="store_true", help="only tests of which the JSON file has nothing yet")
+    add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
+    add("--cache", type=Path, default=_CACHE, metavar="DIR", help="where models are kept (default: %(default)s)")
+    return made
+
+
+def main() -> int:
+    """Run them and print the table; 1 when a test failed."""
+    options = parser().parse_args()
+    clone, cache = options.clone.resolve(), options.cache.resolve()
+    files = [clone / "tests" / "onnxruntime" / name for name in FILES]
+    if missing := [str(path) for path in files if not path.is_file()]:
+        print(f"Not a clone of optimum-onnx: it lacks {', '.join(missing)}.", file=sys.stderr)
+        return 2
+    cache.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    if options.json is not None and options.json.is_file():
+        found = json.loads(options.json.read_text(encoding="utf-8"))["tests"]
+    with tempfile.TemporaryDirectory() as scratch:
+        results, known = Path(scratch) / "results", Path(scratch) / "known"
+        known.write_text(json.dumps(list(found) if options.rest else []), encoding="utf-8")
+        for path in files:
+            results.touch()
+            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, known))
+            found |= dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
+            summary = summarized(found)
+            if options.json is not None:
+                options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            if stopped:
+                break
+    print(table(summary["files"]))
+    for failure in summary["failures"]:
+        print(f"{failure['test']}: {failure['error']}")
+    return 130 if stopped else 1 if summary["failures"] else 0
+
+
+def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str, str]) -> bool:
+    """Run one file; whether it was stopped by Ctrl-C."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.optimum_suite.plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
+               "-n", str(jobs), "--dist", "worksteal", "--rootdir", str(clone), str(path)]  # fmt: skip
+    if only:
+        command += ["-k", only]
+    try:
+        # Its tests name files from there; its own packages are not to be imported.
+        subprocess.run(command, cwd=clone, env={**os.environ, **environment}, check=False)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _environment(cache: Path, results: Path, known: Path) -> dict[str, str]:
+    from .hub import CACHE
+    from .plugin import KNOWN, RESULTS
+
+    return {
+        CACHE: str(cache), RESULTS: str(results), KNOWN: str(known), "TMPDIR": str(results.parent),
+        "ACCEL_HOME": str(cache / "home"), "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }  # fmt: skip
+
+
+def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts by file, and failures and what was left out by name."""
+    files: dict[str, dict[str, int]] = {}
+    for test, (outcome, _) in sorted(found.items()):
+        counts = files.setdefault(test.partition("::")[0], collections.Counter())
+        counts[outcome] += 1
+    failures = [{"test": test, "error": said} for test, (outcome, said) in sorted(found.items()) if outcome == "failed"]
+    return {"files": files, "failures": failures, "tests": dict(sorted(found.items()))}
+
+
+def table(files: Mapping[str, Mapping[str, int]]) -> str:
+    """The counts, a line a file and one for all."""
+    from .plugin import FAILED, LEFT_OUT, PASSED, SKIPPED
+
+    columns = (PASSED, FAILED, LEFT_OUT, SKIPPED)
+    rows = [(name, *(counts.get(column, 0) for column in columns)) for name, counts in files.items()]
+    rows.append(("all", *(sum(row[i] for row in rows) for i in range(1, 5))))
+    lines = [f"{'tests of':24}" + "".join(f"{column:>{max(8, len(column) + 2)}}" for column in columns)]
+    for name, *counts in rows:
+        lines.append(f"{name:24}" + "".join(f"{n:>{max(8, len(c) + 2)}}" for n, c in zip(counts, columns, strict=True)))
+    passed, failed = rows[-1][1], rows[-1][2]
+    return "\n".join(
+        [*lines, f"{passed / max(1, passed + failed):.1%} of the {passed + failed} that were run and count pass."]
+    )
+
+
+def _stop(*_: object) -> None:
+    """What is known is written, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    sys.exit(main())

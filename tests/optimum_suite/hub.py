@@ -1,0 +1,360 @@
+"""Local folders for what Optimum's tests name on the Hub, made when they are first asked for.
+
+A model is one of `tests.sweep`: a small config of its architecture, random weights, and the head for the task, which the
+Hub's tiny models often lack. What is a graph on the Hub is one here, of `tests/fixtures/foreign` (Optimum wrote those) or
+exported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from filelock import FileLock
+from tokenizers import AddedToken, pre_tokenizers
+
+from accel.errors import TaskError
+from accel.tasks.infer import all_tasks, task_spec
+from accel.testing.folders import as_foreign
+from accel.testing.models import tiny_tokenizer
+from accel.testing.pictures import PICTURES, tiny_processor
+from tests.sweep import building, cases
+from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, shrink, small_config
+
+CACHE = "ACCEL_OPTIMUM_SUITE"
+"""The environment variable that names the folder of all of it."""
+LOCAL = "local-tiny/"
+"""What stands in front of the words of Optimum's table `MODEL_NAMES`."""
+_FOREIGN = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
+# What a model is taken for where nobody says it, the first that its architecture is in the table of.
+_USUAL_TASKS = (
+    "text-classification", "image-classification", "automatic-speech-recognition", "ctc", "text-generation",
+    "text2text-generation", "feature-extraction", "zero-shot-image-classification", "image-to-image", "image-to-text",
+)  # fmt: skip
+_SPEECH = 16_000
+_FIVE_LAYERS = {"num_hidden_layers": 5}  # as the Hub's have, of which tests count the matrices
+
+
+_beit = functools.partial(shrink, transformers.BeitConfig)
+_efficientnet = functools.partial(
+    transformers.EfficientNetConfig, image_size=64, width_coefficient=1.0, depth_coefficient=1.0, in_channels=[32, 16, 24],
+    out_channels=[16, 24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 1, 1],
+    expand_ratios=[1, 2, 2], hidden_dim=1280,
+)  # fmt: skip
+_levit = functools.partial(
+    transformers.LevitConfig, image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
+)
+
+
+def _bert_and_gpt2() -> Any:
+    decoder = small_config("gpt2", is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small_config("bert"), decoder)
+    config.decoder_start_token_id, config.pad_token_id = BEGIN, PAD
+    return config
+
+
+# Architecture, usual task, and fields of its config or what makes it.
+Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
+# Words of `MODEL_NAMES` that say more than an architecture, or another one.
+_WORDS: Mapping[str, Model] = {
+    "beit": ("beit", "image-classification", _beit),
+    "efficientnet": ("efficientnet", "image-classification", _efficientnet),
+    "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
+    "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
+    "falcon-alibi-True": ("falcon", "text-generation", {"alibi": True}),
+    "gpt_bigcode-multi_query-False": ("gpt_bigcode", "text-generation", {"multi_query": False}),
+    "levit": ("levit", "image-classification", _levit),
+    "perceiver_text": ("perceiver", "fill-mask", {}),
+    "perceiver_vision": ("perceiver", "image-classification", {}),
+    "speech_to_text": ("speech_to_text", "automatic-speech-recognition", {"max_source_positions": POSITIONS * 8}),
+    "swin-window": ("swin", "image-classification", {}),
+    "visual_bert": ("visual_bert", "feature-extraction", {"visual_embedding_dim": 20}),
+    "whisper": ("whisper", "automatic-speech-recognition", {"max_source_positions": 1500, "vocab_size": 1766}),
+    "xlm-qa": ("xlm", "question-answering", {}),
+}
+# Repositories that tests name themselves, and those that pipelines take when no model is named.
+_REPOSITORIES: Mapping[str, Model] = {
+    "dbmdz/bert-large-cased-finetuned-conll03-english": ("bert", "token-classification", {}),
+    "distilbert/distilbert-base-cased": ("distilbert", "feature-extraction", {}),
+    "distilbert/distilbert-base-cased-distilled-squad": ("distilbert", "question-answering", {}),
+    "distilbert/distilbert-base-uncased-finetuned-sst-2-english": ("distilbert", "text-classification", {}),
+    "distilbert/distilroberta-base": ("roberta", "fill-mask", {}),
+    "facebook/detr-resnet-50-panoptic": ("segformer", "image-segmentation", {}),
+    "fxmarty/resnet-tiny-beans": ("resnet", "image-classification", {}),
+    "google/vit-base-patch16-224": ("vit", "image-classification", {}),
+    "hf-internal-testing/tiny-random-BartModel": ("bart", "text-classification", {}),
+    "hf-internal-testing/tiny-random-bert": ("bert", "text-classification", _FIVE_LAYERS),
+    "hf-internal-testing/tiny-random-big_bird": ("big_bird", "text-classification", {}),
+    "hf-internal-testing/tiny-random-ClipModel": ("clip", "image-classification", {}),
+    "hf-internal-testing/tiny-random-Dinov2Model": ("dinov2", "image-classification", {}),
+    "hf-internal-testing/tiny-random-distilbert": ("distilbert", "text-classification", _FIVE_LAYERS),
+    "hf-internal-testing/tiny-random-electra": ("electra", "text-classification", {}),
+    "hf-internal-testing/tiny-random-gpt2": ("gpt2", "text-generation", _FIVE_LAYERS),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": ("llama", "text-generation", {}),
+    "hf-internal-testing/tiny-random-LongT5ForConditionalGeneration": ("longt5", "text2text-generation", {}),
+    "hf-internal-testing/tiny-random-m2m_100": ("m2m_100", "text2text-generation", {}),
+    "hf-internal-testing/tiny-random-marian": ("marian", "text2text-generation", {}),
+    "hf-internal-testing/tiny-random-mbart": ("mbart", "text2text-generation", {}),
+    "hf-internal-testing/tiny-random-ModernBertForSequenceClassification": ("modernbert", "text-classification", {}),
+    "hf-internal-testing/tiny-random-onnx-mt5": ("mt5", "text2text-generation", {}),
+    "hf-internal-testing/tiny-random-roberta": ("roberta", "text-classification", _FIVE_LAYERS),
+    "hf-internal-testing/tiny-random-SegformerModel": ("segformer", "image-segmentation", {}),
+    "hf-internal-testing/tiny-random-VitModel": ("vit", "image-classification", {}),
+    "hf-internal-testing/tiny-xlm-roberta": ("xlm-roberta", "text-classification", {}),
+    "HuggingFaceTB/SmolLM3-3B": ("gpt2", "text-generation", {}),
+    "openai/clip-vit-base-patch32": ("clip", "zero-shot-image-classification", {}),
+    "optimum-internal-testing/tiny-random-llama": ("llama", "text-generation", {}),
+    "sparse-encoder-testing/splade-bert-tiny-nq": ("bert", "fill-mask", {}),
+    "sshleifer/tiny-distilbert-base-cased-distilled-squad": ("distilbert", "question-answering", {}),
+    "superb/wav2vec2-base-superb-ks": ("wav2vec2", "audio-classification", {}),
+    "typeform/distilbert-base-uncased-mnli": (
+        "distilbert", "text-classification", {"id2label": {0: "entailment", 1: "neutral", 2: "contradiction"}},
+    ),
+}  # fmt: skip
+
+
+def local(name: str, task: str | None = None, revision: str | None = None) -> str:
+    """The folder for a repository of the Hub; any other name stays.
+
+    Args:
+        name: As the test has it.
+        task: The task of the class that loads it; by default the model's usual one, which is enough for its tokenizer.
+        revision: A branch that the test names.
+    """
+    make: Callable[[Path], None]
+    graphs = GRAPHS.get((name, revision)) or GRAPHS.get((name, None))
+    if graphs is not None:
+        make, where = graphs, f"{name}/{revision or 'main'}"
+    else:
+        known = _REPOSITORIES.get(name) or (_word(name.removeprefix(LOCAL)) if name.startswith(LOCAL) else None)
+        if known is None:
+            return name
+        architecture, usual, settings = known
+        wanted = usual if task is None or not _class_for(architecture, task) else task
+        make = functools.partial(_save_model, architecture, wanted, settings)
+        where = f"{name}/{wanted}"
+    folder = Path(os.environ[CACHE]) / "models" / where
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_name(folder.name + ".part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(unfinished)
+            unfinished.rename(folder)
+    return str(folder)
+
+
+def task_of(cls: type[Any]) -> str | None:
+    """The task that a model class, of transformers or ours, loads models for; `None` for any."""
+    own = getattr(cls, "task", None)
+    if own:
+        return str(own)
+    if cls.__name__ == "AutoModel":
+        return "feature-extraction"
+    return next((spec.name for spec in all_tasks() if cls.__name__ in spec.auto_models), None)
+
+
+def _word(word: str) -> Model:
+    if word in _WORDS:
+        return _WORDS[word]
+    usual = next(task for task in _USUAL_TASKS if _class_for(word, task))
+    return word, usual, {}
+
+
+def _class_for(architecture: str, task: str) -> str | None:
+    """Name of transformers' class of an architecture for a task."""
+    try:
+        names = task_spec(task).auto_models
+    except TaskError:
+        return None
+    return next((found for name in names if (found := cases._table(name).get(architecture))), None)
+
+
+def _save_model(architecture: str, task: str, settings: Mapping[str, Any] | Callable[[], Any], folder: Path) -> None:
+    config = settings() if callable(settings) else small_config(architecture, **settings)
+    model = _with_weights(getattr(transformers, str(_class_for(architecture, task))), config, task)
+    model.save_pretrained(folder)
+    for one in _processors(model, architecture, task):
+        one.save_pretrained(folder)
+
+
+def _with_weights(cls: Any, config: Any, task: str) -> Any:
+    """A model of a class with random weights, which writes until it is told to stop."""
+    if task == "question-answering":
+        config.num_labels = 2  # a start and an end
+    if task == "text-generation" and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # BART and its kind write only when they are told to
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = BEGIN
+    torch.manual_seed(0)
+    model = cls(config).float()
+    building.enliven(model)
+    if model.can_generate():
+        building._hide_the_last_token(model)
+        said = model.generation_config
+        said._from_model_config = False  # else what loads it takes the config's words instead
+        said.eos_token_id = said.forced_eos_token_id = said.forced_bos_token_id = said.suppress_tokens = None
+        said.pad_token_id, said.bos_token_id = PAD, BEGIN
+        if model.config.is_encoder_decoder:
+            said.decoder_start_token_id = BEGIN
+        if config.model_type == "whisper":
+            _say_words_of_whisper(said)
+    return model.eval()
+
+
+def _processors(model: Any, architecture: str, task: str) -> list[Any]:
+    """What makes inputs of a model, by what it reads."""
+    config, reads = model.config, model.main_input_name
+    if reads == "inputs":  # Perceiver, of anything
+        reads = "pixel_values" if "image" in task_spec(task).modalities else "input_ids"
+    if architecture in PICTURES:
+        return [tiny_processor(architecture)]
+    if reads == "pixel_values":
+        said = getattr(getattr(config, "encoder", config), "image_size", None)
+        size = said if isinstance(said, int) else 64
+        images = transformers.ViTImageProcessorPil(size={"height": size, "width": size})
+        return [images, tiny_tokenizer()] if model.can_generate() else [images]
+    if reads == "input_ids":
+        return [_tokenizer(model)]
+    if architecture == "whisper":
+        seconds = config.max_source_positions // 50
+        extractor = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=seconds)
+        return [transformers.WhisperProcessor(extractor, _whisper_tokenizer())]
+    if architecture == "audio-spectrogram-transformer":
+        return [transformers.ASTFeatureExtractor(num_mel_bins=config.num_mel_bins, max_length=config.max_length)]
+    if architecture == "speech_to_text":
+        bins = config.input_feat_per_channel
+        return [transformers.Speech2TextFeatureExtractor(feature_size=bins, num_mel_bins=bins), tiny_tokenizer()]
+    return [transformers.Wav2Vec2FeatureExtractor(sampling_rate=_SPEECH), tiny_tokenizer()]
+
+
+def _tokenizer(model: Any) -> Any:
+    """The tiny tokenizer, giving what the model reads."""
+    parameters = inspect.signature(model.forward).parameters
+    two_kinds = "token_type_ids" in parameters and (getattr(model.config, "type_vocab_size", None) or 0) > 1
+    names = ["input_ids", *(["token_type_ids"] if two_kinds else []), "attention_mask"]
+    tiny = tiny_tokenizer()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tiny.backend_tokenizer,
+        model_input_names=[name for name in names if name == "input_ids" or name in parameters],
+        model_max_length=POSITIONS // 2,
+        **{**tiny.special_tokens_map, "eos_token": tiny.sep_token},
+    )
+
+
+def _whisper_tokenizer() -> Any:
+    """Bytes, and Whisper's words for the task, languages and times."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = transformers.WhisperTokenizer(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    words = "startoftranscript en translate transcribe startoflm startofprev nospeech notimestamps".split()
+    made.add_tokens([AddedToken(f"<|{word}|>", special=True) for word in words])
+    made.add_tokens([AddedToken(f"<|{0.02 * i:.2f}|>") for i in range(1501)])
+    return made
+
+
+def _say_words_of_whisper(said: Any) -> None:
+    number = _whisper_tokenizer().convert_tokens_to_ids
+    said.decoder_start_token_id = said.bos_token_id = number("<|startoftranscript|>")
+    said.no_timestamps_token_id = number("<|notimestamps|>")
+    said.eos_token_id = said.pad_token_id = number("<|endoftext|>")
+    said.begin_suppress_tokens, said.is_multilingual = None, False
+
+
+def _foreign() -> Path:
+    """The folders that Optimum wrote, unpacked."""
+    folder = Path(os.environ[CACHE]) / "foreign"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            with tarfile.open(_FOREIGN) as archive:
+                archive.extractall(folder.with_suffix(".part"), filter="data")
+            folder.with_suffix(".part").rename(folder)
+    return folder / "optimum"
+
+
+def _optimums(folder: Path, *, source: str, files: Sequence[str]) -> None:
+    """Files, as `name` or `name=new name`, of the folders that Optimum wrote, with the config of one of them."""
+    written = _foreign()
+    folder.mkdir(parents=True)
+    for path in (written / source).glob("*.json"):
+        shutil.copy(path, folder)
+    tiny_tokenizer().save_pretrained(folder)
+    for file in files:
+        name, _, new = file.partition("=")
+        target = folder / (new or Path(name).name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(written / name, target)
+
+
+def _below(make: Callable[[Path], None], subfolder: str, folder: Path) -> None:
+    make(folder / subfolder)
+
+
+def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> None:
+    """BERT's hidden states and pooled ones as a graph that is nobody's, with the config above it, and the weights as well."""
+    import accel
+
+    source = Path(local(f"{LOCAL}bert", "feature-extraction"))
+    with tempfile.TemporaryDirectory() as out:
+        accel.export(source, Path(out) / "own", task="feature-extraction")
+        as_foreign(Path(out) / "own", Path(out) / "foreign")
+        shutil.copytree(
+            source, folder, ignore=shutil.ignore_patterns() if weights else shutil.ignore_patterns("*.safetensors")
+        )
+        (folder / subfolder).mkdir(exist_ok=True)
+        for path in (Path(out) / "foreign").glob("*.onnx*"):
+            shutil.copy(path, folder / subfolder)
+
+
+def _graphs() -> dict[tuple[str, str | None], Callable[[Path], None]]:
+    """Repositories that hold graphs, by name and branch."""
+    make = functools.partial
+    bert = make(_optimums, source="bert-web")
+    gpt2 = make(_optimums, source="gpt2-pair")
+    t5 = make(_optimums, source="t5-past")
+    small, plain = "optimum-internal-testing/tiny-random", "bert-web/onnx/model.onnx"
+    first, following, merged = (
+        f"gpt2-pair/decoder_{name}.onnx" for name in ("model", "with_past_model", "model_merged")
+    )
+    parts = [f"t5-past/{name}_model.onnx" for name in ("encoder", "decoder", "decoder_with_past")]
+    optimized = ("gpt2-past/model.onnx", "gpt2-past/model.onnx=model_optimized.onnx")
+    quantized = [
+        f"t5-web/onnx/{name}_model_quantized.onnx={where}/{name}_model_quantized.onnx"
+        for where in ("onnx", "subfolder")
+        for name in ("encoder", "decoder", "decoder_with_past")
+    ]
+    return {
+        ("fxmarty/onnx-tiny-random-gpt2-with-merge", None): make(gpt2, files=(merged,)),
+        ("fxmarty/onnx-tiny-random-gpt2-without-merge", None): make(gpt2, files=(first, following)),
+        ("fxmarty/tiny-bert-sst2-distilled-onnx-subfolder", None): make(_below, make(bert, files=(plain,)), "my_subfolder"),
+        ("fxmarty/tiny-bert-sst2-distilled-subfolder", None): make(
+            _below, make(_save_model, "bert", "text-classification", {}), "my_subfolder"
+        ),
+        ("optimum/distilbert-base-uncased-finetuned-sst-2-english", None): make(bert, files=(plain,)),
+        ("optimum/sbert-all-MiniLM-L6-with-pooler", None): _exported,
+        ("philschmid/distilbert-onnx", None): make(bert, files=(plain,)),
+        ("sentence-transformers/all-MiniLM-L6-v2", None): make(_exported, subfolder="onnx"),
+        ("sentence-transformers-testing/stsb-bert-tiny-onnx", None): make(_exported, subfolder="onnx", weights=True),
+        (f"{small}-llama", "onnx"): make(gpt2, files=optimized),
+        (f"{small}-llama", "merged-onnx"): make(
+            gpt2,
+            files=(
+                optimized[1], first, following, "gpt2-past/model.onnx=subfolder/model.onnx",
+                "gpt2-past/model.onnx=subfolder/model_optimized.onnx",
+            ),
+        ),
+        (f"{small}-T5Model", None): make(t5, files=(*parts, "t5-past/decoder_model_merged.onnx")),
+        (f"{small}-T5Model", "onnx-legacy"): make(t5, files=parts),
+        (f"{small}-T5Model", "optimized"): make(t5, files=quantized),
+    }  # fmt: skip
+
+
+GRAPHS = _graphs()
