@@ -55,7 +55,7 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
 
     # Out of its slot and in again: tokens taken back, and several behind a past.
     caches = [model(ids).past_key_values for model in opened]
-    for cut in (None, 6):
+    for cut in (None, -6):
         found = []
         for model, cache in zip(opened, caches, strict=True):
             if cut is not None:
