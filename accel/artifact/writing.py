@@ -209,9 +209,13 @@ def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for files that nobody is to see, in the system's folder for such; what killed runs left there is removed, too."""
-    parent = Path(tempfile.gettempdir())
+def scratch(parent: Path | None = None) -> Iterator[Path]:
+    """A folder for files that nobody is to see; what killed runs left beside it is removed, too.
+
+    Args:
+        parent: Where it is made; the system's folder for such files when `None`.
+    """
+    parent = parent or Path(tempfile.gettempdir())
     remove_stale(parent)
     folder, lock = _locked(parent)
     owner = os.getpid()

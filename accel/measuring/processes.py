@@ -144,7 +144,11 @@ def _own_socket_folder() -> None:
     folder = stack.enter_context(scratch())
     if len(str(folder)) > _SOCKET_FOLDER:
         stack.close()
-        return
+        try:
+            folder = stack.enter_context(scratch(Path("/tmp")))
+        except OSError:
+            # Nobody writes there: multiprocessing's own folder stays where this process is killed.
+            return
     usual, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         multiprocessing.util.get_temp_dir()

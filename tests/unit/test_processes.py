@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+
+import pytest
 
 # Prints a line as soon as the server of processes was started, whose imports take seconds.
 _SCRIPT = """
@@ -39,3 +44,29 @@ def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent()
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned, without sockets of a server")
+@pytest.mark.parametrize("length", [10, 90])
+def test_sockets_of_a_killed_process_are_removed_by_the_next(length: int, tmp_path: Path) -> None:
+    """Also where the folder for temporary files has a path that leaves a socket's no room."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp")) if length < 40 else tmp_path / ("x" * length)
+    folder.mkdir(exist_ok=True)
+    program = (
+        "import multiprocessing.util, os\n"
+        "from accel.measuring.processes import _own_socket_folder\n"
+        "_own_socket_folder()\n"
+        "print(multiprocessing.util.get_temp_dir(), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    run = [sys.executable, "-c", program]
+    made = []
+    for _ in range(2):
+        ended = subprocess.run(
+            run, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, check=True
+        )
+        made.append(Path(ended.stdout.strip()))
+        assert len(str(made[-1])) < 100
+    assert not made[0].exists()
+    shutil.rmtree(made[1].parent, ignore_errors=True)
+    shutil.rmtree(folder)
