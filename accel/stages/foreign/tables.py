@@ -11,7 +11,7 @@ from ...artifact.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-IDS = frozenset(("input_ids", "token_type_ids", "position_ids"))
+_IDS = frozenset(("input_ids", "token_type_ids", "position_ids"))
 _SAME = ("Cast", "Identity")
 _LOOKUPS = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 
@@ -37,6 +37,6 @@ def _rows(graph: onnx.GraphProto) -> dict[str, int]:
             continue
         axis = next((one.i for one in node.attribute if one.name == _LOOKUPS[node.op_type]), 0)
         name, size = source(node.input[1], _SAME), sizes.get(source(node.input[0], (*_SAME, "DequantizeLinear")), 0)
-        if axis == 0 and size and name in IDS:
+        if axis == 0 and size and name in _IDS:
             found[name] = min(size, found.get(name, size))
     return found
