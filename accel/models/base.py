@@ -22,8 +22,9 @@ from transformers.utils import ModelOutput
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
 from ..backends import registry
+from ..backends.forks import never_destroyed
 from ..backends.interfaces import Session
-from ..backends.opening import Opened, RunSettings, open_artifact
+from ..backends.opening import RunSettings, open_artifact
 from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
@@ -49,8 +50,6 @@ from .saving import Saveable
 
 logger = logging.getLogger(__name__)
 
-# Sessions inherited through a fork: their threads are gone, so they can neither run nor be torn down.
-_abandoned: list[Opened] = []
 _forks = 0
 
 
@@ -458,7 +457,7 @@ class ORTModel(Familiar, Saveable):
     def _reopen_after_fork(self) -> None:
         with self._reopening:
             if self._forks != _forks:
-                _abandoned.append(self._opened)
+                never_destroyed(self._opened)
                 self._open()
 
     def close(self) -> None:

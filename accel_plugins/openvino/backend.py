@@ -11,6 +11,7 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
+from accel.backends.forks import kept_in_children
 from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
 from accel.backends.specs import Probe, Reason
 from accel.config import ExportConfig, SessionOptions
@@ -146,7 +147,7 @@ def _compile(
     if shapes:
         reshape(model, component, shapes)
     try:
-        return core().compile_model(model, device, dict(settings))
+        return kept_in_children(core().compile_model(model, device, dict(settings)))
     except READ_ERRORS as error:
         text = one_line(error)
         if "roperty" in text or "option" in text:
@@ -168,7 +169,7 @@ def _import(artifact: Artifact, component: Component, device: str, settings: Map
         raise TargetMismatchError(f"{artifact.path} was compiled for {target}; this is {here}.", fix="export it again.")
     with (artifact.path / component.file).open("rb") as file:
         try:
-            return core().import_model(io.BytesIO(file.read()), device, dict(settings))
+            return kept_in_children(core().import_model(io.BytesIO(file.read()), device, dict(settings)))
         except RuntimeError as error:
             raise SessionError(
                 f"OpenVINO cannot load {file.name}: {one_line(error)}", fix="export it again."

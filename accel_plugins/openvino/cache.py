@@ -22,6 +22,7 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
+from accel.backends.forks import kept_in_children
 from accel.errors import ConfigError
 
 from .runtime import core
@@ -86,7 +87,7 @@ def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) 
     expected, found = checksum.read_text(encoding="ascii").strip(), f"{zlib.crc32(content):08x}"
     if expected != found:
         raise ValueError(f"checksum {found} instead of {expected or 'one'}")
-    return core().import_model(io.BytesIO(content), device, dict(settings))
+    return kept_in_children(core().import_model(io.BytesIO(content), device, dict(settings)))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import Artifact, Component
+from accel.backends.forks import never_destroyed
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
@@ -26,9 +27,6 @@ _PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "
 def core() -> ov.Core:
     """The process's one `openvino.Core`: plugins are loaded once."""
     return ov.Core()
-
-
-_abandoned: list[ov.Core] = []
 
 
 def _before_fork() -> None:
@@ -47,7 +45,7 @@ def _after_fork() -> None:
     wait for them.
     """
     if core.cache_info().currsize:
-        _abandoned.append(core())
+        never_destroyed(core())
         core.cache_clear()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import pickle
 import shutil
 from collections.abc import Callable
@@ -268,27 +267,6 @@ def test_pickle_and_spawn(artifact: Artifact) -> None:
     model = Classifier(artifact, session_options=SessionOptions(threads=1))
     copy = pickle.loads(pickle.dumps(model))
     assert torch.equal(copy(**INPUTS).logits, model(**INPUTS).logits)
-
-
-def _in_child(model: Classifier, queue: Any) -> None:
-    queue.put(model(**INPUTS).logits.numpy())
-
-
-@pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_fork(artifact: Artifact, backend: str) -> None:
-    options = SessionOptions(threads=2)
-    model = Classifier(artifact, backend=backend, session_options=options)
-    expected = model(**INPUTS).logits
-    # Whose threads OpenVINO would keep for the child's.
-    Classifier(artifact, backend=backend, session_options=options).close()
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_in_child, args=(model, queue))
-    child.start()
-    found = queue.get(timeout=60)
-    child.join(timeout=60)
-    assert child.exitcode == 0
-    assert (torch.from_numpy(found) - expected).abs().max() < 1e-6
 
 
 # What a call accepts

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from accel.artifact import Component, scratch
+from accel.backends.forks import kept_in_children
 from accel.backends.interfaces import Feeds
 from accel.config import Calibration, available_processors
 from accel.errors import QuantizeError
@@ -89,7 +90,7 @@ class Calibrator:
         options = ort.SessionOptions()
         options.intra_op_num_threads = available_processors()
         options.log_severity_level = 3
-        self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._session = kept_in_children(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
 
     def __enter__(self) -> Calibrator:
         return self

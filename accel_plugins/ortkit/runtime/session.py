@@ -25,6 +25,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
+from accel.backends.forks import kept_in_children
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
@@ -232,13 +233,15 @@ def open_runtime(
     try:
         if devices:
             native.add_provider_for_devices(list(devices), strings)
-        session = ort.InferenceSession(
-            str(path) if model is None else model,
-            native,
-            providers=None if devices else [(provider, strings), *others],
-            disabled_optimizers=[*disabled_optimizers, *disabled] or None,
-            # ONNX Runtime would print what failed, try the CPU instead and lose the reason.
-            enable_fallback=0,
+        session = kept_in_children(
+            ort.InferenceSession(
+                str(path) if model is None else model,
+                native,
+                providers=None if devices else [(provider, strings), *others],
+                disabled_optimizers=[*disabled_optimizers, *disabled] or None,
+                # ONNX Runtime would print what failed, try the CPU instead and lose the reason.
+                enable_fallback=0,
+            )
         )
     except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
         raise SessionError(

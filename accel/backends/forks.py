@@ -1,0 +1,42 @@
+"""What a child process must not tear down: it has the objects of a runtime that its parent had, but not their threads.
+
+Their destructors wait for those threads for ever, or end the process, whether the last name goes or the collector finds them.
+ONNX Runtime 1.31 also hangs where a child ends with `sys.exit`, if only it was imported before: `multiprocessing` ends its
+children without exit handlers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import Any, TypeVar
+
+Object = TypeVar("Object")
+
+_live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def kept_in_children(runtime_object: Object) -> Object:
+    """The same object, which no process forked from this one will destroy.
+
+    Args:
+        runtime_object: What has threads of its own, a session or a compiled model; weak references to it must be possible.
+    """
+    _live[id(runtime_object)] = runtime_object
+    return runtime_object
+
+
+def never_destroyed(inherited: object) -> None:
+    """Keep an object until the process has ended, and not only until its modules are taken down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+
+
+def _in_child() -> None:
+    # Of those that only the collector has still to find, too.
+    for inherited in list(_live.values()):
+        never_destroyed(inherited)
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

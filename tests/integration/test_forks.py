@@ -1,0 +1,85 @@
+"""Models in processes that were forked from one that has used them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accel import ORTModelForCausalLM, ORTModelForSequenceClassification, SessionOptions
+from accel.artifact import Artifact
+
+OPTIONS = SessionOptions(threads=2)
+IDS = torch.tensor([[5, 6, 7]])
+
+
+def in_child(answer: Callable[..., Any], *given: Any) -> Any:
+    """What a forked child answers."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(answer(*given)))
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == 0
+    return queue.get()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_a_child_opens_sessions_of_its_own(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
+    def logits() -> Any:
+        return model(input_ids=IDS).logits.numpy()
+
+    model, other = (
+        ORTModelForSequenceClassification(tiny_artifact(), backend=backend, session_options=OPTIONS) for _ in range(2)
+    )
+    expected = logits()
+    # Whose threads OpenVINO would keep for the child's.
+    other.close()
+    assert abs(in_child(logits) - expected).max() < 1e-6
+
+
+def test_a_child_generates(generator: Callable[..., Artifact]) -> None:
+    model = ORTModelForCausalLM(generator("llama"), session_options=OPTIONS)
+    expected = model.generate(IDS, max_new_tokens=4)
+    found = in_child(lambda: model.generate(IDS, max_new_tokens=4).numpy())
+    assert torch.equal(torch.from_numpy(found), expected)
+
+
+# Sessions that only the collector finds, early and late, one that is closed, and one that is there at the end.
+_INHERITED = """
+import gc, os, sys
+from accel import ORTModelForSequenceClassification, SessionOptions
+
+def opened():
+    return ORTModelForSequenceClassification.from_pretrained(
+        sys.argv[1], backend=sys.argv[2], session_options=SessionOptions(threads=2)
+    )
+
+gc.disable()
+early, late = opened(), opened()
+early.itself, late.itself = early, late
+del early
+closed, last = opened(), opened()
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+gc.collect()
+own = [opened() for _ in range(4)]
+del late
+gc.collect()
+closed.close()
+if sys.argv[2] == "cpu":  # whose exit handlers hang in a child, sessions or none
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_a_child_lets_go_of_what_it_inherited(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
+    command = [sys.executable, "-c", _INHERITED, str(tiny_artifact().path), backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
