@@ -101,7 +101,9 @@ def test_what_needs_it_is_one_error(
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "openvino", "pytorch", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 def test_what_does_not_need_it_opens_on_every_backend(
     backend: str,
     home: Callable[..., None],

@@ -190,8 +190,8 @@ def test_several_texts_for_each_image(
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        ("efficientloftr", "cpu"),
-        ("efficientloftr", "openvino"),
+        pytest.param("efficientloftr", "cpu", marks=pytest.mark.thorough),
+        pytest.param("efficientloftr", "openvino", marks=pytest.mark.thorough),
         ("efficientloftr", "pytorch"),
         ("superglue", "pytorch"),
         ("lightglue", "pytorch"),
@@ -257,8 +257,8 @@ def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
     ("family", "backend"),
     [
         ("superglue", "cpu"),
-        ("lightglue", "openvino"),
         pytest.param("superglue", "openvino", marks=pytest.mark.thorough),
+        pytest.param("lightglue", "openvino", marks=pytest.mark.thorough),
         pytest.param("lightglue", "cpu", marks=pytest.mark.thorough),
     ],
 )
@@ -309,6 +309,7 @@ def test_as_many_points_as_there_are(
             assert (row[:, matches.shape[1] :] == -1).all()
 
 
+@pytest.mark.thorough
 def test_a_mask_of_pixels_may_be_left_out(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:

@@ -355,6 +355,7 @@ def test_speech_of_padded_texts(artifact: Any, source: Callable[..., Path]) -> N
         model(input_ids=inputs["input_ids"][0])
 
 
+@pytest.mark.thorough
 def test_speech_of_several_voices(tmp_path: Path) -> None:
     folder = save_vits(tmp_path / "model", speakers=3)
     model = accel.ORTModelForTextToWaveform(accel.export(folder, tmp_path / "graph"))
@@ -394,6 +395,7 @@ def test_speech_optimized_and_quantized(
     assert sounds[2].isfinite().all()
 
 
+@pytest.mark.thorough
 def test_a_converter_that_answers_otherwise_is_refused_with_another(
     source: Callable[..., Path], tmp_path: Path
 ) -> None:
