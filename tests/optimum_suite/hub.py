@@ -28,7 +28,7 @@ from accel.testing.folders import as_foreign
 from accel.testing.models import tiny_tokenizer
 from accel.testing.pictures import PICTURES, tiny_processor
 from tests.sweep import building, cases
-from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, shrink, small_config
+from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, small_config
 
 CACHE = "ACCEL_OPTIMUM_SUITE"
 """The environment variable that names the folder of all of it."""
@@ -44,17 +44,6 @@ _SPEECH = 16_000
 _FIVE_LAYERS = {"num_hidden_layers": 5}  # as the Hub's have, of which tests count the matrices
 
 
-_beit = functools.partial(shrink, transformers.BeitConfig)
-_efficientnet = functools.partial(
-    transformers.EfficientNetConfig, image_size=64, width_coefficient=1.0, depth_coefficient=1.0, in_channels=[32, 16, 24],
-    out_channels=[16, 24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 1, 1],
-    expand_ratios=[1, 2, 2], hidden_dim=1280,
-)  # fmt: skip
-_levit = functools.partial(
-    transformers.LevitConfig, image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
-)
-
-
 def _bert_and_gpt2() -> Any:
     decoder = small_config("gpt2", is_decoder=True, add_cross_attention=True)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small_config("bert"), decoder)
@@ -66,18 +55,16 @@ def _bert_and_gpt2() -> Any:
 Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
 # Words of `MODEL_NAMES` that say more than an architecture, or another one.
 _WORDS: Mapping[str, Model] = {
-    "beit": ("beit", "image-classification", _beit),
-    "efficientnet": ("efficientnet", "image-classification", _efficientnet),
     "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
     "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
     "falcon-alibi-True": ("falcon", "text-generation", {"alibi": True}),
     "gpt_bigcode-multi_query-False": ("gpt_bigcode", "text-generation", {"multi_query": False}),
-    "levit": ("levit", "image-classification", _levit),
     "perceiver_text": ("perceiver", "fill-mask", {}),
     "perceiver_vision": ("perceiver", "image-classification", {}),
     "speech_to_text": ("speech_to_text", "automatic-speech-recognition", {"max_source_positions": POSITIONS * 8}),
     "swin-window": ("swin", "image-classification", {}),
     "visual_bert": ("visual_bert", "feature-extraction", {"visual_embedding_dim": 20}),
+    "wav2vec2-conformer": ("wav2vec2-conformer", "audio-classification", {"max_source_positions": 5000}),
     "whisper": ("whisper", "automatic-speech-recognition", {"max_source_positions": 1500, "vocab_size": 1766}),
     "xlm-qa": ("xlm", "question-answering", {}),
 }
@@ -117,7 +104,12 @@ _REPOSITORIES: Mapping[str, Model] = {
     "sshleifer/tiny-distilbert-base-cased-distilled-squad": ("distilbert", "question-answering", {}),
     "superb/wav2vec2-base-superb-ks": ("wav2vec2", "audio-classification", {}),
     "typeform/distilbert-base-uncased-mnli": (
-        "distilbert", "text-classification", {"id2label": {0: "entailment", 1: "neutral", 2: "contradiction"}},
+        "distilbert",
+        "text-classification",
+        {
+            "id2label": {0: "entailment", 1: "neutral", 2: "contradiction"},
+            "label2id": {"entailment": 0, "neutral": 1, "contradiction": 2},
+        },
     ),
 }  # fmt: skip
 

@@ -37,6 +37,13 @@ def _speech_encoder_decoder(small: Callable[..., Any]) -> Any:
     return config
 
 
+def _efficientnet(small: Callable[..., Any]) -> Any:
+    return transformers.EfficientNetConfig(
+        image_size=64, width_coefficient=1.0, depth_coefficient=1.0, in_channels=[32, 16, 24], out_channels=[16, 24, 40],
+        kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 1, 1], expand_ratios=[1, 2, 2], hidden_dim=1280,
+    )  # fmt: skip
+
+
 def _resnet(*stages: int) -> Any:
     """Backbones of detectors: transformers' own, as timm's come from the Hub."""
     return transformers.ResNetConfig(
@@ -163,7 +170,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, Special] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "beit": {"out_indices": [1, 1, 2, 2]},
+    "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "conditional_detr": _detr(),
     "deformable_detr": _detr(2, 3, 4),
     "depth_anything": {
@@ -216,6 +223,7 @@ OVERRIDES: dict[str, Special] = {
     # As many as there are positions, as in the real ones: what is beyond the window is another computation.
     "doge": {"keep_window_size": 320},
     "donut-swin": {"window_size": 2, "image_size": 64},
+    "efficientnet": _efficientnet,
     "esm": {"pad_token_id": 1, "mask_token_id": 119, "vocab_size": 120},
     "esmc": {"vocab_size": 120},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
@@ -234,7 +242,9 @@ OVERRIDES: dict[str, Special] = {
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     # Six coordinates share the hidden size.
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
-    "levit": {"image_size": 64},
+    "levit": lambda small: transformers.LevitConfig(
+        image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
+    ),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lilt": {"hidden_size": 96},
     "longcat_flash": {"head_dim": 8},
