@@ -27,7 +27,7 @@ from .pooling import SentenceEmbedder
 from .positions import max_sizes_of
 from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
-from .samples import Axes, check_sample, known_axes, resize, safe_sizes, tokenizer_names
+from .samples import Axes, check_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .source import Source
 from .speech import longest_sound
 from .wrapper import Tensors
@@ -89,7 +89,8 @@ def load_source(
         module = load(spec.stands_in)(module).eval()
     if sample is None:
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
-        example, axes, unused = make(module, folder)
+        with same_draws():
+            example, axes, unused = make(module, folder)
     else:
         check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()

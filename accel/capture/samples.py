@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,14 @@ def _largest(size: Any) -> int:
 
 def _generates(module: Any) -> bool:
     return hasattr(module, "can_generate") and bool(module.can_generate())
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """The same random numbers at every export; the caller's generator is as it was afterwards."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors | None = None) -> tuple[Tensors, Axes]:

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ExportError
-from .samples import SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, resize, text_inputs
+from .samples import SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, resize, same_draws, text_inputs
 from .source import Source
 from .wrapper import Tensors, Wrapper
 
@@ -52,6 +52,7 @@ def waveform_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tenso
     return sample, axes, unused
 
 
+@same_draws()
 def waveform_parts(source: Source) -> tuple[Source, ...]:
     """The two graphs of a model."""
     config: Any = source.config

@@ -11,14 +11,17 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from accel.artifact.hub import HubOptions
 from accel.artifact.manifest import Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import Case, Source, split
 from accel.capture.attention import CacheLayer, _Trace
+from accel.capture.loading import load_source
 from accel.capture.positions import has_position_table, max_sizes_of
 from accel.capture.references import own_defaults_of
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes
+from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
 from accel.stages.checking import _without_padding, compare, differences, merged
 
@@ -49,6 +52,19 @@ class Reader(torch.nn.Module):
         super().__init__()
         self.vision = Tower()
         self.embed_tokens = torch.nn.Embedding(40, 8)
+
+
+def test_a_model_is_asked_the_same_at_every_export() -> None:
+    config = transformers.ViTConfig(**{**TINY, "image_size": 16, "patch_size": 8})
+    model = transformers.ViTForImageClassification(config)
+    asked = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        source = load_source(model, task="image-classification", config=ExportConfig(), hub=HubOptions())
+        asked.append(source.example["pixel_values"])
+        assert torch.equal(torch.get_rng_state(), before), "the caller's generator is not touched"
+    assert torch.equal(*asked)
 
 
 def test_positions_of_images_do_not_limit_texts() -> None:
