@@ -55,14 +55,9 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "windowed"),
-    [
-        pytest.param("qwen3", False, marks=pytest.mark.thorough),
-        pytest.param("gemma3", True, marks=pytest.mark.thorough),
-        pytest.param("gpt2", False, marks=pytest.mark.thorough),
-        ("mistral", True),
-    ],
+    ("family", "windowed"), [("qwen3", False), ("gemma3", True), ("gpt2", False), ("mistral", True)]
 )
 def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windowed: bool) -> None:
     artifact, original = generator(family), tiny_generator(family)

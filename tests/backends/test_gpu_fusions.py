@@ -143,7 +143,7 @@ def test_relative_positions_become_a_bias(fused: Fused) -> None:
     assert mask_input(fused("mpnet").file()) == "attention_mask"
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
+@pytest.mark.parametrize("family", ["bert", "roberta", pytest.param("mpnet", marks=pytest.mark.thorough)])
 def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
     artifact = fused(family)
     path = artifact.file()

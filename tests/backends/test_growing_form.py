@@ -89,7 +89,7 @@ def differences(artifact: Artifact) -> list[float]:
     "family",
     [
         "qwen3",
-        "t5",
+        pytest.param("t5", marks=pytest.mark.thorough),
         pytest.param("qwen3-next", marks=pytest.mark.thorough),
         pytest.param("bart", marks=pytest.mark.thorough),
         pytest.param("falcon-h1", marks=pytest.mark.thorough),
@@ -101,9 +101,10 @@ def test_spelled_out_attention_is_the_same(generator: Artifacts, family: str) ->
     assert max(differences(generator(family))) < 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("architecture", "settings"),
-    [CAPPED, pytest.param(*WITH_SINKS, marks=pytest.mark.thorough)],
+    [CAPPED, WITH_SINKS],
     ids=["softcap", "sinks"],
 )
 def test_caps_and_sinks(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:

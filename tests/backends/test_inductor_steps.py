@@ -35,6 +35,7 @@ def opened(
     return plain, accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
 
 
+@pytest.mark.thorough
 def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -57,6 +57,7 @@ SLOW = {
     "images.md",
     "sounds.md",
     "embeddings.md",
+    "documents.md",
     "chat.py",
     "embeddings.py",
 }

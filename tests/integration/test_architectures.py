@@ -133,7 +133,8 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path: Path) -> None:
     """DeepSeek's latent attention; its second layer has experts."""

@@ -266,14 +266,14 @@ def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
     [
-        ("doctor --json", ""),
+        ("--version", ""),
         ("export ./nowhere out --json", "1"),
         *(
             pytest.param(words, unbuffered, marks=pytest.mark.thorough)
             for words, unbuffered in itertools.product(
                 ("doctor --json", "--version", "doctor --help", "export ./nowhere out --json"), ("", "1")
             )
-            if (words, unbuffered) not in (("doctor --json", ""), ("export ./nowhere out --json", "1"))
+            if (words, unbuffered) not in (("--version", ""), ("export ./nowhere out --json", "1"))
         ),
     ],
 )
@@ -284,14 +284,14 @@ def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None
     assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["doctor --json", pytest.param("--version", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("words", ["--version", pytest.param("doctor --json", marks=pytest.mark.thorough)])
 def test_output_that_is_closed_is_one_error(words: str) -> None:
     done = _shell(f"accel {words} >&-")
     assert done.returncode == 1
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
 
 
-@pytest.mark.parametrize("words", ["doctor --json", pytest.param("doctor --help", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("words", ["doctor --help", pytest.param("doctor --json", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.thorough)])
 def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words: str, unbuffered: str) -> None:
     # The reader has gone before anything is written.

@@ -186,7 +186,9 @@ def test_layoutlmv2_is_refused() -> None:
         document_sample(model, None)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
+)
 def test_tables_in_the_stock_pipeline(
     backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
@@ -216,6 +218,7 @@ def test_tables_in_the_stock_pipeline(
         ours(**inputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 def test_tables_optimized_and_quantized(
     backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path

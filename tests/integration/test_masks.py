@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_pictures import BACKENDS, TOLERANCE, differs, picture
+from test_pictures import TOLERANCE, differs, picture
 
 import accel
 from accel.artifact import Artifact
@@ -18,6 +18,8 @@ from accel.capture.masks import mask_sample
 from accel.errors import ConfigError, ExportError, InputError
 
 TASK = "mask-generation"
+ON = [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
+"""Exporting two graphs takes longest."""
 FAMILIES = ["sam", pytest.param("sam-hq", marks=pytest.mark.thorough)]
 
 
@@ -49,7 +51,7 @@ def opened(family: str, backend: str, folder: Path, tiny_artifact: Callable[...,
     return accel.ORTModelForMaskGeneration.from_pretrained(source, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_pipeline(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
@@ -82,7 +84,7 @@ def prompts(folder: Path) -> dict[str, torch.Tensor]:
     return {**inputs, "input_points": points, "input_labels": torch.tensor([1, 0]).expand(2, 3, 2).contiguous()}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_points(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
@@ -107,7 +109,8 @@ def test_points(
 
 
 def test_what_is_refused(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
-    model, inputs = accel.ORTModelForMaskGeneration(tiny_artifact("sam", TASK)), prompts(tiny_folder("sam", TASK))
+    folder = tiny_folder("sam", TASK)
+    model, inputs = opened("sam", "pytorch", folder, tiny_artifact), prompts(folder)
     pixels, points = inputs["pixel_values"], inputs["input_points"]
     for given, message in (
         ({"pixel_values": pixels, "input_boxes": torch.zeros(2, 3, 4)}, "nothing of input_boxes"),
@@ -122,6 +125,7 @@ def test_what_is_refused(tiny_folder: Callable[..., Path], tiny_artifact: Callab
         accel.evaluate(model, [{"image": picture(60, 80), "mask": picture(60, 80)}])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 def test_optimized_and_quantized(
     backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
@@ -148,6 +152,7 @@ def test_exported_for_openvino(family: str, tiny_folder: Callable[..., Path], tm
     assert artifact.component("mask_decoder").inputs[-1].shape[:3] == ("batch", "points", "each")
 
 
+@pytest.mark.thorough
 def test_saved_and_loaded(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:

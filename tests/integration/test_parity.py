@@ -120,6 +120,7 @@ def test_text_tasks(task: str, cls: str, outputs: list[str], tiny_artifact: Call
         assert getattr(found, name) is found[name]
 
 
+@pytest.mark.thorough
 def test_texts_with_what_a_detector_found(tmp_path: Path) -> None:
     """VisualBERT: any number of regions beside a text of any length, both with padding."""
     torch.manual_seed(0)

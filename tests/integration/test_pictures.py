@@ -253,13 +253,14 @@ def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
         matcher.config.width_confidence = matcher.width_confidence = 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
         ("superglue", "cpu"),
-        pytest.param("superglue", "openvino", marks=pytest.mark.thorough),
-        pytest.param("lightglue", "openvino", marks=pytest.mark.thorough),
-        pytest.param("lightglue", "cpu", marks=pytest.mark.thorough),
+        ("superglue", "openvino"),
+        ("lightglue", "openvino"),
+        ("lightglue", "cpu"),
     ],
 )
 def test_as_many_points_as_there_are(

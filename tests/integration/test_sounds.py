@@ -255,7 +255,7 @@ def test_sounds_that_are_too_short(backend: str, artifact: Callable[..., Artifac
 CLAP_TASK = "zero-shot-audio-classification"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough), "pytorch"])
 def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     folder = source(CLAP, CLAP_TASK)
     ours = accel.ORTModelForZeroShotAudioClassification.from_pretrained(
