@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import weakref
 from typing import Any, TypeVar
 
 Object = TypeVar("Object")
+
+_OMP_PAUSE_SOFT = 1
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -32,6 +35,13 @@ def never_destroyed(inherited: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
+def _before() -> None:
+    # GNU's OpenMP keeps the threads of torch's last product for the next one, and waits for them in a child. Now both start new ones.
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
+    if pause is not None:
+        pause(_OMP_PAUSE_SOFT)
+
+
 def _in_child() -> None:
     # Of those that only the collector has still to find, too.
     for inherited in list(_live.values()):
@@ -39,4 +49,4 @@ def _in_child() -> None:
     _live.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_child=_in_child)

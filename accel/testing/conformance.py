@@ -14,6 +14,8 @@ Tests that the backend does not claim the capability for are skipped with that r
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -316,6 +318,35 @@ class BackendConformance:
         session.close()
         with pytest.raises(SessionClosedError):
             session.run(feeds)
+
+    def test_a_forked_child_lets_go_of_it(
+        self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
+    ) -> None:
+        """A child has none of its parent's threads: `accel.backends.forks` keeps what would wait for them."""
+        if where.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
+            pytest.skip("a device's context does not survive a fork, and not every system forks")
+        feeds = self.feeds(session)
+        expected = session.run(feeds)["logits"]
+
+        def child() -> None:
+            gc.collect()
+            session.close()
+            own = self.open(implementation, artifact, where)["model"]
+            assert (own.run(feeds)["logits"] - expected).abs().max() <= self.tolerance
+
+        gc.disable()
+        try:
+            # What the collector alone finds, in the child.
+            lost: dict[str, Any] = {"sessions": self.open(implementation, artifact, where)}
+            lost["itself"] = lost
+            del lost
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+        finally:
+            gc.enable()
+        process.join(timeout=60)
+        process.kill()
+        assert process.exitcode == 0
 
     # Opening
 

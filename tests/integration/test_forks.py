@@ -50,6 +50,22 @@ def test_a_child_generates(generator: Callable[..., Artifact]) -> None:
     assert torch.equal(torch.from_numpy(found), expected)
 
 
+def test_a_child_multiplies_in_several_threads() -> None:
+    """Where PyTorch computes with GNU's OpenMP, a child waited for its parent's threads."""
+    factor = torch.randn((600, 600), generator=torch.Generator().manual_seed(0))
+
+    def product() -> Any:
+        return (factor @ factor)[::100].numpy()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = product()
+        assert abs(in_child(product) - expected).max() < 1e-3
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Sessions that only the collector finds, early and late, one that is closed, and one that is there at the end.
 _INHERITED = """
 import gc, os, sys
