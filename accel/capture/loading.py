@@ -33,6 +33,7 @@ from .speech import longest_sound
 from .wrapper import Tensors
 
 
+@same_draws()
 def load_source(
     model: Location | torch.nn.Module,
     *,

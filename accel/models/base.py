@@ -251,6 +251,7 @@ class ORTModel(Familiar, Saveable):
     def _open(self) -> None:
         self._opened = open_artifact(self.artifact, self._settings, trust_remote_code=self._trust_remote_code)
         self._forks = _forks
+        self._closed = False
         self._reopening = threading.Lock()
         component = self.artifact.components[0]
         self._session = self._opened.sessions[component.name]
@@ -456,12 +457,13 @@ class ORTModel(Familiar, Saveable):
 
     def _reopen_after_fork(self) -> None:
         with self._reopening:
-            if self._forks != _forks:
+            if self._forks != _forks and not self._closed:
                 never_destroyed(self._opened)
                 self._open()
 
     def close(self) -> None:
         """Give the runtime's memory back. Calls afterwards raise `SessionClosedError`; closing twice does nothing."""
+        self._closed = True
         self._opened.close()
 
     def __enter__(self) -> Self:

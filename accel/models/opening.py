@@ -59,7 +59,6 @@ def open_original(resolved: Resolved) -> tuple[ORTModel, str]:
 def close(model: Any) -> None:
     """Give the runtime's memory back; of a PyTorch module, nothing."""
     if isinstance(model, ORTModel):
-        for session in model.sessions.values():
-            session.close()
+        model.close()
     else:
         assert isinstance(model, torch.nn.Module)

@@ -13,6 +13,7 @@ import torch
 
 from accel import ORTModelForCausalLM, ORTModelForSequenceClassification, SessionOptions
 from accel.artifact import Artifact
+from accel.errors import SessionClosedError
 
 OPTIONS = SessionOptions(threads=2)
 IDS = torch.tensor([[5, 6, 7]])
@@ -41,6 +42,19 @@ def test_a_child_opens_sessions_of_its_own(backend: str, tiny_artifact: Callable
     # Whose threads OpenVINO would keep for the child's.
     other.close()
     assert abs(in_child(logits) - expected).max() < 1e-6
+
+
+def test_a_model_that_was_closed_stays_closed(tiny_artifact: Callable[..., Artifact]) -> None:
+    def answer() -> str:
+        try:
+            model(input_ids=IDS)
+        except SessionClosedError:
+            return "closed"
+        return "open"
+
+    model = ORTModelForSequenceClassification(tiny_artifact())
+    model.close()
+    assert in_child(answer) == "closed"
 
 
 def test_a_child_generates(generator: Callable[..., Artifact]) -> None:

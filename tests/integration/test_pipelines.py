@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,15 @@ def test_image_classification(tiny_folder: Callable[..., Path], tiny_artifact: C
 
 
 # Length-sorted batches
+
+
+def test_a_tokenizer_that_is_given_is_not_looked_for(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "artifact")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "artifact")
+    for path in (tmp_path / "artifact").glob("tokenizer*"):
+        path.unlink()
+    assert accel.pipeline("text-classification", model=model, tokenizer=tokenizer)("my card")[0]["score"] > 0
 
 
 def test_order_is_kept(tiny_artifact: Callable[..., Artifact]) -> None:

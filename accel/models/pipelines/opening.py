@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def pipeline(
         token=token, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if isinstance(model, ORTModel):
-        given = {**_processors(model, impl), **given}
+        given |= _processors(model, impl, given)
     if batch_size is not None:
         given["batch_size"] = batch_size
     if ours is not None:
@@ -149,18 +149,20 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
     return name, revision or usual
 
 
-def _processors(model: ORTModel, impl: type[Pipeline]) -> dict[str, Any]:
-    """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them."""
-    found = {}
+def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) -> dict[str, Any]:
+    """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them, and the
+    caller gave none.
+    """
+    needed = {}
     main, reads = model.main_input_name, model.input_names
     sounds = {"input_values", "input_features"} & {main, *reads}
     if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
-        found["tokenizer"] = companion_of(model, "AutoTokenizer")
+        needed["tokenizer"] = "AutoTokenizer"
     if "pixel_values" in reads:
-        found["image_processor"] = companion_of(model, "AutoImageProcessor")
+        needed["image_processor"] = "AutoImageProcessor"
     if sounds:
-        found["feature_extractor"] = companion_of(model, "AutoFeatureExtractor")
-    return found
+        needed["feature_extractor"] = "AutoFeatureExtractor"
+    return {name: companion_of(model, auto) for name, auto in needed.items() if name not in given}
 
 
 def pipeline_tasks(model: ORTModel) -> tuple[str, ...]:
