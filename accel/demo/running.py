@@ -34,7 +34,7 @@ from . import CALIBRATION_SET, MODEL, TEST_SET, read_test_set
 _BATCH = 32
 _SHAPE = (1, 16)
 _MAX_DROP = 0.3
-_SEARCH_S = 100.0
+_SEARCH_S = 300.0
 _TASK = "text-classification"
 _PYTORCH = "PyTorch eager, float32"
 
