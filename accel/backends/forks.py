@@ -1,8 +1,8 @@
-"""What a child process must not tear down: it has the objects of a runtime that its parent had, but not their threads.
+"""Processes that are forked: a child has the objects of a runtime that its parent had, but not their threads.
 
-Their destructors wait for those threads for ever, or end the process, whether the last name goes or the collector finds them.
-ONNX Runtime 1.31 also hangs where a child ends with `sys.exit`, if only it was imported before: `multiprocessing` ends its
-children without exit handlers.
+What was inherited is never torn down there, and torch's own threads are let go before. Destructors would wait for threads that are
+none for ever, or end the process, whether the last name goes or the collector finds the object. ONNX Runtime 1.31 also hangs where
+a child ends with `sys.exit`, if only it was imported before: `multiprocessing` ends its children without exit handlers.
 """
 
 from __future__ import annotations

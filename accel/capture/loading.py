@@ -90,6 +90,7 @@ def load_source(
         module = load(spec.stands_in)(module).eval()
     if sample is None:
         make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
+        # From the start again: a model that is loaded may have drawn, one in memory has not.
         with same_draws():
             example, axes, unused = make(module, folder)
     else:
