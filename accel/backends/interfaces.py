@@ -26,6 +26,7 @@ Batches = Iterable[Feeds]
 Names = Sequence[str]
 Evaluate = Callable[[Artifact], float]
 Shapes = Mapping[str, int]
+Step = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,25 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Give the runtime's memory back. A second call does nothing."""
+
+
+@runtime_checkable
+class SteppingSession(Session, Protocol):
+    """A session with a shorter way than `run` for single tokens behind a text: greedy and sampled decoding. A plugin need not have it."""
+
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+        """What makes the calls behind the last one: each with one new token a row, a column of ones more in the mask, and positions
+        greater by one.
+
+        Args:
+            feeds: Those of the last call of `run` with this state, with one token a row.
+            state: Continued in place.
+            calls: How many come, at most.
+
+        Returns:
+            A function of the new tokens `(batch, 1) int64` that returns the logits behind them, `(batch, vocabulary)`, which the next
+            call may write over; `None` where `run` has to be called.
+        """
 
 
 @runtime_checkable

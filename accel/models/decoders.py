@@ -245,7 +245,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             feeds["logits_to_keep"] = self._kept(new, logits_to_keep)
         elif type(logits_to_keep) is not int or logits_to_keep:
             kept = self._kept(new, logits_to_keep)
-        logits = self._decoder_session.run(feeds, outputs=("logits",), state=cache.state)["logits"]
+        logits = cache.run(feeds)
         return logits if kept is None else logits.index_select(1, kept.to(logits.device))
 
     def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..backends.interfaces import Step
 from .cache import StateCache
 from .tokens import drawn, likeliest
 
@@ -73,16 +74,20 @@ def decode(
     left = criteria.max_length - ids.shape[1]
     made = [ids]
     outputs = model._prefill(ids, config, kwargs)
-    following = _Inputs(model, outputs, kwargs)
+    calls = _Calls(model, outputs, kwargs, padding)
+    logits = outputs.logits[:, -1]
+    # Neither they nor the outputs are kept: those of a whole prompt are large.
+    del outputs
     while True:
-        # A processor may write to its logits. Neither they nor the outputs are kept: those of a whole prompt are large.
-        scores = outputs.logits[:, -1].to(ids.device, torch.float32, copy=bool(processors))
-        del outputs
+        # A processor may write to its logits.
+        scores = logits.to(ids.device, torch.float32, copy=bool(processors))
+        del logits
         if processors:
             ids = torch.cat(made, dim=1)
             made = [ids]
             scores = processors(ids, scores)
         tokens = (drawn(scores) if config.do_sample else likeliest(scores)).unsqueeze(1)
+        del scores
         if ends:
             values = tokens[:, 0].tolist()
             if not all(live):
@@ -92,27 +97,28 @@ def decode(
                 live = [lives and value not in ends for value, lives in zip(values, live, strict=True)]
         made.append(tokens)
         left -= 1
-        del scores
         if streamer is not None:
             streamer.put(tokens[:, 0].cpu())
         if left <= 0 or not any(live):
             return torch.cat(made, dim=1)
-        outputs = model(**following.after(tokens, left))
+        logits = calls.after(tokens, left)
 
 
-class _Inputs:
-    """The inputs of each call behind the prompt's.
+class _Calls:
+    """The calls behind the prompt's.
 
     Args:
         model: Whose `generate` it is.
         outputs: Of the call before.
         kwargs: What transformers keeps between calls.
+        padding: The token that rows go on with when they have ended.
     """
 
-    def __init__(self, model: Any, outputs: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, outputs: Any, kwargs: dict[str, Any], padding: int) -> None:
         self._model = model
         encoder = model.config.is_encoder_decoder
         self._kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=encoder)
+        self._cache: StateCache = kwargs["past_key_values"]
         self._ids, self._positions, self._mask = (
             f"decoder_{name}" if encoder else name for name in ("input_ids", "position_ids", "attention_mask")
         )
@@ -120,9 +126,22 @@ class _Inputs:
         self._columns = 0
         # The mask of the longest text: each call sees the first columns of it.
         self._longest: torch.Tensor | None = None
+        self._padding = padding
+        self._steps: Step | None = None
 
-    def after(self, tokens: torch.Tensor, left: int) -> dict[str, Any]:
-        """Those with new tokens `(batch, 1)`; at most `left` calls come, this one among them."""
+    def after(self, tokens: torch.Tensor, left: int) -> torch.Tensor:
+        """The logits `(batch, vocabulary)` behind new tokens `(batch, 1)`; at most `left` calls come, this one among them."""
+        if self._steps is not None:
+            return self._steps(tokens)
+        first = not self._inputs
+        logits: torch.Tensor = self._model(**self._inputs_with(tokens, left)).logits[:, -1]
+        # Without a check of its own for each token: the likeliest is one of the vocabulary, padding is what a config says.
+        if first and 0 <= self._padding < logits.shape[-1]:
+            self._steps = self._cache.steps(left - 1)
+        return logits
+
+    def _inputs_with(self, tokens: torch.Tensor, left: int) -> dict[str, Any]:
+        """Those of a call of the model."""
         inputs: dict[str, Any] = self._inputs
         if not inputs:
             inputs = self._inputs = self._model.prepare_inputs_for_generation(

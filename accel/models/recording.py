@@ -92,6 +92,9 @@ class _Recorder:
         self._calls.append((state, {name: tensor.clone() for name, tensor in feeds.items()}))
         return self._session.run(feeds, state=state, **settings)
 
+    def steps(self, feeds: Feeds, state: Any, *, calls: int) -> None:
+        """None: every call is to be remembered."""
+
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """One a call; calls that continued one state are one, with their new tokens side by side."""
         found: list[list[dict[str, torch.Tensor]]] = []

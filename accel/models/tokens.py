@@ -8,6 +8,7 @@ eight rows took a fifth longer after `argmax`, one row drawn from all tokens too
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -37,8 +38,8 @@ def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> tor
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(1)
     raced = probabilities.div_(torch.empty_like(probabilities).exponential_(1, generator=generator))
     places = likeliest(raced)
-    won = raced.gather(1, places.unsqueeze(1))
-    if not bool(torch.isfinite(won).all()) or not bool((won > 0).all()):
+    won = raced.gather(1, places.unsqueeze(1))[:, 0].tolist()
+    if not all(0 < one < math.inf for one in won):
         raise RuntimeError("The scores leave no token that can be drawn, or are not numbers.")
     return places
 

@@ -34,6 +34,7 @@ from accel.backends.interfaces import (
     PreparingBackend,
     Session,
     State,
+    SteppingSession,
 )
 from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
 from accel.config import PrepareConfig
@@ -445,6 +446,38 @@ class BackendConformance:
         resumed = self._continue(stateful, state, feeds, slice(5, 8))
         assert state.length == 8
         assert (whole - resumed).abs().max() <= self.tolerance
+
+    def test_steps_are_as_runs(self, stateful: Session) -> None:
+        """For rows with padding in front."""
+        feeds = self._left_padded(stateful)
+        plain, state = stateful.new_state(2), stateful.new_state(2)
+        for one in (plain, state):
+            self._continue(stateful, one, feeds, slice(0, 7))
+        last = {
+            name: tensor[:1]
+            if name == "logits_to_keep"
+            else tensor[:, :8]
+            if name == "attention_mask"
+            else tensor[:, 7:8]
+            for name, tensor in feeds.items()
+        }
+        for one in (plain, state):
+            stateful.run(last, outputs=("logits",), state=one)
+        step = stateful.steps(last, state, calls=20) if isinstance(stateful, SteppingSession) else None
+        if step is None:
+            pytest.skip(f"{self.backend} offers no steps here")
+        grown = dict(last)
+        for token in range(10):
+            for name in grown:
+                if name == "attention_mask":
+                    grown[name] = torch.cat([grown[name], torch.ones_like(grown[name][:, :1])], dim=1)
+                elif name == "position_ids":
+                    grown[name] = grown[name] + 1
+            grown["input_ids"] = torch.tensor([[token + 3], [token + 5]])
+            expected = stateful.run(grown, outputs=("logits",), state=plain)["logits"]
+            found = step(grown["input_ids"])
+            assert state.length == plain.length
+            assert (found - (expected[:, -1] if expected.ndim == 3 else expected)).abs().max() <= self.tolerance
 
     def test_state_clones_and_crops(self, stateful: Session) -> None:
         feeds = self._left_padded(stateful)

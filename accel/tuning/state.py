@@ -114,17 +114,19 @@ class Tried:
         return json.dumps([self.made.facts.digest, *run], default=str)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Clock:
     """A time limit, shared out over the stages; everything that is asked of another process is cut off at its end.
 
     Attributes:
         limit_s: Seconds for the search; `None`: no limit.
         started: On the clock of `time.perf_counter`.
+        kept_s: Seconds at the end that `until` shares out no more.
     """
 
     limit_s: float | None
     started: float = field(default_factory=time.perf_counter)
+    kept_s: float = 0.0
 
     def spent(self) -> float:
         """Seconds since the start."""
@@ -136,7 +138,13 @@ class Clock:
 
     def until(self, part: float) -> float:
         """The share of the limit that is used up when a part of what is left now is: a slow start takes from all alike."""
-        return 1.0 if self.limit_s is None else (self.spent() + part * max(self.left(), 0.0)) / self.limit_s
+        return (
+            1.0 if self.limit_s is None else (self.spent() + part * max(self.left() - self.kept_s, 0.0)) / self.limit_s
+        )
+
+    def keep(self, seconds: float) -> None:
+        """Keep time back at the end, half of what is left at most."""
+        self.kept_s = min(seconds, max(self.left(), 0.0) / 2)
 
     def timeout(self, share: float = 1.0) -> float | None:
         """How long a process may take to answer; at least a moment, so that what is nearly done gets through."""

@@ -28,12 +28,13 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, Names, State
+from accel.backends.interfaces import Feeds, Names, State, Step
 from accel.backends.specs import DeviceSpec
+from accel.backends.stepping import SingleTokens
 from accel.errors import SessionClosedError, SessionError
 
 from .runtime import one_line, port_order
-from .stateful import OpenVinoState
+from .stateful import OpenVinoState, OpenVinoSteps
 
 # Up to this size, copying an input into a buffer that the request holds costs less than making a tensor around it
 # (3 inputs of 1x16 int64 with cold caches, 2 Zen 4 cores: 54 against 104 microseconds for the whole wrapper).
@@ -349,6 +350,13 @@ class OpenVinoSession(SessionDescription):
         if not self._component.stateful:
             raise no_state()
         return OpenVinoState(self, self._component, batch)
+
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+        """See `accel.backends.interfaces.SteppingSession`."""
+        tensors = self._checked(feeds)
+        if not isinstance(state, OpenVinoState) or not SingleTokens.fits(self._component, tensors, calls, state.length):
+            return None
+        return OpenVinoSteps(state, tensors, calls, _failed)
 
     def close(self) -> None:
         """Give OpenVINO's memory back, once the calls under way are through."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from accel.artifact import Component, TensorSpec
 from accel.backends.checks import StepCheck, check_crop, check_drop, check_held, check_join, check_rows
 from accel.backends.description import StateDescription, kept_name
 from accel.backends.interfaces import Feeds, State
+from accel.backends.stepping import SingleTokens
 from accel.errors import InputError
 
 BEAM_INDEX = "beam_idx"
@@ -215,21 +216,29 @@ class OpenVinoState(StateDescription):
             names: Outputs wanted.
         """
         new = self._check_step(tensors, self._batch, self._length)
-        if self._compiled is not self._session.runtime:
-            self._move()
-        request = self._request
+        request = self._present_request()
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
         request.set_tensor(BEAM_INDEX, ov.Tensor(self._order))
+        self._infer(new)
+        self._order = np.arange(self._batch, dtype=np.int32)
+        return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
+
+    def _infer(self, new: int) -> None:
+        """Compute what is set, for so many tokens; a request that failed is no more asked."""
         try:
-            request.infer()
+            self._request.infer()
         except RuntimeError:
             self._session.renew(self._compiled)
             self._move()
             raise
         self._length += new
-        self._order = np.arange(self._batch, dtype=np.int32)
-        return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
+
+    def _present_request(self) -> ov.InferRequest:
+        """Of the session's present model."""
+        if self._compiled is not self._session.runtime:
+            self._move()
+        return self._request
 
     def _move(self) -> None:
         """A request of the session's present model, with what was held before the call that failed, of this state or of another."""
@@ -271,6 +280,47 @@ class OpenVinoState(StateDescription):
         for state in self._request.query_state():
             if state.name in values:
                 state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+
+
+class OpenVinoSteps:
+    """`accel.backends.interfaces.Step` of a state: what a graph reads is written in place, what it made is not copied.
+
+    Args:
+        state: Which `SingleTokens.fits`.
+        feeds: The graph's inputs of the last call, checked, with one token a row.
+        calls: How many come, at most.
+        failed: Makes the error of a run that failed, from what was raised and the inputs' shapes.
+    """
+
+    def __init__(
+        self,
+        state: OpenVinoState,
+        feeds: Feeds,
+        calls: int,
+        failed: Callable[[Exception, Mapping[str, tuple[int, ...]]], Exception],
+    ) -> None:
+        self._state, self._failed = state, failed
+        self._inputs = SingleTokens(state._component, feeds, calls)
+        self._request: ov.InferRequest | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits `(batch, vocabulary)` behind the next tokens `(batch, 1)`."""
+        state, inputs = self._state, self._inputs
+        mask = inputs.write(tokens)
+        request = state._present_request()
+        if request is not self._request:
+            for name, tensor in inputs.feeds.items():
+                request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
+            request.set_tensor(BEAM_INDEX, ov.Tensor(state._order))
+            self._request = request
+        if mask is not None:
+            request.set_tensor(inputs.mask_name, ov.Tensor(mask.numpy(), shared_memory=True))
+        try:
+            state._infer(1)
+        except RuntimeError as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in inputs.feeds.items()}
+            raise self._failed(error, shapes) from error
+        return torch.from_numpy(request.get_tensor("logits").data)[:, -1]
 
 
 def _is_cache(variable: str) -> bool:

@@ -11,6 +11,7 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
+from accel.errors import InputError
 from accel.tasks.infer import task_spec
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
@@ -71,6 +72,44 @@ def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: A
             torch.manual_seed(7)
             found = model.generate(**given, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.usefixtures("alone")
+def test_tokens_behind_the_first_take_the_short_way(
+    backend: str, generator: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where buffers grow meanwhile, rows are padded and have ended; what comes after it finds the cache as it should be."""
+    if backend == "openvino":
+        pytest.importorskip("openvino")
+    monkeypatch.setattr("accel_plugins.ortkit.runtime.state._MIN_CAPACITY", 64)
+    original, model = tiny_generator("llama"), model_of(generator("llama", backend))
+    calls, run = [], type(model._decoder_session).run
+    monkeypatch.setattr(
+        type(model._decoder_session), "run", lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+    )
+    cache, settings = model.new_cache(), {"max_new_tokens": 150, "pad_token_id": 3}
+    free = original.generate(**ROWS, eos_token_id=None, **settings)
+    end = int(free[1, 40])
+    found = model.generate(**ROWS, past_key_values=cache, eos_token_id=end, **settings)
+    assert torch.equal(found, original.generate(**ROWS, eos_token_id=end, **settings))
+    assert len(calls) == 2
+    assert cache.get_seq_length() == found.shape[1] - 1
+    mask = torch.cat([ROWS["attention_mask"], torch.ones((3, found.shape[1] - 4), dtype=torch.int64)], dim=1)
+    with torch.inference_mode():
+        expected = original(input_ids=found, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    after = model(
+        input_ids=found[:, -1:], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
+    )
+    torch.testing.assert_close(after.logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-3)
+
+
+def test_padding_that_the_model_does_not_have_is_refused_at_each_step(generator: Artifacts) -> None:
+    model = model_of(generator("llama"))
+    free = model.generate(**ROWS, max_new_tokens=12, eos_token_id=None)
+    end = next(int(token) for token in free[1, 6:] if (free[0, 4:] != token).any())
+    with pytest.raises(InputError, match="holds -1"):
+        model.generate(**ROWS, max_new_tokens=12, eos_token_id=end, pad_token_id=-1)
 
 
 @pytest.mark.usefixtures("alone")

@@ -28,3 +28,11 @@ def test_when_it_is_over_a_process_has_a_moment_to_answer() -> None:
     assert over.left() < 0
     assert over.timeout() == 0.1
     assert over.until(0.5) > 1
+
+
+def test_what_is_kept_back_is_not_shared_out() -> None:
+    late = Clock(limit_s=100.0, started=time.perf_counter() - 60)
+    late.keep(10.0)
+    assert late.left(late.until(1.0)) == pytest.approx(30, abs=1)
+    late.keep(1000.0)
+    assert late.left(late.until(1.0)) == pytest.approx(20, abs=1)

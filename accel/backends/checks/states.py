@@ -56,20 +56,20 @@ class StepCheck:
         IntegrityError: It takes no tokens.
     """
 
-    __slots__ = ("_beside", "_kept", "_others", "_ranks", "_tokens", "_waits", "mask")
+    __slots__ = ("_beside", "_kept", "_others", "_ranks", "_waits", "mask", "tokens")
 
     def __init__(self, component: Component, *, waits: bool = False) -> None:
         self._waits = waits
         own = [spec for spec in component.inputs if spec.pair is None]
-        self._tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
-        if not self._tokens:
+        self.tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
+        if not self.tokens:
             raise IntegrityError(f"The decoder {component.name!r} takes no tokens.", fix="make the artifact again.")
         # Decoders of other tools behind an encoder take no mask of their own.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
         self._kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
-        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self._tokens, self.mask, self._kept)}
+        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self.tokens, self.mask, self._kept)}
         by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
-        self._others = [spec for spec in by_token if spec.name != self._tokens]
+        self._others = [spec for spec in by_token if spec.name != self.tokens]
         # What an encoder gave, images, positions of several kinds.
         self._beside = [spec for spec in own if spec not in by_token and spec.name not in self._ranks]
 
@@ -91,7 +91,7 @@ class StepCheck:
                     f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared}.",
                     fix="check the shapes of the inputs.",
                 )
-        rows, new = feeds[self._tokens].shape[:2]
+        rows, new = feeds[self.tokens].shape[:2]
         if new == 0:
             raise InputError("No new tokens were given.", fix="pass at least one.")
         if rows != batch:

@@ -26,14 +26,15 @@ from accel.backends.checks import (
 )
 from accel.backends.description import SessionDescription
 from accel.backends.forks import kept_in_children
-from accel.backends.interfaces import Feeds, Names, State
+from accel.backends.interfaces import Feeds, Names, State, Step
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
 
 from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
-from .values import VERSION, as_ort_value, ort_value_as_tensor
+from .steps import OrtSteps
+from .values import RUN_ERRORS, VERSION, as_ort_value, ort_value_as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,6 @@ _LEVELS = {
 }
 # "/onnxruntime_src/.../file.cc:71 virtual ... Function(const A&, const B&) " before what happened.
 _SOURCE_LOCATION = re.compile(r"^\S+\.(?:cc|h):\d+ .*?\) ")
-_RUN_ERRORS = (
-    ort_errors.InvalidArgument,
-    ort_errors.Fail,
-    ort_errors.RuntimeException,
-    ort_errors.NotImplemented,
-    ort_errors.EPFail,
-)
 _ELEMENT_TYPES = {
     f"tensor({word})": dtype
     for word, dtype in {
@@ -397,7 +391,7 @@ class OrtSession(SessionDescription):
         self._check_values.arrays(given)
         try:
             results = self._run(self._output_names, arrays, None)
-        except _RUN_ERRORS as error:
+        except RUN_ERRORS as error:
             raise self._failed(error, feeds) from error
         return dict(zip(self._output_names, map(torch.from_numpy, results), strict=True))
 
@@ -424,7 +418,7 @@ class OrtSession(SessionDescription):
             self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
             return self._run_bound(session, tensors, names, out or {})
         # With IO binding ONNX Runtime raises plain errors, too.
-        except (*_RUN_ERRORS, RuntimeError) as error:
+        except (*RUN_ERRORS, RuntimeError) as error:
             if isinstance(error, SessionError):
                 raise
             raise self._failed(error, tensors) from error
@@ -480,6 +474,13 @@ class OrtSession(SessionDescription):
         if not self._component.stateful:
             raise no_state()
         return OrtState(self.runtime, self._component, batch, lengths=self._own_lengths)
+
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+        """See `accel.backends.interfaces.SteppingSession`: on the host, for graphs that write keys and values in place."""
+        if not isinstance(state, OrtState) or not self._component.stateful:
+            return None
+        tensors = self._checked(feeds, self._stateless)
+        return OrtSteps(state, tensors, calls, self._failed) if OrtSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
         """Give ONNX Runtime's memory back."""

@@ -11,6 +11,14 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 """Of ONNX Runtime: major and minor."""
+RUN_ERRORS = (
+    ort_native.InvalidArgument,
+    ort_native.Fail,
+    ort_native.RuntimeException,
+    ort_native.NotImplemented,
+    ort_native.EPFail,
+)
+"""What ONNX Runtime raises when a run fails; with IO binding a plain `RuntimeError`, too."""
 _BOOLS_ARE_BYTES = VERSION < (1, 32)
 """Whether DLPack's tensors of bytes are said to be booleans; from 1.32 on DLPack's own booleans are."""
 
