@@ -13,7 +13,7 @@ demo: $(VENV)/.run
 	$(BIN)/accel demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not thorough"
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal

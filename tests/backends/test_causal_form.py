@@ -70,6 +70,7 @@ def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windo
         assert np.abs(found[row, :length] - expected).max() < 1e-3, row
 
 
+@pytest.mark.thorough
 def test_windows_become_the_operators(generator: Artifacts) -> None:
     artifact = generator("gemma3")
     model = load_graph(artifact, artifact.component("model"))

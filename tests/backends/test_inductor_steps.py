@@ -83,6 +83,7 @@ def test_windows_are_refused_before_anything_is_compiled(
     assert "attention with sliding_window" in caplog.text
 
 
+@pytest.mark.thorough
 def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
     session = stepping._decoder_session

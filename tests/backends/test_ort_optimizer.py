@@ -27,7 +27,7 @@ from accel_plugins.ortkit.optimization.precision import to_half
 from accel_plugins.ortkit.optimization.simplifications import infer_shapes
 
 TASKS = {"vit": "image-classification"}
-MODELS = ["bert", "roberta", "distilbert", "vit", "llama"]
+MODELS = ["bert", "roberta", "distilbert", "vit", pytest.param("llama", marks=pytest.mark.thorough)]
 Get = Callable[..., Artifact]
 
 

@@ -55,6 +55,7 @@ def test_a_decoder_alone_remembers_what_was_asked_for(
     assert model.use_merged is (use_merged is True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["image-to-text", "image-text-to-text"])
 def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Callable[..., Artifact]) -> None:
     path = generator("vit-gpt2").path

@@ -276,6 +276,7 @@ def test_images_are_not_padded(tiny_ir: Callable[..., Artifact]) -> None:
     assert torch.equal(model.reshape(1, 3, height=32, width=32)(pixels).logits, wanted)
 
 
+@pytest.mark.thorough
 def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder("bert", "feature-extraction")
     optimum.ORTModelForFeatureExtraction.from_pretrained(folder).save_pretrained(tmp_path)

@@ -83,7 +83,7 @@ USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
 
-HEARING = [pytest.param(name, marks=() if name == "speech-to-text" else pytest.mark.thorough) for name in SOUNDS]
+HEARING = [pytest.param(name, marks=pytest.mark.thorough) for name in SOUNDS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,7 +125,7 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
 @pytest.mark.parametrize(
     ("family", "format", "dtype"),
     [
-        ("whisper", "onnx", "float16"),
+        pytest.param("whisper", "onnx", "float16", marks=pytest.mark.thorough),
         pytest.param("bart", "onnx", "float16", marks=pytest.mark.thorough),
         pytest.param("moonshine", "torch", "bfloat16", marks=pytest.mark.thorough),
         pytest.param("moonshine", "onnx", "float16", marks=pytest.mark.thorough),

@@ -540,6 +540,7 @@ def test_a_damaged_cached_export_is_made_again(
     assert again.artifact.bytes == first.artifact.bytes
 
 
+@pytest.mark.thorough
 def test_an_export_that_is_removed_while_it_is_opened(
     small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

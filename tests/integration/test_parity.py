@@ -154,6 +154,7 @@ def test_texts_with_what_a_detector_found(tmp_path: Path) -> None:
         model(**text_inputs(original.config, 1, 5, types=True))
 
 
+@pytest.mark.thorough
 def test_multiple_choice(tiny_artifact: Callable[..., Artifact]) -> None:
     original = tiny_model("bert", "multiple-choice")
     model = accel.ORTModelForMultipleChoice(tiny_artifact("bert", "multiple-choice"))

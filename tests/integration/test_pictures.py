@@ -24,8 +24,8 @@ from accel.testing.pictures import PICTURES
 
 TOLERANCE = 1e-3
 """What issue 15 asks for: of scores, boxes as shares, depths as shares of the largest."""
-QUICK = ("clip", "owlvit")
-"""An export takes longest: these have texts, masks of pixels and any size between them."""
+QUICK = ("clip",)
+"""An export takes longest: it has texts beside pictures."""
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
     for name, (task, *_) in PICTURES.items()

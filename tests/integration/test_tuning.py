@@ -181,6 +181,7 @@ def test_a_time_limit_that_is_too_short_is_an_error_at_once(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["timing", "timing the winner"])
 def test_a_time_limit_that_ends_in_a_long_measurement_leaves_the_short_ones(
     what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -302,13 +302,13 @@ def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Combinations that are refused, a piece of the error's message, and where nothing is left out on some machines; and
-    whether something must be compiled to see it, which is for thorough runs.
+    whether it takes long to see it (something is compiled, or a large model exported), which is for thorough runs.
     """
 
     when: Callable[[Case], bool]
     message: str
     unless: str = ""
-    compiles: bool = False
+    takes_long: bool = False
 
 
 def _ort(case: Case) -> bool:
@@ -351,7 +351,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
-        compiles=True,  # every run has it in tests/backends/test_aotinductor.py, with the package that is there
+        takes_long=True,  # every run has it in tests/backends/test_aotinductor.py, with the package that is there
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
@@ -386,6 +386,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and (c.scheme == "static-int8" or _sets(c, 'algorithm="gptq"', "scale_estimation"))
         ),
         "needs data for each of the graphs",
+        takes_long=True,
     ),
     Refusal(
         lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"
