@@ -28,7 +28,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     with few.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("text", "category"), *zip(texts[::5], labels[::5], strict=True)])
     monkeypatch.setattr(running, "TEST_SET", few)
-    monkeypatch.setattr(running, "_SEARCH_S", 25.0)
+    monkeypatch.setattr(running, "_SEARCH_S", 90.0)
 
 
 @pytest.mark.slow
