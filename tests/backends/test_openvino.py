@@ -34,7 +34,7 @@ from accel import (
     export,
     optimize,
 )
-from accel.artifact import Artifact
+from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
 from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
@@ -44,6 +44,7 @@ from accel.errors import (
     ArtifactNotFoundError,
     BackendUnavailableError,
     ConfigError,
+    ExportError,
     IntegrityError,
     SessionClosedError,
     SessionError,
@@ -51,6 +52,7 @@ from accel.errors import (
 from accel.testing.conformance import BackendConformance
 from accel.testing.folders import as_foreign
 from accel.testing.models import FAMILIES, tiny_model
+from accel_plugins.openvino.exporter import output_specs
 from accel_plugins.openvino.options import properties
 from accel_plugins.openvino.repeating import keep_repeats
 
@@ -206,6 +208,21 @@ def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:
     assert component.outputs[0].shape == ("batch", "sequence", 3)
     assert component.max_sizes == {"sequence": 96}
     assert component.inputs[1].role == "mask"
+
+
+def test_axes_of_a_model_with_few_positions() -> None:
+    """Sizes that tell which axis is which stay within the positions (Wav2Vec2-Conformer's distances): beyond them the graph fails."""
+    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
+    given.output(0).set_names({"x"})
+    length = ops.gather(ops.shape_of(given), np.array([1]), np.array(0))
+    rows = ops.slice(np.ones((1, 20), np.float32), np.array([0]), length, np.array([1]), np.array([1]))
+    answer = ops.multiply(given, ops.reshape(rows, ops.concat([np.array([1]), length], 0), False))
+    answer.output(0).set_names({"y"})
+    model = ov.Model([answer], [given], "positions")
+    inputs = (TensorSpec("x", "float32", ("batch", "sequence")),)
+    with pytest.raises(ExportError, match="fails at inputs of sizes"):
+        output_specs(model, inputs)
+    assert output_specs(model, inputs, {"sequence": 20})[0].shape == ("batch", "sequence")
 
 
 def test_fixed_axes_stay_fixed(tiny_ir: Callable[..., Artifact]) -> None:
