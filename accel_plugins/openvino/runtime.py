@@ -16,6 +16,7 @@ from accel.backends.forks import never_destroyed
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
+from .repeating import keep_repeats
 from .stateful import fold_cache
 
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
@@ -125,6 +126,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         raise missing_weights(path)
     try:
         model = core().read_model(str(path))
+        keep_repeats(model)
         pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
         if pairs:
             fold_cache(model, pairs, component.inputs)

@@ -13,14 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
+from onnx import TensorProto, helper
 
 ov = pytest.importorskip("openvino")
 
+import openvino.opset13 as ops
+
 from accel import (
     ORTModelForCausalLM,
+    ORTModelForCustomTasks,
     ORTModelForFeatureExtraction,
     ORTModelForImageClassification,
     ORTModelForSequenceClassification,
@@ -28,7 +34,7 @@ from accel import (
     export,
     optimize,
 )
-from accel.artifact import Artifact
+from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
 from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
@@ -38,6 +44,7 @@ from accel.errors import (
     ArtifactNotFoundError,
     BackendUnavailableError,
     ConfigError,
+    ExportError,
     IntegrityError,
     SessionClosedError,
     SessionError,
@@ -45,7 +52,9 @@ from accel.errors import (
 from accel.testing.conformance import BackendConformance
 from accel.testing.folders import as_foreign
 from accel.testing.models import FAMILIES, tiny_model
+from accel_plugins.openvino.exporter import output_specs
 from accel_plugins.openvino.options import properties
+from accel_plugins.openvino.repeating import keep_repeats
 
 TOLERANCE = 1e-4
 CAPABILITIES = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -132,12 +141,88 @@ def test_an_answer_taken_from_a_token_that_sees_none(tmp_path: Path) -> None:
     assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-4)
 
 
+def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
+    """YOSO's mask, repeated for each head: OpenVINO's compiler drops the repeats where sizes vary."""
+    config = transformers.YosoConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=99,
+        max_position_embeddings=40, num_labels=3, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    original = transformers.YosoForSequenceClassification(config).eval()
+    artifact = export(original, tmp_path / "ir", task="text-classification", backend="openvino")
+    feeds = {name: tensor for name, tensor in text(3, 11).items() if name != "token_type_ids"}
+    with torch.no_grad():
+        expected = original(**feeds).logits
+    assert (logits(artifact, feeds) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 0, 0], [-1, 0], [[0, 0], [0, 0]]], ids=str)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_repeats_of_any_form(axis: int, indices: list[Any]) -> None:
+    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32)
+    taken = ops.gather(ops.unsqueeze(given, np.array([axis])), np.array(indices), np.array(axis))
+    model = ov.Model([taken], [given], "repeats")
+    keep_repeats(model)
+    numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
+    found = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(numbers)[0]
+    assert np.array_equal(found, np.take(np.expand_dims(numbers, axis), indices, axis=axis))
+
+
+def test_what_repeats_nothing_stays_as_it_is() -> None:
+    """One entry by its number, and a table with one row."""
+    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
+    one = ops.gather(ops.unsqueeze(given, np.array([1])), np.array(0), np.array(1))
+    rows = ops.gather(np.ones((1, 5), np.float32), given, np.array(0))
+    model = ov.Model([one, rows], [given], "no repeats")
+    before = [node.get_type_name() for node in model.get_ordered_ops()]
+    keep_repeats(model)
+    assert [node.get_type_name() for node in model.get_ordered_ops()] == before
+
+
+def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
+    """Graphs that are not ours are read with their repeats."""
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axes"], ["made"]),
+        helper.make_node("Gather", ["made", "indices"], ["y"], axis=1),
+    ]
+    ints = [
+        helper.make_tensor(name, TensorProto.INT64, [len(row)], row)
+        for name, row in (("axes", [1]), ("indices", [0, 0, 0]))
+    ]
+    ends = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in (("x", ["batch", "sequence"]), ("y", ["batch", 3, "sequence"]))
+    ]
+    graph = helper.make_graph(nodes, "repeats", *ends, ints)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "model.onnx"
+    )
+    given = torch.arange(8.0).reshape(2, 4)
+    model = ORTModelForCustomTasks.from_pretrained(tmp_path, backend="openvino")
+    assert torch.equal(model(x=given)["y"], given.unsqueeze(1).repeat(1, 3, 1))
+
+
 def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:
     component = tiny_ir("bert", "token-classification").component()
     assert [spec.shape for spec in component.inputs] == [("batch", "sequence")] * 3
     assert component.outputs[0].shape == ("batch", "sequence", 3)
     assert component.max_sizes == {"sequence": 96}
     assert component.inputs[1].role == "mask"
+
+
+def test_axes_of_a_model_with_few_positions() -> None:
+    """Sizes that tell which axis is which stay within the positions (Wav2Vec2-Conformer's distances): beyond them the graph fails."""
+    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
+    given.output(0).set_names({"x"})
+    length = ops.gather(ops.shape_of(given), np.array([1]), np.array(0))
+    rows = ops.slice(np.ones((1, 20), np.float32), np.array([0]), length, np.array([1]), np.array([1]))
+    answer = ops.multiply(given, ops.reshape(rows, ops.concat([np.array([1]), length], 0), False))
+    answer.output(0).set_names({"y"})
+    model = ov.Model([answer], [given], "positions")
+    inputs = (TensorSpec("x", "float32", ("batch", "sequence")),)
+    with pytest.raises(ExportError, match="fails at inputs of sizes"):
+        output_specs(model, inputs)
+    assert output_specs(model, inputs, {"sequence": 20})[0].shape == ("batch", "sequence")
 
 
 def test_fixed_axes_stay_fixed(tiny_ir: Callable[..., Artifact]) -> None:
