@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 import transformers
-from onnx import TensorProto, helper
 
 ov = pytest.importorskip("openvino")
 
@@ -26,7 +24,6 @@ import openvino.opset13 as ops
 
 from accel import (
     ORTModelForCausalLM,
-    ORTModelForCustomTasks,
     ORTModelForFeatureExtraction,
     ORTModelForImageClassification,
     ORTModelForSequenceClassification,
@@ -54,7 +51,6 @@ from accel.testing.folders import as_foreign
 from accel.testing.models import FAMILIES, tiny_model
 from accel_plugins.openvino.exporter import output_specs
 from accel_plugins.openvino.options import properties
-from accel_plugins.openvino.repeating import keep_repeats
 
 TOLERANCE = 1e-4
 CAPABILITIES = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -139,67 +135,6 @@ def test_an_answer_taken_from_a_token_that_sees_none(tmp_path: Path) -> None:
     found = model(input_ids=ids, attention_mask=mask)
     assert torch.allclose(found.last_hidden_state, expected.last_hidden_state, atol=1e-4)
     assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-4)
-
-
-def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
-    """YOSO's mask, repeated for each head: OpenVINO's compiler drops the repeats where sizes vary."""
-    config = transformers.YosoConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=99,
-        max_position_embeddings=40, num_labels=3, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    original = transformers.YosoForSequenceClassification(config).eval()
-    artifact = export(original, tmp_path / "ir", task="text-classification", backend="openvino")
-    feeds = {name: tensor for name, tensor in text(3, 11).items() if name != "token_type_ids"}
-    with torch.no_grad():
-        expected = original(**feeds).logits
-    assert (logits(artifact, feeds) - expected).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("indices", [[0], [0, 0, 0], [-1, 0], [[0, 0], [0, 0]]], ids=str)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_repeats_of_any_form(axis: int, indices: list[Any]) -> None:
-    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32)
-    taken = ops.gather(ops.unsqueeze(given, np.array([axis])), np.array(indices), np.array(axis))
-    model = ov.Model([taken], [given], "repeats")
-    keep_repeats(model)
-    numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    found = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(numbers)[0]
-    assert np.array_equal(found, np.take(np.expand_dims(numbers, axis), indices, axis=axis))
-
-
-def test_what_repeats_nothing_stays_as_it_is() -> None:
-    """One entry by its number, and a table with one row."""
-    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
-    one = ops.gather(ops.unsqueeze(given, np.array([1])), np.array(0), np.array(1))
-    rows = ops.gather(np.ones((1, 5), np.float32), given, np.array(0))
-    model = ov.Model([one, rows], [given], "no repeats")
-    before = [node.get_type_name() for node in model.get_ordered_ops()]
-    keep_repeats(model)
-    assert [node.get_type_name() for node in model.get_ordered_ops()] == before
-
-
-def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
-    """Graphs that are not ours are read with their repeats."""
-    nodes = [
-        helper.make_node("Unsqueeze", ["x", "axes"], ["made"]),
-        helper.make_node("Gather", ["made", "indices"], ["y"], axis=1),
-    ]
-    ints = [
-        helper.make_tensor(name, TensorProto.INT64, [len(row)], row)
-        for name, row in (("axes", [1]), ("indices", [0, 0, 0]))
-    ]
-    ends = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
-        for name, shape in (("x", ["batch", "sequence"]), ("y", ["batch", 3, "sequence"]))
-    ]
-    graph = helper.make_graph(nodes, "repeats", *ends, ints)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "model.onnx"
-    )
-    given = torch.arange(8.0).reshape(2, 4)
-    model = ORTModelForCustomTasks.from_pretrained(tmp_path, backend="openvino")
-    assert torch.equal(model(x=given)["y"], given.unsqueeze(1).repeat(1, 3, 1))
 
 
 def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:
