@@ -85,6 +85,11 @@ class Component:
     continues: Literal["any", "one", "none"] = "any"
     domains: tuple[str, ...] | None = None
 
+    @property
+    def most_tokens(self) -> int:
+        """Cached and new tokens of a decoder's text at most; 0 where its model has no limit."""
+        return self.max_sizes.get("total", self.max_sizes.get("sequence", 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:

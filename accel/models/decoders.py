@@ -57,7 +57,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         self._is_stateful = not component.croppable
         self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         self._unused = frozenset(component.unused_inputs)
-        self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
+        self._limit = component.most_tokens
         self._limited = None
         # Reading a config is slow.
         self._counts_by_mask = getattr(self.config, "model_type", None) in _COUNTS_BY_MASK

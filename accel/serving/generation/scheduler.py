@@ -51,7 +51,7 @@ class Scheduler:
         component: Component = model.artifact.components[-1 if model.config.is_encoder_decoder else 0]
         component = next((c for c in model.artifact.components if c.name in ("decoder", "model")), component)
         self._behind_encoder = bool(model.config.is_encoder_decoder)
-        self._limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
+        self._limit = component.most_tokens
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
         """Whether rows join while others run; else they start together."""
