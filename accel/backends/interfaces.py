@@ -26,7 +26,7 @@ Batches = Iterable[Feeds]
 Names = Sequence[str]
 Evaluate = Callable[[Artifact], float]
 Shapes = Mapping[str, int]
-Step = Callable[["torch.Tensor"], "torch.Tensor"]
+TokenStep = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Session(Protocol):
 class SteppingSession(Session, Protocol):
     """A session with a shorter way than `run` for single tokens behind a text: greedy and sampled decoding. A plugin need not have it."""
 
-    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
         """What makes the calls behind the last one: each with one new token a row, a column of ones more in the mask, and positions
         greater by one.
 

@@ -61,7 +61,7 @@ class SingleTokens:
         tokens, positions = specs[check.tokens], specs.get(_POSITIONS)
         logits = next((spec for spec in component.outputs if spec.name == "logits"), None)
         vocabulary = logits.shape[2] if logits is not None and len(logits.shape) == 3 else None
-        limit = component.max_sizes.get("total", component.max_sizes.get("sequence", 0))
+        limit = component.most_tokens
         others = [spec for name, spec in specs.items() if name not in (check.tokens, _POSITIONS)]
         return (
             feeds[check.tokens].shape[1:] == (1,)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..backends.interfaces import JoinableState, Session, State, Step, SteppingSession
+from ..backends.interfaces import JoinableState, Session, State, SteppingSession, TokenStep
 from ..errors import InputError
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -51,7 +51,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self._last = feeds
         return self.session.run(feeds, outputs=("logits",), state=self.state)["logits"]
 
-    def steps(self, calls: int) -> Step | None:
+    def steps(self, calls: int) -> TokenStep | None:
         """What makes so many calls behind the last one, if the session has a shorter way for them (`SteppingSession`)."""
         if self.state is None or not isinstance(self.session, SteppingSession):
             return None

@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..backends.interfaces import Step
+from ..backends.interfaces import TokenStep
 from .cache import StateCache
 from .tokens import drawn, likeliest
 
@@ -127,7 +127,7 @@ class _Calls:
         # The mask of the longest text: each call sees the first columns of it.
         self._longest: torch.Tensor | None = None
         self._padding = padding
-        self._steps: Step | None = None
+        self._steps: TokenStep | None = None
 
     def after(self, tokens: torch.Tensor, left: int) -> torch.Tensor:
         """The logits `(batch, vocabulary)` behind new tokens `(batch, 1)`; at most `left` calls come, this one among them."""

@@ -28,7 +28,7 @@ from accel.backends.checks import (
     wanted_outputs,
 )
 from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, Names, State, Step
+from accel.backends.interfaces import Feeds, Names, State, TokenStep
 from accel.backends.specs import DeviceSpec
 from accel.backends.stepping import SingleTokens
 from accel.errors import SessionClosedError, SessionError
@@ -351,7 +351,7 @@ class OpenVinoSession(SessionDescription):
             raise no_state()
         return OpenVinoState(self, self._component, batch)
 
-    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
         """See `accel.backends.interfaces.SteppingSession`."""
         tensors = self._checked(feeds)
         if not isinstance(state, OpenVinoState) or not SingleTokens.fits(self._component, tensors, calls, state.length):

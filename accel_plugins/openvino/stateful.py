@@ -283,7 +283,7 @@ class OpenVinoState(StateDescription):
 
 
 class OpenVinoSteps:
-    """`accel.backends.interfaces.Step` of a state: what a graph reads is written in place, what it made is not copied.
+    """`accel.backends.interfaces.TokenStep` of a state: what a graph reads is written in place, what it made is not copied.
 
     Args:
         state: Which `SingleTokens.fits`.

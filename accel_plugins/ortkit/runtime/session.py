@@ -26,7 +26,7 @@ from accel.backends.checks import (
 )
 from accel.backends.description import SessionDescription
 from accel.backends.forks import kept_in_children
-from accel.backends.interfaces import Feeds, Names, State, Step
+from accel.backends.interfaces import Feeds, Names, State, TokenStep
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
@@ -475,7 +475,7 @@ class OrtSession(SessionDescription):
             raise no_state()
         return OrtState(self.runtime, self._component, batch, lengths=self._own_lengths)
 
-    def steps(self, feeds: Feeds, state: State, *, calls: int) -> Step | None:
+    def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
         """See `accel.backends.interfaces.SteppingSession`: on the host, for graphs that write keys and values in place."""
         if not isinstance(state, OrtState) or not self._component.stateful:
             return None

@@ -18,9 +18,9 @@ _ONE = {"sequence": 1, "kept": 1}
 
 
 class OrtSteps:
-    """`Step` of a state on the host whose keys and values are written in place.
+    """`TokenStep` of a state on the host whose keys and values are written in place.
 
-    Beside the run a step costs a third of a call of the session. The logits are written over by the next step.
+    The logits are written over by the next step.
 
     Args:
         state: Which `fits`.
