@@ -417,17 +417,23 @@ class BackendConformance:
         opened.close()
 
     def _continue(self, session: Session, state: State, feeds: Mapping[str, torch.Tensor], cut: slice) -> torch.Tensor:
-        new = cut.stop - cut.start
-        part = {}
-        for name, tensor in feeds.items():
-            if name == "logits_to_keep":
-                part[name] = tensor[:new]
-            else:
-                # A mask covers what the state holds, too.
-                part[name] = tensor[:, : state.length + new] if name == "attention_mask" else tensor[:, cut]
+        part = self._part(feeds, cut, state.length)
         logits = session.run(part, outputs=("logits",), state=state)["logits"]
         # Of a logit for every token, the last.
         return logits[:, -1] if logits.ndim == 3 else logits
+
+    @staticmethod
+    def _part(feeds: Mapping[str, torch.Tensor], cut: slice, held: int) -> dict[str, torch.Tensor]:
+        """The inputs of some tokens behind those that a state holds, which a mask covers, too."""
+        new = cut.stop - cut.start
+        return {
+            name: tensor[:new]
+            if name == "logits_to_keep"
+            else tensor[:, : held + new]
+            if name == "attention_mask"
+            else tensor[:, cut]
+            for name, tensor in feeds.items()
+        }
 
     def _left_padded(self, session: Session) -> dict[str, torch.Tensor]:
         """Two rows of eight tokens: the last ones are real, as logits behind padding are not defined."""
@@ -453,14 +459,7 @@ class BackendConformance:
         plain, state = stateful.new_state(2), stateful.new_state(2)
         for one in (plain, state):
             self._continue(stateful, one, feeds, slice(0, 7))
-        last = {
-            name: tensor[:1]
-            if name == "logits_to_keep"
-            else tensor[:, :8]
-            if name == "attention_mask"
-            else tensor[:, 7:8]
-            for name, tensor in feeds.items()
-        }
+        last = self._part(feeds, slice(7, 8), 7)
         for one in (plain, state):
             stateful.run(last, outputs=("logits",), state=one)
         step = stateful.steps(last, state, calls=20) if isinstance(stateful, SteppingSession) else None
