@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
 
+# Three workers for two processors, as many tests wait for processes of their own.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not thorough"
 

@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There are as many workers as processors: more threads for tiny models wait for each other.
+    # There are at least as many workers as processors: more threads for tiny models wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `datasets` reads this when it is imported; files that tests read leave nothing in the user's cache.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-")

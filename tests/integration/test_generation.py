@@ -122,15 +122,16 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
             assert torch.equal(model.generate(**given, max_new_tokens=20, **choices), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "format", "dtype"),
     [
-        pytest.param("whisper", "onnx", "float16", marks=pytest.mark.thorough),
-        pytest.param("bart", "onnx", "float16", marks=pytest.mark.thorough),
-        pytest.param("moonshine", "torch", "bfloat16", marks=pytest.mark.thorough),
-        pytest.param("moonshine", "onnx", "float16", marks=pytest.mark.thorough),
-        pytest.param("speech-to-text", "onnx", "float16", marks=pytest.mark.thorough),
-        pytest.param("marian", "onnx", "float16", marks=pytest.mark.thorough),
+        ("whisper", "onnx", "float16"),
+        ("bart", "onnx", "float16"),
+        ("moonshine", "torch", "bfloat16"),
+        ("moonshine", "onnx", "float16"),
+        ("speech-to-text", "onnx", "float16"),
+        ("marian", "onnx", "float16"),
     ],
 )
 def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ CLAP_TASK = "zero-shot-audio-classification"
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.thorough) for name in ("cpu", "openvino")] + ["pytorch"]
+    "backend", ["pytorch", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("cpu", "openvino"))]
 )
 def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     folder = source(CLAP, CLAP_TASK)

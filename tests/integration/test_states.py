@@ -98,7 +98,7 @@ def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, r
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("falcon-h1", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
 def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     """As for transformers' own models: the same object for every step and turn, and a copy for each of several texts."""
     model, original = ORTModelForCausalLM(generator(family)), tiny_generator(family)
