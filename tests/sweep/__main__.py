@@ -192,6 +192,18 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**old, **new, "versions": {**old.get("versions", {}), **new["versions"]}}
 
 
+def _both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What two files of cells were made with: where that differs, the one and the other."""
+
+    def either(one: str | None, other: str | None) -> str:
+        # What an earlier merge joined is taken apart again, so that nothing is named twice.
+        return " and ".join(dict.fromkeys(part for text in (one, other) if text for part in text.split(" and ")))
+
+    ours, theirs = old.get("versions", {}), new.get("versions", {})
+    versions = {name: either(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs})}
+    return {**old, **new, "processor": either(old.get("processor"), new.get("processor")), "versions": versions}
+
+
 def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     from . import running
     from .cells import sweep_pair
@@ -242,7 +254,7 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
     for path in others:
         other = Store(path)
         store.merge(other.cells)
-        store.about = _joined(store.about, other.about)
+        store.about = _both(store.about, other.about)
     if others:
         store.keep((pair.architecture, pair.task) for pair in pairs())
         store.write()

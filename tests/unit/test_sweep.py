@@ -165,14 +165,18 @@ def test_captured_upstream_means_at_other_sizes(by_number: bool, monkeypatch: py
 
 def test_a_merge_replaces_cells_and_forgets_pairs_that_are_swept_no_more(tmp_path: Path) -> None:
     old, new = Store(tmp_path / "old.json"), Store(tmp_path / "new.json")
-    old.about = new.about = {"versions": {}}
+    old.about = {"versions": {"torch": "2.13.0", "onnx": "1.23.2"}, "processor": "one"}
+    new.about = {"versions": {"torch": "2.11.0", "onnx": "1.23.2"}, "processor": "another"}
     for cell in (a_cell(status="failed"), a_cell(architecture="voxtral", task="text2text-generation")):
         old.put(cell)
     new.put(a_cell(status="ok"))
     old.write()
     new.write()
     assert main(["--json", str(old.path), "--page", str(tmp_path / "models.md"), "--merge", str(new.path)]) == 0
-    assert [(cell.architecture, cell.status) for cell in Store(old.path).cells.values()] == [("bert", "ok")]
+    merged = Store(old.path)
+    assert [(cell.architecture, cell.status) for cell in merged.cells.values()] == [("bert", "ok")]
+    assert merged.about["versions"] == {"torch": "2.13.0 and 2.11.0", "onnx": "1.23.2"}
+    assert "one and another" in (tmp_path / "models.md").read_text(encoding="utf-8")
 
 
 def test_rounding_to_eight_bits_is_small_and_not_nothing() -> None:
