@@ -172,13 +172,15 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
         others: What else it is given.
     """
     config = getattr(module, "config", None)
-    height, width = image_size(config, folder)
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    height, width = image_size(config, folder, type(inner).__name__)
     channels = getattr(_image_config(config), "num_channels", 3)
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
     shape = (SAMPLE_BATCH, channels, height, width)
-    if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
+    # Perceiver makes its positions of an image's size as a number, which a trace holds: no need to try.
+    fixed = _generates(inner) or getattr(config, "model_type", None) == "perceiver"
+    if not fixed and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
         named |= dict(enumerate(IMAGE_AXES, start=2))
         # Axes of one size would become one axis.
         width += _IMAGE_STEP if height == width else 0
@@ -231,12 +233,24 @@ def _image_config(config: Any) -> Any:
     return getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
 
 
-def image_size(config: Any, folder: Path | None) -> tuple[int, int]:
-    """Height and width in pixels: the model's own, else its processor's, else 224."""
+def image_size(config: Any, folder: Path | None, architecture: str = "") -> tuple[int, int]:
+    """Height and width in pixels: the model's own, else its processor's, else 224.
+
+    Args:
+        config: Of the model.
+        folder: Where its processor's files are.
+        architecture: Its class; what the config names when empty.
+    """
     size = getattr(_image_config(config), "image_size", None)
+    made = ("crop_size", "size")
+    if getattr(config, "model_type", None) == "perceiver":
+        # Its processor crops before it resizes. The config's size is that of positions that are learned, which one head has.
+        made = ("size",)
+        named = architecture or (getattr(config, "architectures", None) or [""])[0]
+        size = size if named.endswith("Learned") else None
     if size is None and folder is not None:
         settings = _processor_settings(folder)
-        size = settings.get("crop_size") or settings.get("size")
+        size = next((settings[name] for name in made if settings.get(name)), None)
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
         return int(size.get("height", edge)), int(size.get("width", edge))

@@ -153,6 +153,9 @@ def make_inputs(
     parameters = inspect.signature(model.forward).parameters
     config = model.config
     main = model.main_input_name
+    if main == "inputs" and "input_ids" in parameters:
+        # Perceiver's word for anything.
+        main = "input_ids"
     spec = task_spec(pair.task)
     real: torch.Tensor | None = None
     if main == "input_ids" and "audio" in spec.modalities and spec.generates:
