@@ -15,11 +15,13 @@ from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
+from .patches import PATCH_AXIS, PATCHES, drawn_patches
 from .wrapper import Tensors, Wrapper
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
+SAMPLE_PATCHES = 11
 # Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
@@ -57,13 +59,15 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     mel_bins: Any = getattr(config, "num_mel_bins", None)
     mel_frames: Any = getattr(config, "max_source_positions", None)
     whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
-    if config is None or not (main in ("input_ids", "pixel_values") or whisper):
+    if config is None or not (main in ("input_ids", "pixel_values", PATCHES) or whisper):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
         # Processors make a mask for models that take any other argument, too, and read nothing of it (YOLOS).
         parameters = parameters_of(module)
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
+    if main == PATCHES:
+        return *_patch_sample(int(config.vision_config.patch_embed_hidden_size)), ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
@@ -85,6 +89,13 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     return resize(example, axes, sizes, config, seed=0), axes, unused
 
 
+def _patch_sample(width: int) -> tuple[Tensors, Axes]:
+    """Images as patches of so many values, of which the second has fewer."""
+    example = {PATCHES: torch.zeros((1, 1, 2 + width)), "attention_mask": torch.ones((1, 1), dtype=torch.int64)}
+    axes = {name: {0: "batch", 1: PATCH_AXIS} for name in example}
+    return resize(example, axes, {"batch": SAMPLE_BATCH, PATCH_AXIS: SAMPLE_PATCHES}, None, seed=0), axes
+
+
 def _regions(width: int) -> Tensors:
     """What VisualBERT reads beside a text: features of an image's regions, their mask (floating-point, as its documentation has it)
     and their types, which are all 1.
@@ -101,7 +112,7 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
     if _generates(module):
         return ExportError(
             f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
-            "'input_ids', 'pixel_values', or sounds as Whisper, Moonshine and Speech2Text do.",
+            "'input_ids', 'pixel_values', 'flattened_patches', or sounds as Whisper, Moonshine and Speech2Text do.",
             fix="run it with transformers.",
         )
     reads = f": it reads {main!r}, whose shape its config does not say" if main else ""
@@ -372,6 +383,8 @@ def resize(
             resized[name] = _padded_pixels(shape, tensor.dtype)
         elif name == BOXES:
             resized[name] = _boxes(shape, config, generator)
+        elif name == PATCHES:
+            resized[name] = drawn_patches(shape, generator).to(tensor.dtype)
         elif name == "token_type_ids":
             types = min(2, int(getattr(config, "type_vocab_size", 2) or 1))
             resized[name] = torch.randint(0, types, shape, generator=generator, dtype=tensor.dtype)
@@ -385,6 +398,8 @@ def resize(
             if value.is_floating_point():
                 value = value + 0.1 * torch.randn(value.shape, generator=generator).to(value.dtype)
             resized[name] = value.contiguous()
+    if "attention_mask" in resized and PATCHES in resized:
+        resized[PATCHES][resized["attention_mask"] == 0] = 0
     if "attention_mask" in resized and "input_ids" in resized:
         ids, mask = resized["input_ids"], resized["attention_mask"]
         if ids.shape == mask.shape:

@@ -23,6 +23,7 @@ from ..tasks.infer import read_config, task_spec
 from .quantized import symbolic_layers
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
+from .patches import PATCHES
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
@@ -427,7 +428,7 @@ def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: in
     feeds = resize(example, axes, sizes, config, seed)
     return {
         name: tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
-        if tensor.is_floating_point()
+        if tensor.is_floating_point() and name != PATCHES
         else tensor
         for name, tensor in feeds.items()
     }

@@ -346,7 +346,10 @@ class ORTModel(Familiar, Saveable):
     @property
     def input_modalities(self) -> tuple[str, ...]:
         """What it reads: `text`, `image` or `audio`."""
-        others = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+        others = {
+            **dict.fromkeys(("pixel_values", "flattened_patches"), "image"),
+            **dict.fromkeys(("input_values", "input_features"), "audio"),
+        }
         return (others.get(self.main_input_name, "text"),)
 
     @property
