@@ -20,10 +20,10 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
+from .patches import PATCHES
 from .quantized import symbolic_layers
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
-from .patches import PATCHES
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source

@@ -12,7 +12,6 @@ from transformers.pipelines.base import Pipeline
 from ...errors import ConfigError
 from ..prompting import asked_of
 
-
 # With the mask of patches that are padding.
 _READ = ("pixel_values", "flattened_patches", "attention_mask")
 
