@@ -253,7 +253,7 @@ def image_size(config: Any, folder: Path | None, architecture: str = "") -> tupl
         architecture: Its class; what the config names when empty.
     """
     size = getattr(_image_config(config), "image_size", None)
-    made = ("crop_size", "size")
+    made: tuple[str, ...] = ("crop_size", "size")
     if getattr(config, "model_type", None) == "perceiver":
         # Its processor crops before it resizes. The config's size is that of positions that are learned, which one head has.
         made = ("size",)

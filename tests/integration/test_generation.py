@@ -146,6 +146,7 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
         ("moonshine", "onnx", "float16"),
         ("speech-to-text", "onnx", "float16"),
         ("marian", "onnx", "float16"),
+        ("pix2struct", "onnx", "float16"),
     ],
 )
 def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:
