@@ -11,6 +11,9 @@ PATCHES = "flattened_patches"
 
 PATCH_AXIS = "patches"
 
+USUAL_PATCHES = 2048
+"""What Pix2Struct's processor makes where it is not told another number."""
+
 # Beside the sample's own number.
 _COUNTS = (3, 40, 17, 5, 1)
 

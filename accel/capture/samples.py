@@ -15,7 +15,7 @@ from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
-from .patches import PATCH_AXIS, PATCHES, drawn_patches
+from .patches import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 from .wrapper import Tensors, Wrapper
 
 SAMPLE_BATCH = 2
@@ -233,7 +233,12 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
-    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
+    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, or its patches,
+    as many as its processor makes.
+    """
+    if PATCH_AXIS in axes:
+        made = _processor_settings(folder) if folder is not None else {}
+        return {PATCH_AXIS: int(made.get("max_patches", USUAL_PATCHES))}
     if not set(IMAGE_AXES) <= set(axes):
         return {}
     return dict(zip(IMAGE_AXES, image_size(config, folder), strict=True))

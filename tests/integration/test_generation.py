@@ -22,6 +22,7 @@ import accel
 from accel import ORTModelForCausalLM, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.artifact.manifest import Manifest
+from accel.capture import feeds_for
 from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.models.losses import computes_next_tokens_loss
@@ -402,6 +403,17 @@ def test_patches_in_no_row_of_the_model(place: float, generator: Artifacts) -> N
     given["flattened_patches"][1, 2, 0] = place
     with pytest.raises(InputError, match="the model has 0 to 63"):
         model.generate(**given, max_new_tokens=4)
+
+
+def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifacts) -> None:
+    """Who names no number would measure images of two patches."""
+    artifact = generator("pix2struct")
+    made = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
+    assert made["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
+    places = made["flattened_patches"][0, :, :2]
+    assert places.min() == 1
+    assert len({tuple(place) for place in places.tolist()}) == 20
+    assert not made["flattened_patches"][made["attention_mask"] == 0].any()
 
 
 def test_a_pipeline_reads_patches(generator: Artifacts) -> None:
