@@ -23,6 +23,7 @@ from ..errors import ExportError
 from ..tasks.infer import task_spec
 from ..tasks.spec import TaskSpec, load
 from .attention import CacheLayer, FusedAttention, tracing
+from .patches import PATCH_AXIS
 from .positions import has_position_table
 from .recurrence import recurrent
 from .sounds import SOUND_AXES
@@ -344,7 +345,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
         hidden = encoder(**encoder_example)["last_hidden_state"].clone()
     batch, length, size = hidden.shape
     varied = {axis for named in encoder_axes.values() for axis in named.values()}
-    fixed = not {"sequence", *SOUND_AXES} & varied
+    fixed = not {"sequence", PATCH_AXIS, *SOUND_AXES} & varied
     cross_module = CrossAttention(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}

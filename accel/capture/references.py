@@ -12,6 +12,7 @@ import torch
 from ..chatter import quiet
 from ..errors import ExportError
 from .masks import point_sizes
+from .patches import patch_sizes
 from .samples import image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
@@ -56,7 +57,8 @@ def reference_cases(source: Source) -> list[Case]:
             sizes["batch"] = batch
         if "sequence" in axes:
             sizes["sequence"] = sequence
-        sizes |= image_sizes(sizes, seed - 1) | sound_sizes(sizes, seed - 1) | point_sizes(sizes, seed - 1)
+        for others in (image_sizes, sound_sizes, point_sizes, patch_sizes):
+            sizes |= others(sizes, seed - 1)
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))

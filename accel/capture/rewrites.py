@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # Models that look for `onnx_export` in their config: overlapping chunks without a view of strides.
 _SWITCHED = ("longformer", "led")
-# Encoders that in float16 ask at each layer whether a number overflowed, and then cut all of them off a little below the largest.
+# Models that in float16 ask at each layer whether a number overflowed, and then cut all of them off a little below the largest.
 _CUT_OFF = (
-    "autoformer", "bart", "bigbird_pegasus", "blenderbot-small", "informer", "led", "marian", "mvp", "nllb-moe", "plbart",
-    "time_series_transformer",
+    "autoformer", "bart", "bigbird_pegasus", "blenderbot-small", "informer", "led", "longt5", "marian", "mvp", "nllb-moe",
+    "pix2struct", "plbart", "time_series_transformer",
 )  # fmt: skip
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
@@ -70,7 +70,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     Python wants as a number, without holding the axis to it (RT-DETR asks, and never reads the answer; a graph that did would
     differ from the reference cases, whose sizes are others). What is gathered from has no more rows beside the axis than the
     indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
-    GatherElements. What an encoder in float16 cuts off where a number overflowed is cut off in every call, which changes
+    GatherElements. What a layer in float16 cuts off where a number overflowed is cut off in every call, which changes
     numbers between 64,504 and 65,504 where none did (BART's). Models with a switch for traces of their own get it
     (Longformer's and LED's `onnx_export`).
 
@@ -82,7 +82,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
     original_gather = torch.gather
     functional: Any = torch.nn.functional
-    original_one_hot, original_isfinite = functional.one_hot, torch.isfinite
+    original_one_hot, original_isfinite, original_isinf = functional.one_hot, torch.isfinite, torch.isinf
     left = list(answers)
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -131,10 +131,13 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     def isfinite(tensor: torch.Tensor) -> Any:
         return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original_isfinite(tensor)
 
+    def isinf(tensor: torch.Tensor) -> Any:
+        return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original_isinf(tensor)
+
     model_type = getattr(config, "model_type", None)
     switched = model_type in _SWITCHED and not hasattr(config, "onnx_export")
     if model_type in _CUT_OFF:
-        torch.isfinite = isfinite  # type: ignore[assignment]
+        torch.isfinite, torch.isinf = isfinite, isinf  # type: ignore[assignment]
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, torch.gather, functional.one_hot = div, gather, one_hot
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
@@ -147,7 +150,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
         torch.div, torch.gather, functional.one_hot = original_div, original_gather, original_one_hot
-        torch.isfinite = original_isfinite
+        torch.isfinite, torch.isinf = original_isfinite, original_isinf
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
@@ -156,11 +159,17 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
 
 
 class _Overflowing:
-    """Whether numbers are finite, for code that asks for all of them alone: not all."""
+    """Whether numbers are finite, for code that asks for all of them alone, and whether they are infinite, for code that asks for any: not
+    all are finite.
+    """
 
     def all(self) -> bool:
-        """What a branch is decided by."""
+        """What a branch is decided by that asks for finite numbers."""
         return False
+
+    def any(self) -> bool:
+        """What a branch is decided by that asks for infinite ones."""
+        return True
 
 
 def _counts_from_the_end(stop: Any) -> bool:

@@ -15,11 +15,13 @@ from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..chatter import quiet
 from ..errors import ExportError, InputError
+from .patches import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 from .wrapper import Tensors, Wrapper
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
+SAMPLE_PATCHES = 11
 # Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
@@ -57,13 +59,15 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     mel_bins: Any = getattr(config, "num_mel_bins", None)
     mel_frames: Any = getattr(config, "max_source_positions", None)
     whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
-    if config is None or not (main in ("input_ids", "pixel_values") or whisper):
+    if config is None or not (main in ("input_ids", "pixel_values", PATCHES) or whisper):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
         # Processors make a mask for models that take any other argument, too, and read nothing of it (YOLOS).
         parameters = parameters_of(module)
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
+    if main == PATCHES:
+        return *_patch_sample(int(config.vision_config.patch_embed_hidden_size)), ()
     if main == "input_features":
         # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
         features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
@@ -85,6 +89,13 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     return resize(example, axes, sizes, config, seed=0), axes, unused
 
 
+def _patch_sample(width: int) -> tuple[Tensors, Axes]:
+    """Images as patches of so many values, of which the second has fewer."""
+    example = {PATCHES: torch.zeros((1, 1, 2 + width)), "attention_mask": torch.ones((1, 1), dtype=torch.int64)}
+    axes = {name: {0: "batch", 1: PATCH_AXIS} for name in example}
+    return resize(example, axes, {"batch": SAMPLE_BATCH, PATCH_AXIS: SAMPLE_PATCHES}, None, seed=0), axes
+
+
 def _regions(width: int) -> Tensors:
     """What VisualBERT reads beside a text: features of an image's regions, their mask (floating-point, as its documentation has it)
     and their types, which are all 1.
@@ -101,7 +112,7 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
     if _generates(module):
         return ExportError(
             f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
-            "'input_ids', 'pixel_values', or sounds as Whisper, Moonshine and Speech2Text do.",
+            "'input_ids', 'pixel_values', 'flattened_patches', or sounds as Whisper, Moonshine and Speech2Text do.",
             fix="run it with transformers.",
         )
     reads = f": it reads {main!r}, whose shape its config does not say" if main else ""
@@ -172,13 +183,15 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
         others: What else it is given.
     """
     config = getattr(module, "config", None)
-    height, width = image_size(config, folder)
+    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    height, width = image_size(config, folder, type(inner).__name__)
     channels = getattr(_image_config(config), "num_channels", 3)
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
     shape = (SAMPLE_BATCH, channels, height, width)
-    if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
+    # Perceiver makes its positions of an image's size as a number, which a trace holds: no need to try.
+    fixed = _generates(inner) or getattr(config, "model_type", None) == "perceiver"
+    if not fixed and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
         named |= dict(enumerate(IMAGE_AXES, start=2))
         # Axes of one size would become one axis.
         width += _IMAGE_STEP if height == width else 0
@@ -220,7 +233,12 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
-    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels."""
+    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, or its patches,
+    as many as its processor makes.
+    """
+    if PATCH_AXIS in axes:
+        made = _processor_settings(folder) if folder is not None else {}
+        return {PATCH_AXIS: int(made.get("max_patches", USUAL_PATCHES))}
     if not set(IMAGE_AXES) <= set(axes):
         return {}
     return dict(zip(IMAGE_AXES, image_size(config, folder), strict=True))
@@ -231,12 +249,24 @@ def _image_config(config: Any) -> Any:
     return getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
 
 
-def image_size(config: Any, folder: Path | None) -> tuple[int, int]:
-    """Height and width in pixels: the model's own, else its processor's, else 224."""
+def image_size(config: Any, folder: Path | None, architecture: str = "") -> tuple[int, int]:
+    """Height and width in pixels: the model's own, else its processor's, else 224.
+
+    Args:
+        config: Of the model.
+        folder: Where its processor's files are.
+        architecture: Its class; what the config names when empty.
+    """
     size = getattr(_image_config(config), "image_size", None)
+    made: tuple[str, ...] = ("crop_size", "size")
+    if getattr(config, "model_type", None) == "perceiver":
+        # Its processor crops before it resizes. The config's size is that of positions that are learned, which one head has.
+        made = ("size",)
+        named = architecture or (getattr(config, "architectures", None) or [""])[0]
+        size = size if named.endswith("Learned") else None
     if size is None and folder is not None:
         settings = _processor_settings(folder)
-        size = settings.get("crop_size") or settings.get("size")
+        size = next((settings[name] for name in made if settings.get(name)), None)
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
         return int(size.get("height", edge)), int(size.get("width", edge))
@@ -358,6 +388,8 @@ def resize(
             resized[name] = _padded_pixels(shape, tensor.dtype)
         elif name == BOXES:
             resized[name] = _boxes(shape, config, generator)
+        elif name == PATCHES:
+            resized[name] = drawn_patches(shape, generator).to(tensor.dtype)
         elif name == "token_type_ids":
             types = min(2, int(getattr(config, "type_vocab_size", 2) or 1))
             resized[name] = torch.randint(0, types, shape, generator=generator, dtype=tensor.dtype)
@@ -371,6 +403,8 @@ def resize(
             if value.is_floating_point():
                 value = value + 0.1 * torch.randn(value.shape, generator=generator).to(value.dtype)
             resized[name] = value.contiguous()
+    if "attention_mask" in resized and PATCHES in resized:
+        resized[PATCHES][resized["attention_mask"] == 0] = 0
     if "attention_mask" in resized and "input_ids" in resized:
         ids, mask = resized["input_ids"], resized["attention_mask"]
         if ids.shape == mask.shape:

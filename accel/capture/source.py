@@ -104,8 +104,11 @@ class Source:
         # Longformer's and LED's own mask says by a 2 which tokens see all others.
         most = 2 if getattr(config, "model_type", None) in _GLOBAL_BY_MASK else 1
         others = positions | dict.fromkeys(_MASKS, (0, most))
-        if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-            table = None if task_spec(self.task).generates or _mixes(config) else text_table(model)
+        generates = task_spec(self.task).generates
+        senses = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+        # An encoder reads images by itself (Pix2Struct's): none stand in the decoder's prompt.
+        if senses and not (generates and encodes):
+            table = None if generates or _mixes(config) else text_table(model)
             return others if table is None else others | {"input_ids": (0, table.num_embeddings - 1)}
         types = _named_table(model, "token_type_embeddings")
         # Places on a page: left, top, right, bottom.

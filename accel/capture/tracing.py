@@ -20,6 +20,7 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import read_config, task_spec
+from .patches import PATCHES
 from .quantized import symbolic_layers
 from .recurrence import recurrent
 from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
@@ -427,7 +428,7 @@ def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: in
     feeds = resize(example, axes, sizes, config, seed)
     return {
         name: tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
-        if tensor.is_floating_point()
+        if tensor.is_floating_point() and name != PATCHES
         else tensor
         for name, tensor in feeds.items()
     }

@@ -346,7 +346,8 @@ class ORTModel(Familiar, Saveable):
     @property
     def input_modalities(self) -> tuple[str, ...]:
         """What it reads: `text`, `image` or `audio`."""
-        others = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+        images, sounds = ("pixel_values", "flattened_patches"), ("input_values", "input_features")
+        others = dict.fromkeys(images, "image") | dict.fromkeys(sounds, "audio")
         return (others.get(self.main_input_name, "text"),)
 
     @property

@@ -31,7 +31,7 @@ from .tokens import has_own_threads, one_thread
 _COUNTS_BY_MASK = ("opt",)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
-_SENSED = ("input_features", "input_values", "pixel_values")
+_SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
 # What `generate` may pass that changes nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 

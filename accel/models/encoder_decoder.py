@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
+from ..backends.checks import check_readable
 from ..backends.interfaces import Session
 from ..errors import InputError
 from .cache import StateCache
@@ -18,6 +19,7 @@ from .outputs import fast_output, numpy_too
 
 _ENCODER_MASK = "encoder_attention_mask"
 _HIDDEN = "encoder_hidden_states"
+_PATCHES = "flattened_patches"
 
 
 @dataclass
@@ -41,6 +43,8 @@ class EncoderOf:
         self.shortens = _ENCODER_MASK in {spec.name for spec in session.outputs}
         # Frames that its positions allow; 0 for any number.
         self.longest = 0
+        # Rows and columns of patches that it has embeddings for.
+        self.rows = 0
 
     def forward(
         self,
@@ -50,12 +54,14 @@ class EncoderOf:
         pixel_values: Any = None,
         token_type_ids: Any = None,
         input_values: Any = None,
+        flattened_patches: Any = None,
         **_: Any,
     ) -> EncoderOutput:
         """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types other than zero, which the graph does not take, or more frames than it has positions for.
+            InputError: Token types other than zero, which the graph does not take, or more frames, or patches in other rows and
+                columns, than it has positions for.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
@@ -68,11 +74,13 @@ class EncoderOf:
             "input_features": input_features,
             "pixel_values": pixel_values,
             "input_values": input_values,
+            _PATCHES: flattened_patches,
         }
         feeds = {name: given[name] for name in self.names if given.get(name) is not None}
-        if "attention_mask" in self.names and "attention_mask" not in feeds and self.main_input_name in feeds:
-            shape = feeds[self.main_input_name].shape[:2]
-            feeds["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=feeds[self.main_input_name].device)
+        if self.rows and _PATCHES in feeds:
+            _check_places(feeds[_PATCHES], self.rows)
+        if "attention_mask" in self.names and self.main_input_name in feeds:
+            feeds["attention_mask"] = _mask_for(feeds, self.main_input_name)
         if self.longest and feeds[self.main_input_name].shape[1] > self.longest:
             raise InputError(
                 f"A sound of {feeds[self.main_input_name].shape[1]} frames came; the model has positions for {self.longest}.",
@@ -98,6 +106,8 @@ class EncoderDecoder(Generator):
     def _bounded(self, session: Session) -> EncoderOf:
         encoder = self._make_encoder(session, self.main_input_name)
         encoder.longest = self.artifact.component("encoder").max_sizes.get("frames", 0)
+        if encoder.main_input_name == _PATCHES:
+            encoder.rows = int(self.config.vision_config.seq_len)
         return encoder
 
     def _make_encoder(self, session: Session, main_input_name: str) -> EncoderOf:
@@ -149,7 +159,7 @@ class EncoderDecoder(Generator):
         """Run the encoder where `encoder_outputs` are not given, then the decoder once.
 
         Args:
-            input_ids: `(batch, encoder_sequence)`; `pixel_values` or `input_features` for other encoders.
+            input_ids: `(batch, encoder_sequence)`; `pixel_values`, `flattened_patches` or `input_features` for other encoders.
             attention_mask: `(batch, encoder_sequence)`.
             decoder_input_ids: `(batch, new)` tokens behind those in the cache.
             decoder_attention_mask: `(batch, cached + new)`.
@@ -176,9 +186,7 @@ class EncoderDecoder(Generator):
                 if "attention_mask" in self._encoder.names and attention_mask is not None:
                     encoder_inputs["attention_mask"] = attention_mask
                 encoder_outputs = self._encoder(**encoder_inputs)
-                if attention_mask is None and input_ids is not None:
-                    attention_mask = torch.ones_like(input_ids)
-            elif attention_mask is None:
+            if attention_mask is None:
                 # Left out, the encoder attended to everything, whoever ran it.
                 hidden = encoder_outputs[0]
                 attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
@@ -196,7 +204,7 @@ class EncoderDecoder(Generator):
                 attention_mask = cache.constants.get(_ENCODER_MASK)
             if attention_mask is None:
                 raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
-            cache.constants[_ENCODER_MASK] = attention_mask
+            cache.constants[_ENCODER_MASK] = _whole(attention_mask)
         tokens = {"input_ids": decoder_input_ids}
         logits = self._step(tokens, decoder_attention_mask, decoder_position_ids, cache, 0)
         values: dict[str, Any] = {"logits": logits}
@@ -205,6 +213,40 @@ class EncoderDecoder(Generator):
         if encoder_outputs is not None:
             values["encoder_last_hidden_state"] = encoder_outputs[0]
         return fast_output(Seq2SeqLMOutput, values)
+
+
+def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
+    """An encoder's mask, `(batch, encoder_sequence)` int64; what its model takes where none is given."""
+    if "attention_mask" in feeds:
+        return _whole(feeds["attention_mask"])
+    read = feeds[main]
+    if main == _PATCHES:
+        # Those that are zeros are padding, as are in transformers those that add up to zero.
+        return (read.sum(dim=-1) != 0).to(torch.int64)
+    return torch.ones(read.shape[:2], dtype=torch.int64, device=read.device)
+
+
+def _whole(mask: Any) -> Any:
+    """A mask of integers where it is one of floating-point numbers, as the processor of Pix2Struct makes it."""
+    return (mask != 0).to(torch.int64) if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask
+
+
+def _check_places(patches: torch.Tensor, rows: int) -> None:
+    """Check the rows and columns of patches `(batch, patches, 2 + values of a patch)`, which are looked up: runtimes answer those that
+    are in no table each in another way.
+
+    Raises:
+        InputError: One that the model has no embedding of, or no tensor.
+    """
+    check_readable(_PATCHES, patches)
+    # Those of another shape the session refuses. What is no number compares with nothing.
+    places = patches[..., :2] if patches.ndim else patches
+    if not bool(((places > -1) & (places < rows)).all()):
+        raise InputError(
+            f"The patches stand in rows and columns from {float(places.min()):g} to {float(places.max()):g}; the model has 0 to "
+            f"{rows - 1}.",
+            fix="pass what the model's processor returns, of at most so many patches: processor(images, max_patches=...).",
+        )
 
 
 def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -229,6 +271,6 @@ class ORTModelForSeq2SeqLM(EncoderDecoder):
 
 
 class ORTModelForVision2Seq(EncoderDecoder):
-    """Captions and text recognition: `pixel_values` to text."""
+    """Captions and text recognition: `pixel_values` to text, or `flattened_patches` of Pix2Struct."""
 
     task = "image-to-text"

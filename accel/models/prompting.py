@@ -113,11 +113,12 @@ def prompt_inputs(
         ConfigError: A chat was asked for and the tokenizer has no template, or a file is missing.
         InputError: An empty prompt.
     """
-    if model.main_input_name == "pixel_values":
+    if model.main_input_name in ("pixel_values", "flattened_patches"):
         if image is None:
             raise ConfigError("This model describes an image and was given none.", fix="pass --image FILE.")
         processor = companion_of(model, "AutoImageProcessor")
-        return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt"))
+        asked = asked_of(processor, prompt) if getattr(processor, "is_vqa", False) else {}
+        return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt", **asked))
     if model.main_input_name in ("input_features", "input_values"):
         if audio is None:
             raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
@@ -139,6 +140,24 @@ def prompt_inputs(
         )
     encoded = tokenizer(prompt, return_tensors="pt")
     return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def asked_of(processor: Any, question: str | None) -> dict[str, str]:
+    """What an image processor is given besides an image: a question for those that write it above, as some of Pix2Struct's do.
+
+    Raises:
+        ConfigError: A question for one that does not, or none for one that does.
+    """
+    if getattr(processor, "is_vqa", False):
+        if not question:
+            raise ConfigError("This model answers a question about an image and was given none.", fix="pass a prompt.")
+        return {"header_text": question}
+    if question is not None:
+        raise ConfigError(
+            "An encoder-decoder of images reads no prompt.",
+            fix="leave prompt out, or use a model of images and text with the pipeline 'image-text-to-text'.",
+        )
+    return {}
 
 
 def _image_prompt(

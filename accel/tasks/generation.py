@@ -58,7 +58,7 @@ SPECS = (
         model="accel.models.encoder_decoder:ORTModelForVision2Seq",
         auto_model="AutoModelForImageTextToText",
         output="Seq2SeqLMOutput",
-        suffixes=("VisionEncoderDecoderModel",),
+        suffixes=("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration"),
         # transformers 5 calls its auto class so, for these models too.
         synonyms=("vision2seq", "vision2seq-lm", "image-text-to-text"),
         modalities=("image",),

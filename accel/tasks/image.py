@@ -28,7 +28,8 @@ SPECS = (
         auto_model="AutoModelForImageClassification",
         output="ImageClassifierOutput",
         outputs={"logits": ("batch", "num_labels")},
-        suffixes=("ForImageClassification",),
+        # Perceiver's three ways to read an image.
+        suffixes=tuple(f"ForImageClassification{how}" for how in ("", "Learned", "Fourier", "ConvProcessing")),
         modalities=("image",),
         columns=(LABEL, IMAGE),
         loss="ForImageClassification",

@@ -14,6 +14,7 @@ from . import audio, generation, image, text, video
 from .spec import TaskSpec, load
 
 _MOST_LABELS = 1_000_000
+_BY_NAME_ALONE = (len("ForConditionalGeneration"), "text2text-generation")
 ENTRY_POINT_GROUP = "accel.tasks"
 
 TASKS: Mapping[str, TaskSpec] = {
@@ -118,9 +119,6 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     if not architectures:
         raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
     name = str(architectures[0])
-    # Text and images in one prompt; by their names alone such models are encoder-decoders.
-    if name.endswith("ForConditionalGeneration") and {"vision_config", "text_config"} <= set(config):
-        return "image-text-to-text"
     # What Sentence Transformers writes beside a cross-encoder's classes.
     if name.endswith("ForSequenceClassification") and {
         "sentence_transformers",
@@ -128,6 +126,9 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     } & set(config):
         return "text-ranking"
     fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
+    # Text and images in one prompt; by their names alone such models are encoder-decoders.
+    if {"vision_config", "text_config"} <= set(config) and max(fits, default=None) == _BY_NAME_ALONE:
+        return "image-text-to-text"
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
     if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(

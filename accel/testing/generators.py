@@ -254,6 +254,7 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "vit-gpt2": ("image-to-text", "VisionEncoderDecoderModel", {}),
+    "pix2struct": ("image-to-text", "Pix2StructForConditionalGeneration", {}),
     "llava": ("image-text-to-text", "LlavaForConditionalGeneration", {}),
 }
 STATES = (
@@ -262,6 +263,8 @@ STATES = (
 """Those that keep states of one size beside keys and values, or nothing else."""
 RECOMPUTED = ("openai-gpt",)
 """Those that keep nothing."""
+PATCH = 4
+"""Edge of Pix2Struct's patches, in pixels."""
 IMAGE_TOKEN = 1
 """What stands in a prompt for each of an image's patches."""
 
@@ -277,7 +280,7 @@ def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
     _, architecture, settings = GENERATORS[family]
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
-    made = {"vit-gpt2": _captioner, "llava": _reader_of_images}
+    made = {"vit-gpt2": _captioner, "pix2struct": _reader_of_patches, "llava": _reader_of_images}
     config = made[family]() if family in made else cls.config_class(**{**settings, **overrides})
     model = cls(config).eval()
     model.generation_config.eos_token_id = None
@@ -299,6 +302,18 @@ def _captioner() -> Any:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     config.decoder_start_token_id, config.pad_token_id = 2, 0
     return config
+
+
+def _reader_of_patches() -> Any:
+    vision = {
+        "hidden_size": 64, "patch_embed_hidden_size": 3 * PATCH**2, "d_ff": 96, "d_kv": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "seq_len": 64,
+    }  # fmt: skip
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+        "pad_token_id": 0, "decoder_start_token_id": 2, "eos_token_id": 3,
+    }  # fmt: skip
+    return transformers.Pix2StructConfig(text_config=text, vision_config=vision, initializer_range=0.3)
 
 
 def _reader_of_images() -> Any:
@@ -326,6 +341,9 @@ def save_generator(folder: Path, family: str, seed: int = 0, **overrides: Any) -
     if family == "vit-gpt2":
         size = {"height": model.config.encoder.image_size, "width": model.config.encoder.image_size}
         transformers.ViTImageProcessorPil(size=size).save_pretrained(folder)
+    if family == "pix2struct":
+        size = {"height": PATCH, "width": PATCH}
+        transformers.Pix2StructImageProcessorPil(patch_size=size, max_patches=20).save_pretrained(folder)
     if family == "llava":
         size = model.config.vision_config.image_size
         tokenizer = tiny_tokenizer()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from accel import (
     ORTModelForCausalLM,
@@ -16,6 +17,7 @@ from accel import (
     ORTModelForSeq2SeqLM,
     ORTModelForSequenceClassification,
     export,
+    pipeline,
     validate,
 )
 from accel.artifact import Artifact
@@ -242,6 +244,35 @@ def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
     artifact = export(original, tmp_path / "out", task="text-classification")
     assert [spec.name for spec in artifact.component().inputs] == ["input_ids", "attention_mask"]
     assert worst(artifact, original, ((1, 4), (3, 30))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [
+        ("Fourier", 24),
+        pytest.param("Learned", 32, marks=pytest.mark.thorough),
+        pytest.param("ConvProcessing", 24, marks=pytest.mark.thorough),
+    ],
+)
+def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size: int, tmp_path: Path) -> None:
+    """The config's is that of learned positions; the processor's is what it resizes to, not what it cuts out before."""
+    original = made(
+        f"PerceiverForImageClassification{head}", image_size=32, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
+        num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=1, num_labels=3,
+    )  # fmt: skip
+    folder = tmp_path / "weights"
+    original.save_pretrained(folder)
+    transformers.PerceiverImageProcessorPil(
+        crop_size={"height": 28, "width": 28}, size={"height": size, "width": size}
+    ).save_pretrained(folder)
+    artifact = export(folder, tmp_path / "out")
+    assert artifact.component().inputs[0].shape == ("batch", 3, size, size)
+    picture = Image.new("RGB", (40, 30), "red")
+    picture.paste("blue", (3, 5, 20, 20))
+    expected = transformers.pipeline("image-classification", model=str(folder))(picture)
+    found = pipeline("image-classification", model=str(artifact.path))(picture)
+    assert [one["label"] for one in found] == [one["label"] for one in expected]
+    assert found[0]["score"] == pytest.approx(expected[0]["score"], abs=TOLERANCE)
 
 
 def test_speech_that_only_transformers_reads(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_a_name_without_counterpart_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ORT", "OV"])
+def test_pix2struct_is_a_reader_of_images_as_others_are(kind: str) -> None:
+    assert getattr(optimum, f"{kind}ModelForPix2Struct") is getattr(optimum, f"{kind}ModelForVision2Seq")
+
+
+@pytest.mark.parametrize("kind", ["ORT", "OV"])
 def test_every_task_has_a_class_that_is_ours(kind: str) -> None:
     ours = [name for name in accel.__all__ if name.startswith("ORTModelFor")]
     assert len(ours) > 10

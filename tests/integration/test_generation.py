@@ -22,11 +22,12 @@ import accel
 from accel import ORTModelForCausalLM, optimize, quantize, validate
 from accel.artifact import Artifact
 from accel.artifact.manifest import Manifest
+from accel.capture import feeds_for
 from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.models.losses import computes_next_tokens_loss
 from accel.tasks.infer import task_spec
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN, save_generator, tiny_generator
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN, PATCH, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
 Artifacts = Callable[..., Artifact]
@@ -56,6 +57,8 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
         return {name: sounds, "attention_mask": mask}
     if task == "automatic-speech-recognition":
         return {"input_features": torch.randn((3, 80, 40), generator=draw)}
+    if family == "pix2struct":
+        return dict(patch_processor()(pictures(), return_tensors="pt"))
     if task == "image-to-text":
         return {"pixel_values": torch.randn((3, 3, 32, 32), generator=draw)}
     ids = torch.randint(4, VOCABULARY, (3, 7), generator=draw)
@@ -72,6 +75,18 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
         pixels = torch.randn((3, 3, 16, 16), generator=draw)
         return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def pictures() -> list[Image.Image]:
+    """Three of unequal shapes, which are cut into unequal numbers of patches."""
+    draw = np.random.default_rng(0)
+    shapes = ((30, 50, 3), (60, 20, 3), (40, 41, 3))
+    return [Image.fromarray(draw.integers(0, 255, shape, dtype=np.uint8)) for shape in shapes]
+
+
+def patch_processor(**settings: Any) -> Any:
+    size = {"height": PATCH, "width": PATCH}
+    return transformers.Pix2StructImageProcessorPil(patch_size=size, max_patches=20, **settings)
 
 
 def opened(artifact: Artifact) -> Any:
@@ -132,6 +147,7 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
         ("moonshine", "onnx", "float16"),
         ("speech-to-text", "onnx", "float16"),
         ("marian", "onnx", "float16"),
+        ("pix2struct", "onnx", "float16"),
     ],
 )
 def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:
@@ -362,6 +378,69 @@ def test_a_pipeline_reads_images_with_an_encoder_decoder(generator: Artifacts, t
         read(pictures[0], max_new_tokens=6, generate_kwargs={"max_new_tokens": 7})
     with pytest.raises(ConfigError, match="temprature"):
         accel.pipeline("image-to-text", model=opened(artifact), temprature=0.5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Artifacts) -> None:
+    """Without a mask, Pix2Struct's encoder leaves the padding out and its decoder does not."""
+    original, model = tiny_generator("pix2struct"), opened(generator("pix2struct"))
+    given = inputs_of("pix2struct")
+    assert len(set(given["attention_mask"].sum(1).tolist())) > 1
+    given = given if masked else {"flattened_patches": given["flattened_patches"]}
+    ids = torch.tensor([[2, 5, 6], [2, 7, 8], [2, 9, 10]])
+    with torch.inference_mode():
+        expected = original(**given, decoder_input_ids=ids).logits
+    assert (model(**given, decoder_input_ids=ids).logits - expected).abs().max() < 1e-4
+    for choices in ({}, {"num_beams": 3}, {"use_cache": False}):
+        found = model.generate(**given, max_new_tokens=12, **choices)
+        assert torch.equal(found, original.generate(**given, max_new_tokens=12, **choices))
+
+
+@pytest.mark.parametrize("place", [64.0, -1.0, float("nan")])
+def test_patches_in_no_row_of_the_model(place: float, generator: Artifacts) -> None:
+    """Runtimes answer them, each otherwise."""
+    model, given = opened(generator("pix2struct")), inputs_of("pix2struct")
+    given["flattened_patches"][1, 2, 0] = place
+    with pytest.raises(InputError, match="the model has 0 to 63"):
+        model.generate(**given, max_new_tokens=4)
+
+
+def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifacts) -> None:
+    """Who names no number would measure images of two patches."""
+    artifact = generator("pix2struct")
+    made = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
+    assert made["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
+    places = made["flattened_patches"][0, :, :2]
+    assert places.min() == 1
+    assert len({tuple(place) for place in places.tolist()}) == 20
+    assert not made["flattened_patches"][made["attention_mask"] == 0].any()
+
+
+def test_a_pipeline_reads_patches(generator: Artifacts) -> None:
+    artifact = generator("pix2struct")
+    tokens = tiny_generator("pix2struct").generate(**inputs_of("pix2struct"), max_new_tokens=6)
+    expected = [[{"generated_text": text}] for text in tiny_tokenizer().batch_decode(tokens, skip_special_tokens=True)]
+    read = accel.pipeline(model=str(artifact.path))
+    assert read(pictures(), max_new_tokens=6) == expected
+    assert read(pictures(), batch_size=3, max_new_tokens=6) == expected
+
+
+def test_a_question_is_written_above_an_image(generator: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the image processor, whose font comes from the Hub."""
+    from transformers.models.pix2struct import image_processing_pil_pix2struct as processing
+
+    headers = {"how many?": Image.new("RGB", (50, 20), "red"), "what?": Image.new("RGB", (50, 20), "blue")}
+    monkeypatch.setattr(processing, "render_text", lambda text, **_: headers[text])
+    processor, original = patch_processor(is_vqa=True), tiny_generator("pix2struct")
+    read = accel.pipeline(model=opened(generator("pix2struct")), image_processor=processor)
+    found = {}
+    for question in headers:
+        given = processor(pictures()[:1], header_text=question, return_tensors="pt")
+        expected = tiny_tokenizer().decode(original.generate(**given, max_new_tokens=6)[0], skip_special_tokens=True)
+        found[question] = read(pictures()[0], prompt=question, max_new_tokens=6)
+        assert found[question] == [{"generated_text": expected}]
+    with pytest.raises(ConfigError, match="was given none"):
+        read(pictures()[0])
 
 
 def test_token_types_that_say_nothing(generator: Artifacts) -> None:

@@ -69,7 +69,7 @@ def _all_pairs() -> Iterable[Pair]:
                 continue
             if spec.generates and "image" in spec.modalities:
                 # One table for captions (an encoder-decoder of images) and for prompts that hold images.
-                captions = model == "VisionEncoderDecoderModel"
+                captions = model.endswith(task_spec("image-to-text").suffixes)
                 if captions != (spec.name == "image-to-text"):
                     continue
             yield Pair(architecture, spec.name, model)

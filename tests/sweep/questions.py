@@ -153,6 +153,9 @@ def make_inputs(
     parameters = inspect.signature(model.forward).parameters
     config = model.config
     main = model.main_input_name
+    if main == "inputs" and "input_ids" in parameters:
+        # Perceiver's word for anything.
+        main = "input_ids"
     spec = task_spec(pair.task)
     real: torch.Tensor | None = None
     if main == "input_ids" and "audio" in spec.modalities and spec.generates:
@@ -205,6 +208,8 @@ def make_inputs(
         real = padded if len(shape) == 2 and not (spec.generates and config.is_encoder_decoder) else None
     elif main == "pixel_values":
         inputs = {"pixel_values": torch.randn((batch, *_image_shape(config)), generator=draw)}
+    elif main == "flattened_patches":
+        inputs = _patches(config, batch, sequence, padding, draw)
     elif main == "input_features":
         inputs = {"input_features": torch.randn((batch, *_feature_shape(config, sequence)), generator=draw)}
     elif main == "input_values":
@@ -259,6 +264,19 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
     size = getattr(part, "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
     return int(getattr(part, "num_channels", 3) or 3), int(height), int(width)
+
+
+def _patches(config: Any, batch: int, count: int, padding: str, draw: torch.Generator) -> Tensors:
+    """Images of five columns of patches; where they are padded, each but the first has fewer of them."""
+    width = config.vision_config.patch_embed_hidden_size
+    numbers = torch.arange(count)
+    places = torch.stack([1 + numbers // 5, 1 + numbers % 5], dim=-1).expand(batch, -1, -1)
+    patches = torch.cat([places, torch.randn((batch, count, width), generator=draw)], dim=-1)
+    mask = torch.ones((batch, count))
+    for row in range(1, batch) if padding != "none" else ():
+        mask[row, count - count // (2 + row % 2) :] = 0
+    patches[mask == 0] = 0
+    return {"flattened_patches": patches, "attention_mask": mask}
 
 
 def _video_shape(config: Any) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
     assert infer_task(llava) == "image-text-to-text"
     del llava["vision_config"]
     assert infer_task(llava) == "text2text-generation"
+    pix2struct = {"architectures": ["Pix2StructForConditionalGeneration"], "vision_config": {}, "text_config": {}}
+    assert infer_task(pix2struct) == "image-to-text"
 
 
 @pytest.mark.parametrize("architecture", ["GPT2DoubleHeadsModel", "TransfoXLHeadModel"])

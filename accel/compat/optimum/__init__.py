@@ -59,6 +59,8 @@ _MODULE_OF = {
 }
 # Task classes that Optimum names otherwise than we do.
 _SAME_AS = {
+    "ORTModelForPix2Struct": "ORTModelForVision2Seq",
+    "OVModelForPix2Struct": "OVModelForVision2Seq",
     "OVModelForVisualCausalLM": "OVModelForImageTextToText",
     "OVModelForMultimodalLM": "OVModelForImageTextToText",
     "OVSamModel": "OVModelForMaskGeneration",
@@ -85,8 +87,6 @@ _ABSENT = {
     "OVSentenceTransformer": "sentence-transformers runs on OpenVINO itself: SentenceTransformer(..., backend='openvino')",
     "OVModelOpenCLIP": "open_clip's models are not transformers' ones",
     "OVModelForTextToSpeechSeq2Seq": "SpeechT5 writes its sound in steps; VITS is OVModelForTextToWaveform",
-    "ORTModelForPix2Struct": "its patches are no task here",
-    "OVModelForPix2Struct": "its patches are no task here",
 }
 
 

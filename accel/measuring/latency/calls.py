@@ -28,7 +28,7 @@ from ..processes import peak_memory, quiet_child
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = ("input_ids", "attention_mask", "pixel_values", "input_features", "input_values")
+_PROMPT = ("input_ids", "attention_mask", "pixel_values", "flattened_patches", "input_features", "input_values")
 
 
 def serve(pipe: Connection, variant: Variant, threads: int) -> None:

@@ -10,6 +10,14 @@ from transformers.image_utils import load_image
 from transformers.pipelines.base import Pipeline
 
 from ...errors import ConfigError
+from ..prompting import asked_of
+
+# With the mask of patches that are padding.
+_READ = ("pixel_values", "flattened_patches", "attention_mask")
+
+
+def _set(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class ImageToTextPipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
@@ -29,10 +37,10 @@ class ImageToTextPipeline(Pipeline):  # type: ignore[misc]  # transformers is un
         Args:
             images: One or a list.
             **kwargs: `max_new_tokens`, `generate_kwargs` for any other setting of `generate`, `timeout` in seconds for images from
-                the web, `batch_size`.
+                the web, `batch_size`; `prompt`, the question that a Pix2Struct model for questions reads above the image.
 
         Raises:
-            ConfigError: `max_new_tokens` was given twice, or a prompt, which these models do not read.
+            ConfigError: `max_new_tokens` was given twice, a prompt for a model that reads none, or none for one that does.
         """
         return super().__call__(images, **kwargs)
 
@@ -43,26 +51,22 @@ class ImageToTextPipeline(Pipeline):  # type: ignore[misc]  # transformers is un
         prompt: str | None = None,
         timeout: float | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        if prompt is not None:
-            raise ConfigError(
-                "An encoder-decoder of images reads no prompt.",
-                fix="leave prompt out, or use a model of images and text with the pipeline 'image-text-to-text'.",
-            )
         settings = dict(generate_kwargs or {})
         if max_new_tokens is not None:
             if "max_new_tokens" in settings:
                 raise ConfigError("max_new_tokens was given twice.", fix="leave it out of generate_kwargs.")
             settings["max_new_tokens"] = max_new_tokens
-        return {} if timeout is None else {"timeout": timeout}, settings, {}
+        return _set(timeout=timeout, prompt=prompt), settings, {}
 
-    def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, Any]:
+    def preprocess(self, image: Any, timeout: float | None = None, prompt: str | None = None) -> dict[str, Any]:
         """Read one image."""
+        asked = asked_of(self.image_processor, prompt)
         picture = load_image(image, timeout=timeout)
-        inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt").to(self.dtype)
-        return {"pixel_values": inputs["pixel_values"]}
+        inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt", **asked).to(self.dtype)
+        return {name: inputs[name] for name in _READ if name in inputs}
 
     def _forward(self, inputs: Mapping[str, Any], **generate: Any) -> Mapping[str, Any]:
-        batch = inputs["pixel_values"].shape[0]
+        batch = inputs[self.model.main_input_name].shape[0]
         tokens = self.model.generate(**inputs, **self._prepare_generate_kwargs(generate))
         return {"output_ids": tokens.reshape(batch, tokens.shape[0] // batch, *tokens.shape[1:])}
 

@@ -28,6 +28,7 @@ from .words import check_words, loading_words
 
 logger = logging.getLogger(__name__)
 
+_IMAGES = {"pixel_values", "flattened_patches"}
 # Models and revisions that transformers 4 took for the tasks whose pipelines transformers 5 removed.
 _T5 = ("google-t5/t5-base", "a9723ea")
 _ONCE_USUAL = {
@@ -158,7 +159,7 @@ def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) ->
     sounds = {"input_values", "input_features"} & {main, *reads}
     if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
         needed["tokenizer"] = "AutoTokenizer"
-    if "pixel_values" in reads:
+    if _IMAGES & set(reads):
         needed["image_processor"] = "AutoImageProcessor"
     if sounds:
         needed["feature_extractor"] = "AutoFeatureExtractor"
@@ -178,7 +179,7 @@ def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
     """Whether a model of a task that serves a pipeline reads what it gives, and has the labels that it looks for."""
     impl: Any = pipeline_class(task)
-    if getattr(impl, "_load_image_processor", False) is True and "pixel_values" not in model.input_names:
+    if getattr(impl, "_load_image_processor", False) is True and not _IMAGES & set(model.input_names):
         return False
     needed = _LABELS_NEEDED.get(task)
     labels = getattr(model.config, "label2id", None) or {}
