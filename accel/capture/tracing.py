@@ -153,7 +153,13 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
     """
 
     def attempt(answers: Sequence[bool]) -> Any:
-        with quiet(), traceable(source.config, answers), windowed(source.model), _without_cache(source), _simple_sizes(source):
+        with (
+            quiet(),
+            traceable(source.config, answers),
+            windowed(source.model),
+            _without_cache(source),
+            _simple_sizes(source),
+        ):
             return trace()
 
     # Tracing runs foreign model code, which may raise anything.

@@ -7,6 +7,7 @@ While a model is traced, its layers compute the same from blocks of tokens, for 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +17,14 @@ from torch.nn import functional
 
 from ..errors import ExportError
 
+
 def _attend(
     self: Any,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor,
     is_index_masked: torch.Tensor,
     is_index_global_attn: torch.Tensor,
-    is_global_attn: bool | None = None,
+    is_global_attn: bool | None = None,  # noqa: ARG001
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor]:
     """What a layer answers `(batch, length, hidden)`, of any length.
@@ -120,23 +122,33 @@ def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tens
     return torch.cat([blocks[:, :, :-2], blocks[:, :, 1:-1], blocks[:, :, 2:]], dim=3)
 
 
-def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:
+def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:  # noqa: ARG001
     """How much padding was put behind the inputs, and the inputs."""
     return 0, *inputs.values()
+
+
+def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
+    """How many tokens are before the first separator, `(batch,)`: those of the question.
+
+    transformers refuses texts that have not three separators, which a graph cannot.
+    """
+    return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
 
 
 @contextmanager
 def windowed(model: torch.nn.Module) -> Iterator[None]:
     """The model with attention that a trace can follow, and its own again afterwards; nothing happens to models without windows."""
     classes: dict[str, Any] = {type(module).__name__: type(module) for module in model.modules()}
-    replaced = [
-        (classes[name], method, getattr(classes[name], method), ours)
-        for name, method, ours in _METHODS
-        if name in classes
+    found: list[tuple[Any, str, Any]] = [
+        (classes[name], method, ours) for name, method, ours in _METHODS if name in classes
     ]
-    if replaced:
+    if found:
         # Whether any token sees all, which the attention here does not read.
-        replaced.append((torch.Tensor, "item", torch.Tensor.item, _item(torch.Tensor.item)))
+        found.append((torch.Tensor, "item", _item(torch.Tensor.item)))
+    if "LongformerForQuestionAnswering" in classes:
+        module = sys.modules[classes["LongformerForQuestionAnswering"].__module__]
+        found.append((module, "_get_question_end_index", _first_separator))
+    replaced = [(owner, name, getattr(owner, name), ours) for owner, name, ours in found]
     for owner, name, _, ours in replaced:
         setattr(owner, name, ours)
     try:
