@@ -95,7 +95,7 @@ def _query(layer: Any, project: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def _heads(layer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """`(batch, heads, tokens, head_size)`."""
-    return [tensor.unflatten(2, (layer.num_heads, layer.head_dim)).transpose(1, 2) for tensor in tensors]
+    return [torch.unflatten(tensor, 2, (layer.num_heads, layer.head_dim)).transpose(1, 2) for tensor in tensors]
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,8 @@ def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0,
     """
     length = tensor.shape[2]
     filled = size * ((length + size - 1) // size)
-    return functional.pad(tensor, (0, 0, before, filled - length + after), value=padding).unflatten(2, (-1, size))
+    padded = functional.pad(tensor, (0, 0, before, filled - length + after), value=padding)
+    return torch.unflatten(padded, 2, (-1, size))
 
 
 def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tensor:
@@ -145,8 +146,8 @@ def windowed(model: torch.nn.Module) -> Iterator[None]:
     if found:
         # Whether any token sees all, which the attention here does not read.
         found.append((torch.Tensor, "item", _item(torch.Tensor.item)))
-    if "LongformerForQuestionAnswering" in classes:
-        module = sys.modules[classes["LongformerForQuestionAnswering"].__module__]
+    if "LongformerModel" in classes:
+        module = sys.modules[classes["LongformerModel"].__module__]
         found.append((module, "_get_question_end_index", _first_separator))
     replaced = [(owner, name, getattr(owner, name), ours) for owner, name, ours in found]
     for owner, name, _, ours in replaced:
