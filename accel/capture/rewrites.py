@@ -14,8 +14,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 if TYPE_CHECKING:
     import onnx_ir
 
-# Models that look for `onnx_export` in their config: overlapping chunks without a view of strides.
-_SWITCHED = ("longformer", "led")
 # Models that in float16 ask at each layer whether a number overflowed, and then cut all of them off a little below the largest.
 _CUT_OFF = (
     "autoformer", "bart", "bigbird_pegasus", "blenderbot-small", "informer", "led", "longt5", "marian", "mvp", "nllb-moe",
@@ -71,8 +69,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     differ from the reference cases, whose sizes are others). What is gathered from has no more rows beside the axis than the
     indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
     GatherElements. What a layer in float16 cuts off where a number overflowed is cut off in every call, which changes
-    numbers between 64,504 and 65,504 where none did (BART's). Models with a switch for traces of their own get it
-    (Longformer's and LED's `onnx_export`).
+    numbers between 64,504 and 65,504 where none did (BART's).
 
     Args:
         config: Of the transformers model.
@@ -135,7 +132,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original_isinf(tensor)
 
     model_type = getattr(config, "model_type", None)
-    switched = model_type in _SWITCHED and not hasattr(config, "onnx_export")
     if model_type in _CUT_OFF:
         torch.isfinite, torch.isinf = isfinite, isinf  # type: ignore[assignment]
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
@@ -143,8 +139,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
     torch.Tensor.__len__ = length  # type: ignore[method-assign]
-    if switched:
-        config.onnx_export = True
     try:
         yield
     finally:
@@ -154,8 +148,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
-        if switched:
-            del config.onnx_export
 
 
 class _Overflowing:

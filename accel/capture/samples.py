@@ -412,7 +412,20 @@ def resize(
             end = _end_id(config)
             if end is not None:
                 ids.scatter_(-1, mask.sum(-1, keepdim=True).to(torch.int64) - 1, end)
+            if getattr(config, "model_type", None) == "longformer":
+                _separate(ids, mask, config)
     return resized
+
+
+def _separate(ids: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
+    """Put separators into `ids, mask: (..., tokens)`: behind a question, before a context and behind it, where Longformer's head
+    for questions counts them.
+    """
+    ids[ids == config.sep_token_id] = next(i for i in range(3) if i not in (config.sep_token_id, pad_id(config)))
+    lengths = mask.sum(-1, keepdim=True).to(torch.int64)
+    question = (lengths - 1) // 3
+    for place in (question, (question + 1).clamp(max=lengths - 1), lengths - 1):
+        ids.scatter_(-1, place, config.sep_token_id)
 
 
 def text_config(config: Any) -> Any:

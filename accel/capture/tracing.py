@@ -27,6 +27,7 @@ from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
+from .windows import windowed
 from .wrapper import Tensors
 
 if TYPE_CHECKING:
@@ -153,7 +154,13 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
     """
 
     def attempt(answers: Sequence[bool]) -> Any:
-        with quiet(), traceable(source.config, answers), _without_cache(source), _simple_sizes(source):
+        with (
+            quiet(),
+            traceable(source.config, answers),
+            windowed(source.model),
+            _without_cache(source),
+            _simple_sizes(source),
+        ):
             return trace()
 
     # Tracing runs foreign model code, which may raise anything.

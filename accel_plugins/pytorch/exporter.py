@@ -125,7 +125,8 @@ def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
     names = list(dict.fromkeys(axis for named in part.axes.values() for axis in named.values()))
     runs: list[tuple[dict[str, int], Tensors]] = []
     # Large images take long: Swin2SR has a token for each pixel.
-    for first in (2, 5 if set(IMAGE_AXES) <= set(names) else 11):
+    # Longformer's head for questions counts three separators even in a padded text.
+    for first in (2, 5) if set(IMAGE_AXES) <= set(names) else (5, 11):
         sizes = {axis: first + place for place, axis in enumerate(names)}
         sizes |= {axis: AXIS_STEPS[axis] * (first + names.index(axis)) for axis in names if axis in AXIS_STEPS}
         if "texts" in sizes:

@@ -14,6 +14,7 @@ from PIL import Image
 from accel import (
     ORTModelForCausalLM,
     ORTModelForImageClassification,
+    ORTModelForQuestionAnswering,
     ORTModelForSeq2SeqLM,
     ORTModelForSequenceClassification,
     export,
@@ -22,7 +23,7 @@ from accel import (
 )
 from accel.artifact import Artifact
 from accel.capture import max_difference
-from accel.errors import ExportError
+from accel.errors import ExportError, InputError
 from accel.testing.models import rescale
 
 BACKENDS = ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)]
@@ -30,6 +31,11 @@ _BART: dict[str, Any] = {
     "vocab_size": 120, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_labels": 3,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+_LED = _BART | {"attention_window": [8], "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96}
+_LONGFORMER: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "attention_window": [8, 8], "max_position_embeddings": 98, "num_labels": 2, "pad_token_id": 1, "sep_token_id": 2,
 }  # fmt: skip
 
 
@@ -158,17 +164,67 @@ def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path:
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.parametrize("length", [2, 12, 40])
 def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., Path], tmp_path: Path) -> None:
-    """LED pads to whole windows and cuts the padding off again: none, where the text fills them."""
-    original = made(
-        "LEDForConditionalGeneration", **_BART, attention_window=[8], max_encoder_position_embeddings=96,
-        max_decoder_position_embeddings=96,
-    )  # fmt: skip
+    """LED pads to whole windows: with nothing, where the text fills them."""
+    original = made("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = original.generate(**rows, max_new_tokens=10, do_sample=False, eos_token_id=None)
     found = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(**rows, max_new_tokens=10, eos_token_id=None)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: Callable[..., Path]) -> None:
+    """A 2 in LED's mask; one text is padded behind, one in front."""
+    original = made("LEDForConditionalGeneration", **_LED)
+    folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
+    ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 17:], mask[2, :9] = 0, 0
+    mask[0, 0] = mask[0, 20] = mask[1, 3] = 2
+    settings = {"max_new_tokens": 10, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    expected = original.generate(input_ids=ids, attention_mask=mask, **settings)
+    found = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(found, expected)
+    plain = original.generate(input_ids=ids, attention_mask=mask.clamp(max=1), **settings)
+    assert not torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_that_see_all_by_the_mask(backend: str, tmp_path: Path) -> None:
+    """Longformer's classifier lets the first token see all, and a 2 in the mask others; 3 is refused."""
+    original = made("LongformerForSequenceClassification", **_LONGFORMER)
+    artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
+    assert worst(artifact, original, ((1, 1), (3, 3), (2, 8), (3, 30))) <= TOLERANCE
+    model = ORTModelForSequenceClassification(artifact)
+    ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 17:] = 0
+    mask[:, 5:9] *= 2
+    with torch.inference_mode():
+        expected = original(input_ids=ids, attention_mask=mask).logits
+    assert (model(input_ids=ids, attention_mask=mask).logits - expected).abs().max() <= TOLERANCE
+    with pytest.raises(InputError):
+        model(input_ids=ids, attention_mask=mask + 1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
+def test_tokens_of_a_question_see_all(backend: str, tmp_path: Path) -> None:
+    original = made("LongformerForQuestionAnswering", **_LONGFORMER)
+    artifact = export(original, tmp_path / "out", task="question-answering", backend=backend)
+    ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 17:] = 0
+    for row, question in enumerate((4, 9, 0)):
+        ids[row, [question, question + 1, 12]] = original.config.sep_token_id
+    with torch.inference_mode():
+        expected = original(input_ids=ids, attention_mask=mask).start_logits
+    found = ORTModelForQuestionAnswering(artifact)(input_ids=ids, attention_mask=mask).start_logits
+    assert (found - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.thorough
@@ -190,13 +246,6 @@ def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "reason", "settings"),
     [
-        pytest.param(
-            "LongformerForSequenceClassification",
-            "decides by the values of its tensors what to compute",
-            {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-             "intermediate_size": 48, "attention_window": [8], "max_position_embeddings": 98},
-            marks=pytest.mark.thorough,
-        ),
         (
             "FunnelForSequenceClassification",
             "computes with the number that the axis 'sequence'",

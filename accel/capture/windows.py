@@ -1,0 +1,173 @@
+"""Longformer's and LED's attention in a trace: tokens that see their neighbours, and some that see all and are seen by all.
+
+transformers cuts texts into overlapping windows by strides in memory, and asks the values of a mask whether any token sees all.
+While a model is traced, its layers compute the same from blocks of tokens, for whichever tokens the mask says.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..errors import ExportError
+
+
+def _attend(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    is_index_masked: torch.Tensor,
+    is_index_global_attn: torch.Tensor,
+    is_global_attn: bool | None = None,  # noqa: ARG001
+    output_attentions: bool = False,
+) -> tuple[torch.Tensor]:
+    """What a layer answers `(batch, length, hidden)`, of any length.
+
+    Args:
+        self: The layer.
+        hidden_states: `(batch, length, hidden)`.
+        attention_mask: `(batch, length)`: below 0 for padding, 0 for tokens that see their neighbours, above 0 for those that see all.
+        is_index_masked, is_index_global_attn: `(batch, length) bool`: the first and the last of these.
+        is_global_attn: Whether there are any that see all. It is not read: a trace cannot know.
+        output_attentions: Whether the probabilities are returned, too.
+
+    Raises:
+        ExportError: The probabilities are wanted.
+    """
+    if output_attentions:
+        raise ExportError(
+            "The attentions of windows cannot be exported: how many there are depends on the tokens that see all.",
+            fix="export the model without attentions, or run it with backend='pytorch'.",
+        )
+    chosen, place = _chosen(is_index_global_attn)
+    masked, is_global = is_index_masked[:, :, None], is_index_global_attn[:, :, None]
+    near = _near(self, hidden_states, attention_mask, is_index_global_attn, chosen)
+    far = _far(self, hidden_states, is_index_masked, chosen).index_select(1, place)
+    return (torch.where(is_global, far, near.masked_fill(masked, 0.0)),)
+
+
+def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a token of any row sees all, and for each token which of these is its own.
+
+    The first is always one of them: not every runtime computes with none.
+    """
+    first = torch.arange(is_global.shape[1], device=is_global.device) == 0
+    anywhere = is_global.any(dim=0) | first
+    return anywhere.nonzero()[:, 0], anywhere.to(torch.int64).cumsum(0) - 1
+
+
+def _near(
+    layer: Any, hidden: torch.Tensor, mask: torch.Tensor, is_global: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """What tokens find in their neighbours and in those that see all."""
+    size, length = layer.one_sided_attn_window_size, hidden.shape[1]
+    query, key, value = _heads(layer, _query(layer, layer.query, hidden), layer.key(hidden), layer.value(hidden))
+    offsets = torch.arange(3 * size, device=mask.device) - size - torch.arange(size, device=mask.device)[:, None]
+    seen = (offsets.abs() <= size) & (_around(mask[:, None, :, None], size, padding=-1.0) == 0).transpose(3, 4)
+    least = torch.finfo(query.dtype).min
+    near = (_blocks(query, size) @ _around(key, size).transpose(3, 4)).masked_fill(~seen, least)
+    far = query @ key.index_select(2, chosen).transpose(2, 3)
+    far = far.masked_fill(~is_global.index_select(1, chosen)[:, None, None], least)
+    probabilities = _softmax(torch.cat([near, _blocks(far, size)], dim=-1))
+    found = (probabilities[..., : 3 * size] @ _around(value, size)).flatten(2, 3)
+    found = found + probabilities[..., 3 * size :].flatten(2, 3) @ value.index_select(2, chosen)
+    return found[:, :, :length].transpose(1, 2).flatten(2)
+
+
+def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """What the chosen tokens find in all others, `(batch, chosen, hidden)`, by projections of their own."""
+    query = _query(layer, layer.query_global, hidden.index_select(1, chosen))
+    query, key, value = _heads(layer, query, layer.key_global(hidden), layer.value_global(hidden))
+    scores = (query @ key.transpose(2, 3)).masked_fill(is_masked[:, None, None], torch.finfo(query.dtype).min)
+    return (_softmax(scores) @ value).transpose(1, 2).flatten(2)
+
+
+def _query(layer: Any, project: Any, hidden: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = project(hidden) / math.sqrt(layer.head_dim)
+    return found
+
+
+def _heads(layer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """`(batch, heads, tokens, head_size)`."""
+    return [torch.unflatten(tensor, 2, (layer.num_heads, layer.head_dim)).transpose(1, 2) for tensor in tensors]
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+
+
+def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0, padding: float = 0.0) -> torch.Tensor:
+    """`(batch, heads, length, n)` as `(batch, heads, blocks, size, n)`, of which the last may be filled up.
+
+    Args:
+        tensor: What is cut.
+        size: Of a block, in tokens.
+        before, after: How much is put around it first, in tokens.
+        padding: What is put there.
+    """
+    length = tensor.shape[2]
+    filled = size * ((length + size - 1) // size)
+    padded = functional.pad(tensor, (0, 0, before, filled - length + after), value=padding)
+    return torch.unflatten(padded, 2, (-1, size))
+
+
+def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tensor:
+    """Each block with the one before and the one behind it: `(batch, heads, blocks, 3 * size, n)`."""
+    blocks = _blocks(tensor, size, before=size, after=size, padding=padding)
+    return torch.cat([blocks[:, :, :-2], blocks[:, :, 1:-1], blocks[:, :, 2:]], dim=3)
+
+
+def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:  # noqa: ARG001
+    """How much padding was put behind the inputs, and the inputs."""
+    return 0, *inputs.values()
+
+
+def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
+    """How many tokens are before the first separator, `(batch,)`: those of the question.
+
+    transformers refuses texts that have not three separators, which a graph cannot.
+    """
+    return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
+
+
+@contextmanager
+def windowed(model: torch.nn.Module) -> Iterator[None]:
+    """The model with attention that a trace can follow, and its own again afterwards; nothing happens to models without windows."""
+    classes: dict[str, Any] = {type(module).__name__: type(module) for module in model.modules()}
+    found: list[tuple[Any, str, Any]] = [
+        (classes[name], method, ours) for name, method, ours in _METHODS if name in classes
+    ]
+    if found:
+        # Whether any token sees all, which the attention here does not read.
+        found.append((torch.Tensor, "item", _item(torch.Tensor.item)))
+    if "LongformerModel" in classes:
+        module = sys.modules[classes["LongformerModel"].__module__]
+        found.append((module, "_get_question_end_index", _first_separator))
+    replaced = [(owner, name, getattr(owner, name), ours) for owner, name, ours in found]
+    for owner, name, _, ours in replaced:
+        setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        for owner, name, original, _ in replaced:
+            setattr(owner, name, original)
+
+
+def _item(original: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """What a tensor of one value holds; of a boolean that is not looked at, no."""
+    return lambda tensor: False if tensor.dtype == torch.bool else original(tensor)
+
+
+_METHODS: tuple[tuple[str, str, Any], ...] = (
+    ("LongformerSelfAttention", "forward", _attend),
+    ("LEDEncoderSelfAttention", "forward", _attend),
+    ("LongformerModel", "_pad_to_window_size", _unpadded),
+    ("LEDEncoder", "_pad_to_window_size", _unpadded),
+)
+"""Classes of transformers (5.23), and what stands in for a method."""

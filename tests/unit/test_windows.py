@@ -1,0 +1,125 @@
+"""The attention that stands in for Longformer's and LED's while a model is traced: the same numbers, whichever tokens see all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accel.capture.windows import windowed
+from accel.errors import ExportError
+from accel.testing.models import rescale
+
+WINDOW = 8
+SETTINGS: dict[str, dict[str, Any]] = {
+    "LongformerModel": {
+        "vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "attention_window": [WINDOW, WINDOW // 2], "max_position_embeddings": 98, "pad_token_id": 1, "sep_token_id": 2,
+    },
+    "LEDModel": {
+        "vocab_size": 120, "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "attention_window": [WINDOW, WINDOW // 2],
+        "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96, "pad_token_id": 1,
+    },
+}  # fmt: skip
+# float32 sums of some tens of values of order 1, in another order; float16 rounds to 1e-3 of them in each of two layers.
+CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
+LENGTHS = (1, 3, WINDOW // 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 29)
+
+
+def made(architecture: str) -> Any:
+    family = "LEDModel" if architecture.startswith("LED") else "LongformerModel"
+    cls = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = rescale(cls(cls.config_class(**SETTINGS[family]))).eval()
+    return model.encoder if family == "LEDModel" else model
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def model(request: pytest.FixtureRequest) -> Any:
+    return made(request.param)
+
+
+def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
+    """Three texts: of one, the end is padding, of another the beginning, where they are long enough for that."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(5, 100, (3, length), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[1, (length + 1) // 2 :] = 0
+    mask[2, : length // 3] = 0
+    if masks == "first":
+        mask[:, 0] *= 2
+    elif masks == "some":
+        mask *= 1 + (torch.rand(mask.shape, generator=draw) < 0.3).long()
+    elif masks == "all":
+        mask *= 2
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.inference_mode()
+def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What transformers' own attention answers, and ours."""
+    expected = model(**inputs)[0]
+    with windowed(model):
+        return expected, model(**inputs)[0]
+
+
+@pytest.mark.parametrize("masks", ["none", "first", "some", "all"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_same_numbers(model: Any, length: int, masks: str) -> None:
+    expected, found = both(model, rows(length, masks))
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
+
+
+@pytest.mark.parametrize("masks", ["none", "some"])
+def test_the_same_numbers_in_float16(masks: str) -> None:
+    model = made("LongformerModel").half()
+    expected, found = both(model, rows(29, masks))
+    assert (found - expected).abs().max() <= CLOSE[torch.float16] * expected.abs().max()
+
+
+def test_tokens_that_see_all_change_the_numbers(model: Any) -> None:
+    """The comparisons above would pass for a mask that nobody reads."""
+    (few, _), (some, _) = both(model, rows(29, "none")), both(model, rows(29, "some"))
+    assert (few - some).abs().max() > 1e-2
+
+
+def test_a_layer_answers_padding_with_zeros() -> None:
+    layer = made("LongformerModel").encoder.layer[0].attention.self
+    mask = torch.tensor([[0.0, 1.0, 0.0, -1.0], [-1.0, -1.0, 0.0, 0.0]])
+    with windowed(layer), torch.inference_mode():
+        found = layer(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)), mask, mask < 0, mask > 0)[0]
+    assert torch.equal(found.abs().amax(dim=2) == 0, mask < 0)
+
+
+def test_a_question_ends_at_the_first_separator() -> None:
+    model = made("LongformerForQuestionAnswering")
+    inputs = rows(29, "none")
+    for row, question in enumerate((4, 9, 0)):
+        for place in (question, question + 1, 12):
+            inputs["input_ids"][row, place] = model.config.sep_token_id
+    expected, found = both(model, inputs)
+    assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
+
+
+def test_attentions_are_refused(model: Any) -> None:
+    with windowed(model), pytest.raises(ExportError, match="attentions of windows cannot be exported"):
+        model(**rows(WINDOW, "none"), output_attentions=True)
+
+
+def test_the_models_own_attention_comes_back(model: Any) -> None:
+    inputs = rows(WINDOW, "none")
+    before = type(model)._pad_to_window_size, torch.Tensor.item
+    with pytest.raises(ExportError), windowed(model):
+        model(**inputs, output_attentions=True)
+    assert (type(model)._pad_to_window_size, torch.Tensor.item) == before
+    assert model(**inputs, output_attentions=True).attentions is not None
+
+
+def test_models_without_windows_are_left_alone() -> None:
+    before = torch.Tensor.item
+    with windowed(torch.nn.Linear(2, 2)):
+        assert torch.Tensor.item is before
