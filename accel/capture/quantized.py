@@ -261,7 +261,8 @@ def _applied(
 ) -> torch.Tensor:
     """The operator's result: computed, or left in a trace as a node of ONNX."""
     x: torch.Tensor = inputs[0]
-    if not _symbolic.get():
+    # torch.compile leaves no nodes, and before PyTorch 2.13 cannot read the variable.
+    if torch.compiler.is_dynamo_compiling() or not _symbolic.get():
         made: torch.Tensor = apply(*inputs)
         return made
     left: torch.Tensor = torch.onnx.ops.symbolic(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -12,6 +14,9 @@ from types import ModuleType
 from accel.capture import quiet
 from accel.errors import AccelError, QuantizeError
 
+# Where it computes. It asks once, and keeps the answer in this module's function.
+_DEVICE, _DETECTING = "INC_TARGET_DEVICE", "neural_compressor.torch.utils.auto_accelerator"
+
 
 def library() -> ModuleType:
     """`neural_compressor.torch.quantization`.
@@ -20,7 +25,7 @@ def library() -> ModuleType:
         QuantizeError: It cannot be imported.
     """
     try:
-        with quiet(), warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="accel-") as folder:
+        with quiet(), _on_the_host(), warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="accel-") as folder:
             warnings.simplefilter("ignore")
             from neural_compressor.common import options
 
@@ -48,7 +53,7 @@ def mapped(what: str, fix: str) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with quiet(), warnings.catch_warnings():
+        with quiet(), _on_the_host(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except AccelError:
@@ -59,3 +64,28 @@ def mapped(what: str, fix: str) -> Iterator[None]:
         raise QuantizeError(f"Neural Compressor fails at {what}: {type(error).__name__}: {said}", fix=fix) from error
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Neural Compressor (3.10) without accelerators.
+
+    Beside a GPU it moves parts of the model there, while the rows stay on the host, and its static scheme quantizes nothing.
+    """
+    before = os.environ.get(_DEVICE)
+    os.environ[_DEVICE] = "cpu"
+    _forget()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DEVICE]
+        else:
+            os.environ[_DEVICE] = before
+        _forget()
+
+
+def _forget() -> None:
+    """Have it ask again."""
+    if _DETECTING in sys.modules:
+        sys.modules[_DETECTING].auto_detect_accelerator.cache_clear()

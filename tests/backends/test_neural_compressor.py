@@ -26,6 +26,7 @@ from accel.stages.quantize_once import quantize
 from accel.stages.resolving import resolve
 from accel.testing.generators import save_generator
 from accel.tuning.candidates import Space
+from accel_plugins.neural_compressor.library import library, mapped
 from accel_plugins.neural_compressor.weights import check_algorithm
 
 BACKEND = "neural-compressor"
@@ -354,3 +355,20 @@ def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
     model = getattr(model, "unwrapped", model)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert quantized_layers(model)
+
+
+def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its static scheme quantized nothing on a machine with a GPU, and GPTQ's rows were not where its layers were."""
+    library()
+    from neural_compressor.torch.utils import auto_accelerator
+
+    monkeypatch.delenv("INC_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr(auto_accelerator.CUDA_Accelerator, "is_available", staticmethod(lambda: True))
+    known = auto_accelerator.accelerator_registry.registered_accelerators
+    monkeypatch.setitem(known, "cuda", (auto_accelerator.CUDA_Accelerator, auto_accelerator.PRIORITY_CUDA))
+    auto_accelerator.auto_detect_accelerator.cache_clear()
+    assert auto_accelerator.auto_detect_accelerator().name() == "cuda"
+    with mapped("a recipe", "no way"):
+        assert auto_accelerator.auto_detect_accelerator().name() == "cpu"
+    assert auto_accelerator.auto_detect_accelerator().name() == "cuda"
+    auto_accelerator.auto_detect_accelerator.cache_clear()

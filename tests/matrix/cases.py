@@ -359,6 +359,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
+    # The small BERT's layers have 48 inputs, and blocks 32 where nothing else is said.
+    Refusal(
+        lambda c: (
+            c.quantizer == "neural-compressor" and c.task == "text-classification" and _sets(c, 'algorithm="awq"')
+        ),
+        "awq takes whole blocks",
+        takes_long=True,
+    ),
     Refusal(
         lambda c: (
             c.quantizer == "neural-compressor"
