@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accel.artifact import Artifact, Component
+from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 
 from ..ortkit.provider import ProviderBackend
 from ..ortkit.quantization.presets import PRESETS
 from . import SPEC
-from .flags import adds_in_16_bits, cpu_flags
 
 # ONNX Runtime fuses Add + LayerNormalization at load by itself, into a kernel that is five times slower on the CPU
 # (12 layers: 2.6 against 0.5 ms; measured on 2 cores with AMX, onnxruntime 1.31).

@@ -25,6 +25,7 @@ from accel.artifact import (
     tool_versions,
 )
 from accel.backends.interfaces import Batches, Evaluate, Feeds
+from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.capture import quiet
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
@@ -301,6 +302,7 @@ def _advanced(config: QuantizeConfig) -> Any:
     from nncf.quantization.advanced_parameters import (
         AdvancedQuantizationParameters,
         AdvancedSmoothQuantParameters,
+        OverflowFix,
         QuantizationParameters,
     )
     from nncf.quantization.range_estimator import (
@@ -331,6 +333,9 @@ def _advanced(config: QuantizeConfig) -> Any:
         activations_range_estimator_params=ranges,
         smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=alpha, convolution=-1.0),
         weights_quantization_params=weights,
+        # Weights of 8 bits saturate OpenVINO's sums where they are added in 16: 0.87 of the largest value off in a classifier
+        # of Wav2Vec2-Conformer, 0.034 with 7 bits (OpenVINO 2026.4, AVX2).
+        overflow_fix=OverflowFix.ENABLE if adds_in_16_bits(cpu_flags()) else OverflowFix.DISABLE,
     )
 
 

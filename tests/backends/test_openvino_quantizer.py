@@ -20,6 +20,7 @@ from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, Qu
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import rescale
+from accel_plugins.openvino import quantizer
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,28 @@ def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
     assert (model.backend, model.compute_dtype) == ("openvino", "int8")
     # Of values of order 1; without quantization it would be below 1e-5.
     assert 1e-4 < difference(static, ir) < 0.5
+
+
+@pytest.mark.parametrize(("flags", "most"), [(("avx2",), 64), (("avx2", "avx512_vnni"), 127)])
+def test_weights_keep_7_bits_where_sums_of_products_have_16(
+    flags: tuple[str, ...], most: int, ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8 bits OpenVINO's sums saturate there, silently."""
+    monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
+    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows(4))
+    read = [
+        n.input_value(1).get_node()
+        for n in ov.Core().read_model(str(made.file())).get_ops()
+        if n.get_type_name() == "MatMul"
+    ]
+    largest = []
+    for node in read:
+        while node.get_type_name() in ("Multiply", "Subtract", "Convert"):
+            node = node.input_value(0).get_node()
+        if node.get_type_name() == "Constant" and node.get_output_element_type(0) == ov.Type.i8:
+            largest.append(int(abs(node.get_data().astype(int)).max()))
+    assert largest
+    assert max(largest) == most
 
 
 def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:

@@ -16,6 +16,7 @@ import transformers
 import accel
 from accel.artifact import Artifact, Quantization
 from accel.backends.opening import open_artifact
+from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.capture import (
     BlockLinear,
     IntegerLinear,
@@ -31,7 +32,6 @@ from accel.capture.quantized import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import tiny_model
-from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 from accel_plugins.ortkit.export.quantized import lower_quantized_layers
 from accel_plugins.pytorch import distillation, training
 

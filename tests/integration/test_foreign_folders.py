@@ -26,6 +26,7 @@ import accel
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.backends.interfaces import OpenRequest
+from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.backends.specs import DeviceSpec
 from accel.errors import (
     AccelError,
@@ -39,7 +40,6 @@ from accel.stages.foreign import adopt_onnx
 from accel.stages.optimize import optimize
 from accel.stages.validate import validate
 from accel.testing.folders import as_foreign
-from accel_plugins.cpu.flags import adds_in_16_bits, cpu_flags
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 # Of float32 logits up to 5, computed by other kernels.

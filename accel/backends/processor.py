@@ -1,4 +1,4 @@
-"""Instruction sets of this CPU that decide which kernels run."""
+"""Instruction sets of this processor that decide which kernels run, and how backends quantize for them."""
 
 from __future__ import annotations
 
