@@ -219,7 +219,7 @@ def _ignored(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Any:
             )
         types = sorted(have - set(config.operators) - {"Constant", "Parameter", "Result"})
     return nncf.IgnoredScope(
-        names=[*(name for name in config.exclude if not name.startswith("re:")), *wrong],
+        names=[*(name for name in config.exclude if not name.startswith("re:")), *wrong, *_saturating(model, config)],
         patterns=[name.removeprefix("re:") for name in config.exclude if name.startswith("re:")],
         types=types,
         validate=not types,
@@ -238,6 +238,30 @@ def _wrong_in_8_bits(model: ov.Model) -> list[str]:
         for node in model.get_ops()
         if node.get_type_name() == "GroupConvolution" or (node.get_type_name() == "Convolution" and _is_patches(node))
     ]
+
+
+def _saturating(model: ov.Model, config: QuantizeConfig) -> list[str]:
+    """Products of two activations, which stay in float where sums of 8-bit products have 16 bits: neither side can keep 7 bits.
+
+    Attention in graphs that were made from ONNX; that of PyTorch's is one operator, which is never quantized.
+    """
+    if config.scheme != "static-int8" or not adds_in_16_bits(cpu_flags()):
+        return []
+    products = [node for node in model.get_ops() if node.get_type_name() == "MatMul"]
+    return [node.get_friendly_name() for node in products if not any(_is_constant(node, side) for side in (0, 1))]
+
+
+def _is_constant(node: Any, side: int) -> bool:
+    """Whether an input of a node depends on no input of the model, as weights do behind their conversions."""
+    waiting, seen = [node.input_value(side).get_node()], set()
+    while waiting:
+        one = waiting.pop()
+        if one.get_type_name() in ("Parameter", "ReadValue"):
+            return False
+        if one.get_friendly_name() not in seen:
+            seen.add(one.get_friendly_name())
+            waiting += [value.get_node() for value in one.input_values()]
+    return True
 
 
 def _is_patches(convolution: ov.Node) -> bool:

@@ -91,6 +91,27 @@ def test_weights_keep_7_bits_where_sums_of_products_have_16(
     assert max(largest) == most
 
 
+@pytest.mark.parametrize(("flags", "quantized"), [(("avx2",), 0), (("avx2", "avx512_vnni"), 2)])
+def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
+    flags: tuple[str, ...],
+    quantized: int,
+    tiny_artifact: Callable[..., Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two layers of attention, which graphs from ONNX spell out; of each NNCF quantizes the first product."""
+    monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
+    made = quantize(tiny_artifact(), tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(4))
+    products = [
+        node
+        for node in ov.Core().read_model(str(made.file())).get_ops()
+        if node.get_type_name() == "MatMul" and not any(quantizer._is_constant(node, side) for side in (0, 1))
+    ]
+    read = [{value.get_node().get_type_name() for value in node.input_values()} for node in products]
+    assert len(read) == 4
+    assert sum("FakeQuantize" in types for types in read) == quantized
+
+
 def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:
     loaded = Artifact.load(static.path)
     quantization = loaded.manifest.quantization
