@@ -205,19 +205,16 @@ def _attend_plainly(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention in PyTorch operators, for backends without a fused one."""
-    if softcap is None and sinks is None:
-        # Imports PyTorch's compiler, two thirds of what loading an artifact would import.
-        from transformers.integrations.sdpa_attention import repeat_kv
+    # Imports PyTorch's compiler, two thirds of what loading an artifact would import.
+    from transformers.integrations.sdpa_attention import repeat_kv
 
-        # In the form that OpenVINO's CPU plugin fuses with the cache.
-        groups = query.shape[1] // key.shape[1]
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query, repeat_kv(key, groups), repeat_kv(value, groups), attn_mask=bias, scale=scale
-        )
-        # Contiguous, as transformers' own: some models view it in another shape (AFMoE).
-        return result.transpose(1, 2).contiguous()
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if softcap is None and sinks is None:
+        # In the form that OpenVINO's CPU plugin fuses with the cache.
+        result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+        # Contiguous, as transformers' own: some models view it in another shape (AFMoE).
+        return result.transpose(1, 2).contiguous()
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
