@@ -77,8 +77,11 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
     length = SAMPLE_SEQUENCE + 2 * max(_largest(getattr(config, name, None)) for name in _BLOCKS)
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
-    axes = {name: dict(enumerate(axis_names)) for name in names}
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
+    if BOXES in parameters_of(module) and getattr(config, "max_2d_position_embeddings", None):
+        # LayoutLM's and LiLT's heads read places as their answerer of questions does.
+        example[BOXES] = torch.ones((*shape, 4), dtype=torch.int64)
+    axes = {name: dict(enumerate(axis_names)) for name in example}
     sizes = dict(zip(axis_names, shape, strict=True))
     width: Any = getattr(config, "visual_embedding_dim", None)
     if _REGIONS in parameters_of(module) and width and not choices:

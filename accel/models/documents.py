@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ..errors import InputError
 from .base import ORTModel
 
 
@@ -30,19 +27,6 @@ class ORTModelForDocumentQuestionAnswering(ORTModel):
         Raises:
             InputError: Boxes that end before they begin, or leave the page.
         """
-        if bbox is not None:
-            self._check_boxes(torch.as_tensor(bbox))
         if "image" in self._input_names:
             inputs["image"] = image
         return self._run({"input_ids": input_ids, "bbox": bbox, "attention_mask": attention_mask, **inputs})
-
-    def _check_boxes(self, boxes: torch.Tensor) -> None:
-        """Runtimes look up what PyTorch refuses: numbers below 0 count from a table's end."""
-        most = int(getattr(self.config, "max_2d_position_embeddings", 1024)) - 1
-        if boxes.ndim != 3 or boxes.shape[-1] != 4 or not boxes.numel():
-            return  # the session says what shape it takes
-        if bool((boxes < 0).any()) or bool((boxes > most).any()) or bool((boxes[..., 2:] < boxes[..., :2]).any()):
-            raise InputError(
-                f"Boxes with corners from {int(boxes.min())} to {int(boxes.max())} came, or some that end before they begin.",
-                fix=f"give [left, top, right, bottom] in shares of the page from 0 to 1000; the model has {most + 1} places.",
-            )

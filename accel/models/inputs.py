@@ -47,6 +47,8 @@ class Inputs:
                 continue
             numpy = numpy or isinstance(value, np.ndarray)
             feeds[name] = _as_tensor(name, value)
+            if name == "bbox":
+                _check_boxes(feeds[name], self.config)
         if len(feeds) != len(self.names):
             feeds = self._with_defaults(feeds)
         return feeds, numpy, given.get("return_dict") is False
@@ -114,3 +116,15 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
             f"Input {name!r} is {what}, not a tensor.",
             fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
         ) from error
+
+
+def _check_boxes(boxes: torch.Tensor, config: Any) -> None:
+    """Runtimes look up what PyTorch refuses: numbers below 0, such as a negative width, count from a table's end."""
+    most = int(getattr(config, "max_2d_position_embeddings", 1024)) - 1
+    if boxes.shape[-1:] != (4,) or not boxes.numel():
+        return  # the session says what shape it takes
+    if bool((boxes < 0).any()) or bool((boxes > most).any()) or bool((boxes[..., 2:] < boxes[..., :2]).any()):
+        raise InputError(
+            f"Boxes with corners from {int(boxes.min())} to {int(boxes.max())} came, or some that end before they begin.",
+            fix=f"give [left, top, right, bottom] in shares of the page from 0 to 1000; the model has {most + 1} places.",
+        )

@@ -102,6 +102,31 @@ def test_boxes_that_pytorch_refuses(
         model(input_ids=ids, bbox=boxes)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_words_of_a_page_are_labeled_by_their_places(backend: str, tmp_path: Path) -> None:
+    """Other heads than the answerer's read boxes as well, have them in the corner where none are given, and refuse the same."""
+    torch.manual_seed(0)
+    config = transformers.LayoutLMConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3,
+        initializer_range=0.5, max_position_embeddings=64, max_2d_position_embeddings=200,
+    )  # fmt: skip
+    model = transformers.LayoutLMForTokenClassification(config).eval()
+    accel.export(model, tmp_path / "exported", task="token-classification", backend=backend)
+    ours = accel.ORTModelForTokenClassification.from_pretrained(tmp_path / "exported", backend=backend)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 60, (2, 9), generator=draw)
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([7, 8]), 0)
+    corners = torch.randint(0, 90, (2, 9, 2), generator=draw)
+    texts = {"input_ids": ids, "attention_mask": mask}
+    placed = {**texts, "bbox": torch.cat([corners, corners + 60], -1)}
+    for given in (placed, texts):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(**given).logits, model(**given).logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(ours(**placed).logits, ours(**texts).logits, atol=1e-2)
+    with pytest.raises(InputError, match="Boxes"):
+        ours(**texts, bbox=placed["bbox"] + 60)
+
+
 @pytest.mark.parametrize("place", [-1, 5000])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_places_that_are_in_no_table_are_refused_by_every_session(
