@@ -224,3 +224,54 @@ def round_to_bfloat16(model: onnx_ir.Model) -> None:
             back.replace_input_with(0, result)
             graph.insert_after(node, back)
             result.dtype = onnx_ir.DataType.FLOAT
+
+
+def divide_sizes(model: onnx_ir.Model) -> None:
+    """Divide sizes of axes by plain integer division.
+
+    The exporter writes `size // n` as a quotient that is corrected where a negative number has a remainder; no size is negative.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    corrected = False
+    for node in [node for node in model.graph if node.op_type == "Sub" and node.domain == ""]:
+        quotient, correction = _made_by(node.inputs[0], "Div"), _made_by(node.inputs[1], "Cast")
+        if quotient is None or correction is None or _made_by(correction.inputs[0], "And") is None:
+            continue
+        divisor = _number(quotient.inputs[1])
+        if (
+            divisor is not None
+            and divisor > 0
+            and _is_size(quotient.inputs[0])
+            and not node.outputs[0].is_graph_output()
+        ):
+            node.outputs[0].replace_all_uses_with(quotient.outputs[0])
+            corrected = True
+    if corrected:
+        RemoveUnusedNodesPass()(model)
+
+
+def _made_by(value: onnx_ir.Value | None, operator: str) -> onnx_ir.Node | None:
+    """The node that makes a value, if it is such an operator."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == operator else None
+
+
+def _number(value: onnx_ir.Value | None) -> int | None:
+    """The whole number that a value always is."""
+    known = None if value is None else value.const_value
+    if known is None or known.size != 1 or not known.dtype.is_integer():
+        return None
+    return int(known.numpy().item())
+
+
+def _is_size(value: onnx_ir.Value | None) -> bool:
+    """Whether a value is computed from sizes of axes and whole numbers alone."""
+    if _number(value) is not None:
+        return True
+    node = None if value is None else value.producer()
+    if node is None:
+        return False
+    if node.op_type in ("Add", "Sub", "Mul", "Div"):
+        return all(_is_size(one) for one in node.inputs)
+    return node.op_type == "Shape" or (node.op_type in ("Cast", "Gather", "Squeeze") and _is_size(node.inputs[0]))

@@ -23,7 +23,14 @@ from ..tasks.infer import read_config, task_spec
 from .patches import PATCHES
 from .quantized import symbolic_layers
 from .recurrence import recurrent
-from .rewrites import make_rewrites_exact, parse_operators_once, round_to_bfloat16, steady_answers, traceable
+from .rewrites import (
+    divide_sizes,
+    make_rewrites_exact,
+    parse_operators_once,
+    round_to_bfloat16,
+    steady_answers,
+    traceable,
+)
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
@@ -59,6 +66,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         value.name = graph_name(str(value.name))
     strip_provenance(graph)
+    divide_sizes(graph)
     if source.dtype != "bfloat16":
         round_to_bfloat16(graph)
     return graph, exported
@@ -228,8 +236,10 @@ def _without_cache(source: Source) -> Iterator[None]:
     """A decoder that classifies or embeds returns its keys and values as well, which nobody reads."""
     changed: list[Any] = []
     if not task_spec(source.task).generates:
-        inner = getattr(source.config, "get_text_config", lambda: None)()
-        changed = [config for config in (source.config, inner) if getattr(config, "use_cache", False)]
+        # Of an encoder-decoder, the decoder has a config of its own.
+        configs = (getattr(module, "config", None) for module in (source, *source.model.modules()))
+        found = {id(config): config for config in configs if getattr(config, "use_cache", False)}
+        changed = list(found.values())
     for config in changed:
         config.use_cache = False
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 import transformers
@@ -16,12 +17,13 @@ from accel.artifact.hub import HubOptions
 from accel.artifact.manifest import Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import Case, Source, split
-from accel.capture.attention import CacheLayer, _Trace
+from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.loading import load_source
 from accel.capture.positions import has_position_table, max_sizes_of
 from accel.capture.references import own_defaults_of
+from accel.capture.rewrites import divide_sizes
 from accel.capture.states import TOKENS, Kept, described
-from accel.capture.tracing import _SimpleSizes
+from accel.capture.tracing import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
 from accel.stages.checking import _without_padding, compare, differences, merged
@@ -208,3 +210,75 @@ def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
         compare(_answers(matches=expected["matches"].roll(1)), [case], None, "float16")
     with pytest.raises(ValidationError, match="'matches'"):
         compare(_answers(matches=expected["matches"] + 1), [case], None, "float32")
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_without_a_fused_operator(softcap: float | None, with_sinks: bool) -> None:
+    """Gemma 2 caps its scores, and GPT-OSS has a column for a sink: OpenVINO's graphs are traced by this function."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn((2, 4, 5, 8), generator=draw)
+    key, value = (torch.randn((2, 2, 5, 8), generator=draw) for _ in range(2))
+    bias = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    sinks = torch.randn(4, generator=draw) if with_sinks else None
+
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)) + bias
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    expected = (weights / total @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(_attend_plainly(query, key, value, bias, 0.5, softcap, sinks), expected)
+
+
+SIZES = """<ir_version: 10, opset_import: ["" : 18]>
+divided (float[a] x, int64 n) => (int64 doubled, int64 third)
+<int64 two = {2}, int64 three = {3}, int64 zero = {0}, int64 axis = {0}>
+{
+  sizes = Shape(x)
+  size = Gather(sizes, axis)
+  quotient = Div(size, two)
+  left = Mod(size, two)
+  is_left = Cast<to = 9>(left)
+  sign = Sign(size)
+  is_zero = Equal(sign, zero)
+  is_apart = Not(is_zero)
+  is_wrong = And(is_apart, is_left)
+  correction = Cast<to = 7>(is_wrong)
+  half = Sub(quotient, correction)
+  doubled = Mul(half, two)
+  of_data = Div(n, three)
+  third = Sub(of_data, correction)
+}"""
+
+
+def test_sizes_are_divided_plainly() -> None:
+    """Beside a correction for negative numbers, ONNX Runtime's CUDA provider read sizes of 0 in graphs of Wav2Vec2, now and then."""
+    model = onnx_ir.from_onnx_text(SIZES)
+    divide_sizes(model)
+    doubled, third = (value.producer() for value in model.graph.outputs)
+    assert doubled is not None
+    assert doubled.inputs[0] is not None
+    assert third is not None
+    assert doubled.inputs[0].name == "quotient"
+    assert third.op_type == "Sub", "a number that is no size may be negative"
+
+
+def test_a_decoder_that_classifies_returns_no_cache() -> None:
+    """Of an encoder-decoder, the decoder's config is a copy, which says by itself whether there is a cache."""
+    config = transformers.MT5Config(
+        vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_decoder_layers=1, num_labels=2
+    )
+    model = transformers.MT5ForSequenceClassification(config).eval()
+    ids = torch.tensor([[5, 6, 1]])
+    source = Source(
+        model=model,
+        task="text-classification",
+        folder=None,
+        origin=Origin(id="x"),
+        example={"input_ids": ids},
+        axes=TEXT,
+    )
+    assert "past_key_values" in model(input_ids=ids)
+    with _without_cache(source):
+        assert "past_key_values" not in model(input_ids=ids)
+    assert "past_key_values" in model(input_ids=ids)
