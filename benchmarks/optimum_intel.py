@@ -181,6 +181,7 @@ def main() -> None:
     from openvino_backend import distilbert, int8_of, made
 
     from accel import export
+    from accel.backends.processor import cpu_flags
 
     args.work.mkdir(parents=True, exist_ok=True)
     source = distilbert(args.work / "distilbert") if args.model is None else args.model
@@ -204,8 +205,11 @@ def main() -> None:
         "int8, bfloat16 elsewhere, ours with buckets": (quantized | buckets, quantized, "bfloat16"),
     }
     result = {}
+    computes = {"float32", "bfloat16"} if {"avx512_bf16", "amx_bf16"} & set(cpu_flags()) else {"float32"}
     for title, row in rows.items():
-        if not args.rows or title in args.rows:
+        if row[-1] not in computes:
+            print(f"{title}: this processor does not compute in {row[-1]}", file=sys.stderr)
+        elif not args.rows or title in args.rows:
             result[title] = compare(args, types, *row)
             print(title, result[title], file=sys.stderr)
     print(json.dumps({"model": name, "shape": [1, args.sequence], **result}, indent=1))

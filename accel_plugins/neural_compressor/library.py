@@ -70,7 +70,7 @@ def mapped(what: str, fix: str) -> Iterator[None]:
 def _on_the_host() -> Iterator[None]:
     """Neural Compressor (3.10) without accelerators.
 
-    Beside a GPU it moves parts of the model there, while the rows stay on the host, and its static scheme quantizes nothing.
+    Beside a GPU it moves parts of the model there, while the rows stay on the host.
     """
     before = os.environ.get(_DEVICE)
     os.environ[_DEVICE] = "cpu"

@@ -358,7 +358,7 @@ def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
 
 
 def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its static scheme quantized nothing on a machine with a GPU, and GPTQ's rows were not where its layers were."""
+    """On a machine with a GPU, the rows of GPTQ were not where its layers were."""
     library()
     from neural_compressor.torch.utils import auto_accelerator
 
