@@ -31,7 +31,7 @@ def with_defaults(
         if name not in made and name in _FILL and name not in own_defaults and first is not None and first.ndim >= 2:
             shape = first.shape if "input_ids" in feeds else first.shape[:2]
             made[name] = torch.full(shape, _FILL[name], dtype=torch.int64, device=first.device)
-        if name not in made and name == "bbox" and "input_ids" in feeds:
+        if name not in made and name == "bbox" and name not in own_defaults and "input_ids" in feeds:
             # All at the page's corner, as LayoutLM, LayoutLMv3 and LiLT in transformers have it.
             made[name] = torch.zeros(
                 (*feeds["input_ids"].shape, 4), dtype=torch.int64, device=feeds["input_ids"].device

@@ -89,6 +89,9 @@ class Inputs:
         if kind and not hasattr(text, "type_vocab_size"):
             # Known by this alone where there is no manifest, or one from before it said so.
             own.add("token_type_ids")
+        if not hasattr(text, "max_2d_position_embeddings"):
+            # BROS, which has no such table, refuses texts without places.
+            own.add("bbox")
         made = with_defaults(feeds, self.names, own)
         missing = [name for name in self.names if name not in made]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
