@@ -21,6 +21,8 @@ _CUT_OFF = (
 )  # fmt: skip
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
+# So many divisors below 0, a size is still rounded down: more than any has, and a product that 64 bits hold.
+_FAR = 2**31
 
 
 @functools.cache
@@ -227,27 +229,39 @@ def round_to_bfloat16(model: onnx_ir.Model) -> None:
 
 
 def divide_sizes(model: onnx_ir.Model) -> None:
-    """Divide sizes of axes by plain integer division.
+    """Divide sizes of axes by integer division alone, rounded down as in Python.
 
-    The exporter writes `size // n` as a quotient that is corrected where a negative number has a remainder; no size is negative.
+    The exporter writes `size // n` as a quotient that is corrected where a negative number has a remainder. ONNX Runtime's CUDA provider
+    (1.31) reads 0 there, now and then. Here the number is moved above 0 before it is divided, and its quotient back.
     """
+    import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    corrected = False
+    replaced = False
     for node in [node for node in model.graph if node.op_type == "Sub" and node.domain == ""]:
         quotient, correction = _made_by(node.inputs[0], "Div"), _made_by(node.inputs[1], "Cast")
         if quotient is None or correction is None or _made_by(correction.inputs[0], "And") is None:
             continue
-        divisor = _number(quotient.inputs[1])
-        if (
-            divisor is not None
-            and divisor > 0
-            and _is_size(quotient.inputs[0])
-            and not node.outputs[0].is_graph_output()
-        ):
-            node.outputs[0].replace_all_uses_with(quotient.outputs[0])
-            corrected = True
-    if corrected:
+        size, divisor = quotient.inputs
+        number, result = _number(divisor), node.outputs[0]
+        if number is None or number <= 0 or not _is_size(size) or result.is_graph_output():
+            continue
+        far, back = (
+            onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(value, dtype=onnx_ir.DataType.INT64)})
+            for value in (_FAR * number, _FAR)
+        )
+        for one in (far, back):
+            # The next division, of what comes of this one, asks for it.
+            one.outputs[0].const_value = one.attributes["value"].as_tensor()
+        moved = onnx_ir.node("Add", [size, far.outputs[0]])
+        divided = onnx_ir.node("Div", [moved.outputs[0], divisor])
+        floor = onnx_ir.node("Sub", [divided.outputs[0], back.outputs[0]])
+        for made in (moved, divided, floor):
+            made.outputs[0].dtype, made.outputs[0].shape = onnx_ir.DataType.INT64, result.shape
+        model.graph.insert_before(node, [far, back, moved, divided, floor])
+        result.replace_all_uses_with(floor.outputs[0])
+        replaced = True
+    if replaced:
         RemoveUnusedNodesPass()(model)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx.reference
 import onnx_ir
 import pytest
 import torch
@@ -231,36 +233,44 @@ def test_attention_without_a_fused_operator(softcap: float | None, with_sinks: b
 
 
 SIZES = """<ir_version: 10, opset_import: ["" : 18]>
-divided (float[a] x, int64 n) => (int64 doubled, int64 third)
-<int64 two = {2}, int64 three = {3}, int64 zero = {0}, int64 axis = {0}>
+divided (float[a] x, int64 n) => (int64 up, int64 third)
+<int64 two = {2}, int64 three = {3}, int64 zero = {0}, int64 axis = {0}, int64 minus = {-1}>
 {
   sizes = Shape(x)
   size = Gather(sizes, axis)
-  quotient = Div(size, two)
-  left = Mod(size, two)
+  below = Mul(size, minus)
+  quotient = Div(below, two)
+  left = Mod(below, two)
   is_left = Cast<to = 9>(left)
-  sign = Sign(size)
+  sign = Sign(below)
   is_zero = Equal(sign, zero)
   is_apart = Not(is_zero)
   is_wrong = And(is_apart, is_left)
   correction = Cast<to = 7>(is_wrong)
   half = Sub(quotient, correction)
-  doubled = Mul(half, two)
+  up = Mul(half, minus)
   of_data = Div(n, three)
   third = Sub(of_data, correction)
 }"""
 
 
-def test_sizes_are_divided_plainly() -> None:
-    """Beside a correction for negative numbers, ONNX Runtime's CUDA provider read sizes of 0 in graphs of Wav2Vec2, now and then."""
+def test_sizes_are_divided_without_a_correction() -> None:
+    """Beside it, ONNX Runtime's CUDA provider read sizes of 0 in graphs of Wav2Vec2, now and then. `-(-size // 2)` rounds up."""
     model = onnx_ir.from_onnx_text(SIZES)
+    before = onnx.reference.ReferenceEvaluator(onnx_ir.to_proto(model))
     divide_sizes(model)
-    doubled, third = (value.producer() for value in model.graph.outputs)
-    assert doubled is not None
-    assert doubled.inputs[0] is not None
+    up, third = (value.producer() for value in model.graph.outputs)
     assert third is not None
-    assert doubled.inputs[0].name == "quotient"
-    assert third.op_type == "Sub", "a number that is no size may be negative"
+    assert third.inputs[0] is not None
+    assert third.inputs[0].name == "of_data", "a number that is no size is divided as before"
+    assert up is not None
+    assert up.inputs[0] is not None
+    assert up.inputs[0].name != "half"
+    after = onnx.reference.ReferenceEvaluator(onnx_ir.to_proto(model))
+    for size in range(6):
+        feeds = {"x": np.zeros(size, np.float32), "n": np.array(7)}
+        assert after.run(None, feeds) == before.run(None, feeds)
+        assert after.run(["up"], feeds) == [-(-size // 2)]
 
 
 def test_a_decoder_that_classifies_returns_no_cache() -> None:
