@@ -99,13 +99,16 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
             limits.append(child.num_embeddings - offset)
             if isinstance(declared, int) and 0 < declared < child.num_embeddings:
                 limits.append(declared)
-        elif _POSITIONS.search(name) and isinstance(getattr(child, "weights", None), torch.Tensor) and declared:
-            # Computed once and kept (M2M100): a graph has the rows that the model had.
-            limits.append(int(declared))
+        elif _POSITIONS.search(name) and isinstance(rows := getattr(child, "weights", None), torch.Tensor):
+            # Computed once and kept (M2M100, TIPSv2): a graph has the rows that the model had.
+            limits.append(int(declared or rows.shape[0]))
     config: Any = getattr(module, "config", None)
     if getattr(config, "attention_type", None) == "block_sparse":
         # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
         limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()) and hasattr(config, "block_size"):
+        # MiniMax computes with texts of up to this length at once, and with longer ones in blocks, which is another graph.
+        limits.append(int(config.block_size))
     if isinstance(whole := getattr(config, "max_text_len", None), int):
         # Grounding DINO scores so many tokens.
         limits.append(whole)

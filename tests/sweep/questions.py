@@ -247,6 +247,11 @@ def _text(
         said = getattr(config, "eos_token_id", None)
         end = said if isinstance(said, int) else END
         rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
+    if config.model_type == "longformer":
+        # Its answerer counts them: behind a question, before the context and behind it.
+        last = masks.sum(1, keepdim=True) - 1
+        for place in (last // 3, last // 3 + 1, last):
+            rows.scatter_(1, place, config.sep_token_id)
     inputs = {"input_ids": ids}
     if "attention_mask" in parameters:
         inputs["attention_mask"] = mask

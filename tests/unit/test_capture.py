@@ -83,6 +83,16 @@ def test_positions_of_images_do_not_limit_texts() -> None:
     assert has_position_table(model, 64)
 
 
+def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
+    """TIPSv2's positions, of which its config says nothing at the top, and MiniMax's blocks."""
+    model = Reader()
+    model.text_model = torch.nn.ModuleDict({"position_embedding": torch.nn.Module()})
+    model.text_model.position_embedding.weights = torch.zeros(48, 8)
+    assert max_sizes_of(model, TEXT) == {"sequence": 48}
+    model.config = transformers.MiniMaxConfig(block_size=32, num_hidden_layers=2, max_position_embeddings=40)
+    assert max_sizes_of(model, TEXT) == {"sequence": 32}
+
+
 def test_bigbird_computes_its_own_token_types() -> None:
     """From the separator, in its head for questions alone."""
     torch.manual_seed(0)
