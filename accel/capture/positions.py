@@ -31,20 +31,28 @@ def has_position_table(module: torch.nn.Module, limit: int) -> bool:
 
 
 def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules in a module by name, without the towers that read images or sounds: positions there are no tokens'."""
+    """The modules in a module by name, without the towers that read images or sounds: positions there are no tokens'.
+
+    Where a config has a part for texts, they are those that were made of it, whatever the towers are called.
+    """
+    every = {name: child for name, child in module.named_modules() if name}
+    text = getattr(getattr(module, "config", None), "text_config", None)
+    readers = [
+        name for name, child in every.items() if text is not None and type(getattr(child, "config", None)) is type(text)
+    ]
+    if readers:
+        return {name: child for name, child in every.items() if _is_within(name, readers)}
     towers = [
         name
-        for name, child in module.named_modules()
-        if name
-        and (
-            getattr(child, "main_input_name", "input_ids") in _OF_TOWERS or name.rpartition(".")[2] in _NAMES_OF_TOWERS
-        )
+        for name, child in every.items()
+        if getattr(child, "main_input_name", "input_ids") in _OF_TOWERS or name.rpartition(".")[2] in _NAMES_OF_TOWERS
     ]
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if not any(name == tower or name.startswith(f"{tower}.") for tower in towers)
-    }
+    return {"": module} | {name: child for name, child in every.items() if not _is_within(name, towers)}
+
+
+def _is_within(name: str, parts: list[str]) -> bool:
+    """Whether a module is one of these parts or in one of them."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def text_table(module: torch.nn.Module) -> torch.nn.Embedding | None:
@@ -91,7 +99,8 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     if not any("sequence" in named.values() for named in axes.values()):
         return {}
     limits = []
-    declared = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    config: Any = getattr(module, "config", None)
+    declared = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     for name, child in _parts_that_read_text(module).items():
         if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
             # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
@@ -102,7 +111,6 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         elif _POSITIONS.search(name) and isinstance(rows := getattr(child, "weights", None), torch.Tensor):
             # Computed once and kept (M2M100, TIPSv2): a graph has the rows that the model had.
             limits.append(int(declared or rows.shape[0]))
-    config: Any = getattr(module, "config", None)
     if getattr(config, "attention_type", None) == "block_sparse":
         # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
         limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))

@@ -21,7 +21,7 @@ from accel.artifact.tensors import TensorSpec
 from accel.capture import Case, Source, split
 from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.loading import load_source
-from accel.capture.positions import has_position_table, max_sizes_of
+from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_table
 from accel.capture.references import own_defaults_of
 from accel.capture.rewrites import divide_sizes
 from accel.capture.states import TOKENS, Kept, described
@@ -81,6 +81,23 @@ def test_positions_of_images_do_not_limit_texts() -> None:
     model.position_embedding = torch.nn.Embedding(64, 8)
     assert max_sizes_of(model, TEXT) == {"sequence": 64}
     assert has_position_table(model, 64)
+
+
+def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
+    """Towers are called as their authors like, and say nothing of what they read: Ovis2's, Qwen3-VL's, GLM-4V's."""
+    torch.manual_seed(0)
+    text, vision = (
+        {**TINY, "num_key_value_heads": 2},
+        {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8},
+    )
+    config = transformers.Ovis2Config(
+        text_config={"model_type": "qwen2", **text}, vision_config={**vision, "intermediate_size": 16, "vocab_size": 20},
+        visual_indicator_token_ids=[30, 31], image_token_id=32,
+    )  # fmt: skip
+    model = transformers.Ovis2ForConditionalGeneration(config)
+    assert max_sizes_of(model, TEXT) == {}
+    assert position_bounds(model)[1] > 10**9
+    assert text_table(model) is model.get_input_embeddings()
 
 
 def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
