@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ _CUT_OFF = (
 )  # fmt: skip
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
-# So many divisors below 0, a size is still rounded down: more than any has, and a product that 64 bits hold.
-_FAR = 2**31
+# A size that may be further below 0 is not moved above it: OpenVINO's integers are exact up to 2**24 where they are divided.
+_FARTHEST = 2**20
 
 
 @functools.cache
@@ -232,7 +233,9 @@ def divide_sizes(model: onnx_ir.Model) -> None:
     """Divide sizes of axes by integer division alone, rounded down as in Python.
 
     The exporter writes `size // n` as a quotient that is corrected where a negative number has a remainder. ONNX Runtime's CUDA provider
-    (1.31) reads 0 there, now and then. Here the number is moved above 0 before it is divided, and its quotient back.
+    (1.31) reads 0 there, now and then. What a number is computed from says how small and how large it may be: one that is never
+    negative is divided, one that never is above 0 is divided as its opposite, and one that may be a little below 0 is moved above
+    it and its quotient back. Others stay as they are.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -242,24 +245,31 @@ def divide_sizes(model: onnx_ir.Model) -> None:
         quotient, correction = _made_by(node.inputs[0], "Div"), _made_by(node.inputs[1], "Cast")
         if quotient is None or correction is None or _made_by(correction.inputs[0], "And") is None:
             continue
-        size, divisor = quotient.inputs
-        number, result = _number(divisor), node.outputs[0]
-        if number is None or number <= 0 or not _is_size(size) or result.is_graph_output():
+        (size, divisor), result = quotient.inputs, node.outputs[0]
+        number, bounds = _number(divisor), _bounds(size)
+        if number is None or number <= 0 or bounds is None or result.is_graph_output():
             continue
-        far, back = (
-            onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(value, dtype=onnx_ir.DataType.INT64)})
-            for value in (_FAR * number, _FAR)
-        )
-        for one in (far, back):
+        least, most = bounds
+        steps: list[tuple[str, int]]
+        if least >= 0:
+            steps = [("Div", number)]
+        elif most <= 0:
+            steps = [("Mul", -1), ("Add", number - 1), ("Div", number), ("Mul", -1)]
+        elif least >= -_FARTHEST:
+            moved = math.ceil(-least / number)
+            steps = [("Add", moved * number), ("Div", number), ("Sub", moved)]
+        else:
+            continue
+        found = size
+        for operator, operand in steps:
+            constant = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(operand, dtype=onnx_ir.DataType.INT64)})
             # The next division, of what comes of this one, asks for it.
-            one.outputs[0].const_value = one.attributes["value"].as_tensor()
-        moved = onnx_ir.node("Add", [size, far.outputs[0]])
-        divided = onnx_ir.node("Div", [moved.outputs[0], divisor])
-        floor = onnx_ir.node("Sub", [divided.outputs[0], back.outputs[0]])
-        for made in (moved, divided, floor):
-            made.outputs[0].dtype, made.outputs[0].shape = onnx_ir.DataType.INT64, result.shape
-        model.graph.insert_before(node, [far, back, moved, divided, floor])
-        result.replace_all_uses_with(floor.outputs[0])
+            constant.outputs[0].const_value = constant.attributes["value"].as_tensor()
+            step = onnx_ir.node(operator, [found, constant.outputs[0]])
+            found = step.outputs[0]
+            found.dtype, found.shape = onnx_ir.DataType.INT64, result.shape
+            model.graph.insert_before(node, [constant, step])
+        result.replace_all_uses_with(found)
         replaced = True
     if replaced:
         RemoveUnusedNodesPass()(model)
@@ -279,13 +289,33 @@ def _number(value: onnx_ir.Value | None) -> int | None:
     return int(known.numpy().item())
 
 
-def _is_size(value: onnx_ir.Value | None) -> bool:
-    """Whether a value is computed from sizes of axes and whole numbers alone."""
-    if _number(value) is not None:
-        return True
+def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
+    """The least and the largest that a value computed from sizes of axes and whole numbers alone may be, else `None`."""
+    number = _number(value)
+    if number is not None:
+        return number, number
     node = None if value is None else value.producer()
-    if node is None:
-        return False
-    if node.op_type in ("Add", "Sub", "Mul", "Div"):
-        return all(_is_size(one) for one in node.inputs)
-    return node.op_type == "Shape" or (node.op_type in ("Cast", "Gather", "Squeeze") and _is_size(node.inputs[0]))
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "Shape":
+        return 0, math.inf
+    if node.op_type in ("Cast", "Gather", "Squeeze"):
+        return _bounds(node.inputs[0])
+    if node.op_type not in _ARITHMETIC:
+        return None
+    one, other = _bounds(node.inputs[0]), _bounds(node.inputs[1])
+    if one is None or other is None:
+        return None
+    if node.op_type == "Add":
+        return one[0] + other[0], one[1] + other[1]
+    if node.op_type == "Sub":
+        return one[0] - other[1], one[1] - other[0]
+    if node.op_type == "Mul":
+        # A size of 0 times any number is 0.
+        every = [a * b if a and b else 0 for a in one for b in other]
+        return min(every), max(every)
+    if other[0] != other[1] or other[0] <= 0:
+        return None
+    # Integers are rounded towards 0.
+    least, most = (bound if math.isinf(bound) else math.trunc(bound / other[0]) for bound in one)
+    return least, most

@@ -78,13 +78,21 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             continue
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim >= 2:
-            # Experts are matrices side by side; a convolution sums over all of a filter.
+            # Experts are matrices side by side; a convolution sums over all of a filter, that of patches, too; of a table one
+            # row is taken.
             fan_in = parameter.shape[-1] if "expert" in name else parameter[0].numel()
-            parameter.copy_(GAIN * drawn / max(1, fan_in if "embed" not in name else 1) ** 0.5)
+            is_table = "embed" in name and parameter.ndim < 4
+            parameter.copy_(GAIN * drawn / max(1, 1 if is_table else fan_in) ** 0.5)
         elif bool((parameter == 1).all()):
             parameter.copy_(1 + 0.1 * drawn)
         elif bool((parameter == 0).all()):
             parameter.copy_(0.1 * drawn)
+    # What a batch normalization has seen in training: values such as these weights pass on.
+    for _, module in sorted(model.named_modules()):
+        mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+        if mean is not None and variance is not None:
+            mean.copy_(0.1 * torch.randn(mean.shape, generator=generator))
+            variance.copy_(GAIN**2 * torch.exp(0.2 * torch.randn(variance.shape, generator=generator)))
 
 
 @torch.no_grad()
