@@ -14,7 +14,7 @@ from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
 from . import FORMAT, quantized, recurrence
-from .repeating import keep_repeats
+from .axes_of_one import keep_axes_of_one
 from .stateful import fold_cache
 from .unseeing import zero_unseeing
 
@@ -59,7 +59,7 @@ class OpenVinoExporter:
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
         zero_unseeing(model)
-        keep_repeats(model)
+        keep_axes_of_one(model)
         for port in (*model.inputs, *model.outputs):
             port.get_tensor().set_names({graph_name(port.any_name)})
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))

@@ -16,7 +16,7 @@ from accel.backends.forks import never_destroyed
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
-from .repeating import keep_repeats
+from .axes_of_one import keep_axes_of_one
 from .stateful import fold_cache
 
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
@@ -126,7 +126,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         raise missing_weights(path)
     try:
         model = core().read_model(str(path))
-        keep_repeats(model)
+        keep_axes_of_one(model)
         pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
         if pairs:
             fold_cache(model, pairs, component.inputs)

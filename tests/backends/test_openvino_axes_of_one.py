@@ -1,4 +1,4 @@
-"""Repeats along an axis that was made for them, which OpenVINO's compiler takes for nothing."""
+"""Axes of one entry, along which OpenVINO's compiler drops repeats and its int8 layers misread what is reduced."""
 
 # ruff: noqa: E402
 
@@ -18,8 +18,14 @@ ov = pytest.importorskip("openvino")
 
 import openvino.opset13 as ops
 
-from accel import ORTModelForCustomTasks, ORTModelForSequenceClassification, export
-from accel_plugins.openvino.repeating import keep_repeats
+from accel import (
+    ORTModelForCustomTasks,
+    ORTModelForImageClassification,
+    ORTModelForSequenceClassification,
+    export,
+    quantize,
+)
+from accel_plugins.openvino.axes_of_one import drop_reductions, keep_repeats
 
 
 def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
@@ -84,3 +90,44 @@ def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
     given = torch.arange(8.0).reshape(2, 4)
     model = ORTModelForCustomTasks.from_pretrained(tmp_path, backend="openvino")
     assert torch.equal(model(x=given)["y"], given.unsqueeze(1).repeat(1, 3, 1))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["reduce_mean", "reduce_sum", "reduce_max", "reduce_prod"])
+def test_what_reduces_one_entry_takes_its_axis_away(kind: str, keep: bool) -> None:
+    given = ops.parameter(ov.PartialShape([-1, 4, 1]), ov.Type.f32)
+    given.output(0).get_tensor().set_names({"given"})
+    reduced = getattr(ops, kind)(given, np.array([-1]), keep)
+    reduced.output(0).get_tensor().set_names({"reduced"})
+    several = getattr(ops, kind)(given, np.array([1, 2]), keep)
+    model = ov.Model([reduced, several], [given], "reductions")
+    expected = ov.compile_model(model, "CPU")
+    drop_reductions(model)
+    assert [node.get_type_name().startswith("Reduce") for node in model.get_ops()].count(True) == 1, (
+        "of several entries"
+    )
+    numbers = np.arange(12, dtype=np.float32).reshape(3, 4, 1)
+    found = ov.compile_model(model, "CPU")(numbers)
+    assert np.array_equal(found["reduced"], expected(numbers)["reduced"])
+    assert np.array_equal(found[1], expected(numbers)[1])
+
+
+@pytest.mark.thorough
+def test_rows_of_an_int8_batch_are_answered_as_alone(tmp_path: Path) -> None:
+    """SwiftFormer pools one place of an image of 32: in batches, OpenVINO's int8 layers answered half of the largest value off."""
+    config = transformers.SwiftFormerConfig(
+        image_size=32, depths=[1, 1, 1, 1], embed_dims=[16, 24, 32, 80], num_labels=3, drop_path_rate=0.0
+    )
+    torch.manual_seed(0)
+    model = transformers.SwiftFormerForImageClassification(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.7 / max(1, parameter[0].numel()) ** 0.5 if parameter.ndim > 1 else 0.3)
+    images = torch.randn((3, 3, 32, 32), generator=torch.Generator().manual_seed(0))
+    exported = export(model, tmp_path / "ir", task="image-classification", backend="openvino")
+    small = quantize(
+        exported, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=[{"pixel_values": images}]
+    )
+    opened = ORTModelForImageClassification.from_pretrained(small.path, backend="openvino")
+    together = opened(pixel_values=images).logits
+    alone = torch.cat([opened(pixel_values=image[None]).logits for image in images])
+    assert (together - alone).abs().max() <= 0.05 * together.abs().max()

@@ -1,10 +1,36 @@
-"""Repeats along an axis that was made for them, which OpenVINO's compiler takes for nothing."""
+"""Axes of one entry, along which OpenVINO's compiler drops repeats and its int8 layers misread what is reduced."""
 
 from __future__ import annotations
 
 import numpy as np
 import openvino as ov
 import openvino.opset13 as operators
+
+# What of one number is that number.
+_REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+
+
+def keep_axes_of_one(model: ov.Model) -> None:
+    """Write what repeats or reduces along such axes so that the compiled model answers what the model says."""
+    keep_repeats(model)
+    drop_reductions(model)
+
+
+def drop_reductions(model: ov.Model) -> None:
+    """Take away axes of one without reducing them.
+
+    Behind layers in 8 bits, OpenVINO (2026.4, AVX2) answered another mean of such an axis in batches than for each row alone:
+    SwiftFormer and LeViT pool one place where images are small.
+    """
+    for node in [node for node in model.get_ops() if node.get_type_name() in _REDUCTIONS]:
+        data, axes = node.input_values()
+        if axes.get_node().get_type_name() != "Constant" or data.get_partial_shape().rank.is_dynamic:
+            continue
+        chosen = np.atleast_1d(axes.get_node().get_data())
+        if not chosen.size or any(data.get_partial_shape()[int(axis)] != ov.Dimension(1) for axis in chosen):
+            continue
+        kept = data if node.get_attributes()["keep_dims"] else operators.squeeze(data, chosen).output(0)
+        node.output(0).replace(kept)
 
 
 def keep_repeats(model: ov.Model) -> None:
