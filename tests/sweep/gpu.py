@@ -43,7 +43,7 @@ from .cells import (
     reason_of,
     stages_of,
 )
-from .questions import Tensors, is_decoder, make_inputs, prompts
+from .questions import Tensors, is_decoder, make_inputs, prompts, questions
 
 DEVICE = "cuda"
 Skip = Sequence[tuple[str, str]]
@@ -93,6 +93,7 @@ def export_for_gpu(
         return
     try:
         model = build(pair)
+        questions(pair, model)
     except NotBuilt as error:
         report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
         return

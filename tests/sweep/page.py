@@ -52,9 +52,12 @@ def counts(cells: Iterable[Cell]) -> Counter[str]:
 
 
 def capturable(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells of models that transformers' own exporters capture, as far as was tried."""
+    """The cells of models that transformers' own exporters capture, as far as was tried: not of those that answer nothing in PyTorch."""
+    cells = list(cells)
+    green = {(cell.architecture, cell.task) for cell in cells if cell.status == OK}
+    beyond = {(cell.architecture, cell.task) for cell in cells if cell.status == NOT_BUILT} - green
     cells = [cell for cell in cells if cell.status not in (NOT_BUILT, NONE)]
-    beyond = {(cell.architecture, cell.task) for cell in cells if cell.upstream is False}
+    beyond |= {(cell.architecture, cell.task) for cell in cells if cell.upstream is False}
     return [cell for cell in cells if (cell.architecture, cell.task) not in beyond]
 
 
