@@ -22,6 +22,8 @@ _CUT_OFF = (
 )  # fmt: skip
 # What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
+# So many places along a side has no map of an image that is pooled.
+_WIDEST = 512
 # A size that may be further below 0 is not moved above it: OpenVINO's integers are exact up to 2**24 where they are divided.
 _FARTHEST = 2**20
 
@@ -72,7 +74,8 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     differ from the reference cases, whose sizes are others). What is gathered from has no more rows beside the axis than the
     indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
     GatherElements. What a layer in float16 cuts off where a number overflowed is cut off in every call, which changes
-    numbers between 64,504 and 65,504 where none did (BART's).
+    numbers between 64,504 and 65,504 where none did (BART's). A window larger than any image pools all of it (EfficientNet's has as many
+    places along a side as there are channels), which OpenVINO refuses where sizes vary, or reads beyond the image.
 
     Args:
         config: Of the transformers model.
@@ -83,6 +86,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     original_gather = torch.gather
     functional: Any = torch.nn.functional
     original_one_hot, original_isfinite, original_isinf = functional.one_hot, torch.isfinite, torch.isinf
+    original_mean_pool, original_max_pool = functional.avg_pool2d, functional.max_pool2d
     left = list(answers)
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -134,11 +138,27 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     def isinf(tensor: torch.Tensor) -> Any:
         return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original_isinf(tensor)
 
+    def avg_pool2d(
+        input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if is_fake(input) and _pools_all(input, kernel_size, padding):
+            return input.mean((-2, -1), keepdim=True)
+        found: torch.Tensor = original_mean_pool(input, kernel_size, stride, padding, *args, **kwargs)
+        return found
+
+    def max_pool2d(
+        input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        if is_fake(input) and _pools_all(input, kernel_size, padding):
+            return input.amax((-2, -1), keepdim=True)
+        return original_max_pool(input, kernel_size, stride, padding, *args, **kwargs)
+
     model_type = getattr(config, "model_type", None)
     if model_type in _CUT_OFF:
         torch.isfinite, torch.isinf = isfinite, isinf  # type: ignore[assignment]
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, torch.gather, functional.one_hot = div, gather, one_hot
+    functional.avg_pool2d, functional.max_pool2d = avg_pool2d, max_pool2d
     torch.Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]
     torch.Tensor.__len__ = length  # type: ignore[method-assign]
@@ -147,10 +167,25 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     finally:
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
         torch.div, torch.gather, functional.one_hot = original_div, original_gather, original_one_hot
+        functional.avg_pool2d, functional.max_pool2d = original_mean_pool, original_max_pool
         torch.isfinite, torch.isinf = original_isfinite, original_isinf
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
+
+
+def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:
+    """Whether a window of 2-D pooling holds all of any image `(..., height, width)`."""
+    sides = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
+    return padding in (0, (0, 0)) and all(map(_covers, sides, image.shape[-2:]))
+
+
+def _covers(side: Any, size: Any) -> bool:
+    if isinstance(side, torch.SymInt):
+        # transformers' exporter for OpenVINO has cut the window: to the smaller of its side and the image's.
+        limits = [int(one) for one in side.node.expr.args if one.is_Integer]
+        return side.node.expr.func.__name__ == "Min" and min(limits, default=0) >= _WIDEST
+    return bool(side >= _WIDEST or (isinstance(size, int) and side >= size))
 
 
 class _Overflowing:

@@ -595,3 +595,24 @@ def test_gpus_of_others_are_not_offered(
     monkeypatch.undo()
     # Where nothing is left out `AUTO` is asked for, and a list of devices compiles as well.
     assert runtime.core().compile_model(str(tiny_artifact("bert").path / "model.onnx"), "AUTO:CPU")
+
+
+def test_a_window_larger_than_any_image_pools_all_of_it(tmp_path: Path) -> None:
+    """EfficientNet's, with as many places along a side as channels: the window was the sample's map, and read beyond smaller images."""
+    torch.manual_seed(0)
+    config = transformers.EfficientNetConfig(
+        image_size=64, width_coefficient=1.0, depth_coefficient=1.0, in_channels=[32], out_channels=[16], kernel_sizes=[3],
+        strides=[2], num_block_repeats=[1], expand_ratios=[1], hidden_dim=1280, num_labels=3,
+    )  # fmt: skip
+    model = transformers.EfficientNetForImageClassification(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=2 / max(1, parameter[0].numel()) ** 0.5 if parameter.ndim > 1 else 0.5)
+    opened = ORTModelForImageClassification.from_pretrained(
+        export(model, tmp_path / "ir", task="image-classification", backend="openvino").path
+    )
+    for height, width in ((64, 64), (32, 96), (160, 48)):
+        images = torch.randn((2, 3, height, width))
+        with torch.inference_mode():
+            expected = model(pixel_values=images).logits
+        assert expected.std() > 0.1, "the image matters"
+        assert (opened(pixel_values=images).logits - expected).abs().max() < 1e-4 * expected.abs().max()
