@@ -11,7 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
 # Old libraries warn of what newer ones beneath them have deprecated.
-_LENIENT = ("-W", "ignore::DeprecationWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning")
+_LENIENT = (
+    "-W", "ignore::DeprecationWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning",
+    "-W", "ignore:The given buffer is not writable:UserWarning",  # torch 2.11, of what its own `torch.export.load` reads
+)  # fmt: skip
 _SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 
