@@ -139,9 +139,21 @@ class _Embedding(_Part):
     """`input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Look tokens up."""
+        """Look tokens up; those that Ovis2 writes around an image, in the last rows of its table of images."""
         model: Any = self.model
-        return {"inputs_embeds": model.get_input_embeddings()(feeds["input_ids"])}
+        ids = feeds["input_ids"]
+        found = model.get_input_embeddings()(ids)
+        around = tokens_around_images(model.config)
+        if around:
+            rows = model.model.visual_embeddings_table.weight[-len(around) :]
+            for token, row in zip(around, rows, strict=True):
+                found = torch.where((ids == token).unsqueeze(-1), row.to(found.dtype), found)
+        return {"inputs_embeds": found}
+
+
+def tokens_around_images(config: Any) -> list[int]:
+    """The tokens that a model's processor writes around images, where it looks them up elsewhere than the others."""
+    return list(getattr(config, "visual_indicator_token_ids", None) or ())
 
 
 class Encoder(_Part):
@@ -307,6 +319,12 @@ def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Sour
     if getattr(source.config, "image_token_id", None) is None or not isinstance(size, int):
         raise ExportError(
             f"{source.architecture} does not put images of one size into the prompt; only such models can be exported.",
+            fix="run it with transformers.",
+        )
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise ExportError(
+            f"The images in the prompts of {source.architecture} attend in both directions, where its token_type_ids say so; a graph "
+            "attends in causal order.",
             fix="run it with transformers.",
         )
     pixels = torch.randn(

@@ -8,7 +8,15 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
-from .generation import ENCODER_MASK, CrossAttention, CrossDecoder, Encoder, split, vision_language
+from .generation import (
+    ENCODER_MASK,
+    CrossAttention,
+    CrossDecoder,
+    Encoder,
+    split,
+    tokens_around_images,
+    vision_language,
+)
 from .references import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source
@@ -91,6 +99,7 @@ class _Image:
     def __init__(self, source: Source) -> None:
         vision, embedding, _ = vision_language(source, None)
         self.token = int(source.config.image_token_id)
+        self.around = tokens_around_images(source.config)
         self.pixels = vision.example["pixel_values"]
         self._embedding = embedding.model
         with torch.inference_mode(), quiet():
@@ -102,10 +111,15 @@ class _Image:
         return cls(source) if "inputs_embeds" in part.example else None
 
     def place(self, ids: torch.Tensor) -> None:
-        """No placeholder by chance; in a row that is long enough, those of the image behind the first token."""
-        ids[ids == self.token] = 0 if self.token else 1
+        """No placeholder by chance; in a row that is long enough, those of the image behind the first token, with what is around it."""
+        special = {self.token, *self.around}
+        ids[torch.isin(ids, torch.tensor(sorted(special)))] = next(
+            i for i in range(len(special) + 1) if i not in special
+        )
         if ids.shape[1] > len(self.features) + 2:
             ids[:, 1 : 1 + len(self.features)] = self.token
+            if self.around:
+                ids[:, 0], ids[:, 1 + len(self.features)] = self.around[0], self.around[-1]
 
     @torch.inference_mode()
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,8 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
     GatherElements. What a layer in float16 cuts off where a number overflowed is cut off in every call, which changes
     numbers between 64,504 and 65,504 where none did (BART's). A window larger than any image pools all of it (EfficientNet's has as many
-    places along a side as there are channels), which OpenVINO refuses where sizes vary, or reads beyond the image.
+    places along a side as there are channels), which OpenVINO refuses where sizes vary, or reads beyond the image. FocalNet pads
+    every image to whole patches, also where the sample's has them.
 
     Args:
         config: Of the transformers model.
@@ -84,6 +85,8 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
     original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
     original_gather = torch.gather
+    from transformers.models.focalnet.modeling_focalnet import FocalNetPatchEmbeddings
+
     functional: Any = torch.nn.functional
     original_one_hot, original_isfinite, original_isinf = functional.one_hot, torch.isfinite, torch.isinf
     original_mean_pool, original_max_pool = functional.avg_pool2d, functional.max_pool2d
@@ -156,6 +159,8 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     model_type = getattr(config, "model_type", None)
     if model_type in _CUT_OFF:
         torch.isfinite, torch.isinf = isfinite, isinf  # type: ignore[assignment]
+    original_pad = FocalNetPatchEmbeddings.maybe_pad
+    FocalNetPatchEmbeddings.maybe_pad = _pad_to_patches
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, torch.gather, functional.one_hot = div, gather, one_hot
     functional.avg_pool2d, functional.max_pool2d = avg_pool2d, max_pool2d
@@ -165,6 +170,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     try:
         yield
     finally:
+        FocalNetPatchEmbeddings.maybe_pad = original_pad
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
         torch.div, torch.gather, functional.one_hot = original_div, original_gather, original_one_hot
         functional.avg_pool2d, functional.max_pool2d = original_mean_pool, original_max_pool
@@ -172,6 +178,12 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         torch.Tensor.__getitem__ = original_getitem  # type: ignore[method-assign]
         torch.Tensor.item = original_item  # type: ignore[method-assign]
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
+
+
+def _pad_to_patches(self: Any, pixel_values: torch.Tensor, height: Any, width: Any) -> torch.Tensor:
+    """An image `(batch, channels, height, width)` with zeros on the right and below, up to whole patches."""
+    tall, wide = (size * ((n + size - 1) // size) - n for n, size in zip((height, width), self.patch_size, strict=True))
+    return torch.nn.functional.pad(pixel_values, (0, wide, 0, tall))
 
 
 def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:

@@ -14,6 +14,7 @@ from PIL import Image
 from accel import (
     ORTModelForCausalLM,
     ORTModelForImageClassification,
+    ORTModelForImageTextToText,
     ORTModelForQuestionAnswering,
     ORTModelForSeq2SeqLM,
     ORTModelForSequenceClassification,
@@ -84,6 +85,62 @@ def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = original(pixel_values=pixels).logits
         assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
+    """FocalNet pads them, at each stage; a graph that was traced with whole ones cut what was left over."""
+    original = made(
+        "FocalNetForImageClassification", image_size=64, embed_dim=16, hidden_sizes=[16, 32], depths=[1, 1],
+        focal_levels=[2, 2], focal_windows=[3, 3], num_labels=3,
+    )  # fmt: skip
+    model = ORTModelForImageClassification(export(original, tmp_path / "out", task="image-classification"))
+    for height, width in ((64, 64), (68, 68), (61, 47)):
+        pixels = torch.randn((2, 3, height, width), generator=torch.Generator().manual_seed(height))
+        with torch.inference_mode():
+            expected = original(pixel_values=pixels).logits
+        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+_TEXT = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 256,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def test_tokens_around_an_image(tmp_path: Path) -> None:
+    """Ovis2's processor writes them; they are looked up in the table of images, and limit no prompt."""
+    original = made(
+        "Ovis2ForConditionalGeneration", text_config={"model_type": "qwen2", **_TEXT}, hidden_size=32, vocab_size=96,
+        vision_config={**_VISION, "vocab_size": 20, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
+        image_token_id=90, visual_indicator_token_ids=[91, 92, 93, 94, 95],
+    )  # fmt: skip
+    model = ORTModelForImageTextToText(export(original, tmp_path / "out", task="image-text-to-text"))
+    ids = torch.randint(3, 80, (2, 40), generator=torch.Generator().manual_seed(0))
+    ids[:, 2:6] = 90
+    for place, token in ((1, 91), (6, 93), (7, 95)):
+        ids[:, place] = token
+    feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
+    with torch.inference_mode():
+        expected = original(**feeds).logits
+    assert (model(**feeds).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_images_that_attend_in_both_directions_are_refused(tmp_path: Path) -> None:
+    """Gemma 3's, where its processor's token_type_ids say so."""
+    original = made(
+        "Gemma3ForConditionalGeneration", text_config={**_TEXT, "head_dim": 8}, vision_config=_VISION,
+        image_token_id=90, image_token_index=90, mm_tokens_per_image=4, boi_token_index=91, eoi_token_index=92,
+    )  # fmt: skip
+    with pytest.raises(ExportError, match="attend in both directions"):
+        export(original, tmp_path / "out", task="image-text-to-text")
 
 
 @pytest.mark.thorough
