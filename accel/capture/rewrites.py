@@ -75,8 +75,7 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     indices, which OpenVINO (2026.4) holds graphs to (EfficientLoFTR's windows); they are chosen by number, as it drops slices before
     GatherElements. What a layer in float16 cuts off where a number overflowed is cut off in every call, which changes
     numbers between 64,504 and 65,504 where none did (BART's). A window larger than any image pools all of it (EfficientNet's has as many
-    places along a side as there are channels), which OpenVINO refuses where sizes vary, or reads beyond the image. FocalNet pads
-    every image to whole patches, also where the sample's has them.
+    places along a side as there are channels), which OpenVINO refuses where sizes vary, or reads beyond the image.
 
     Args:
         config: Of the transformers model.
@@ -85,8 +84,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     original_squeeze, original_div, original_item = torch.Tensor.squeeze, torch.div, torch.Tensor.item
     original_getitem, original_len = torch.Tensor.__getitem__, torch.Tensor.__len__
     original_gather = torch.gather
-    from transformers.models.focalnet.modeling_focalnet import FocalNetPatchEmbeddings
-
     functional: Any = torch.nn.functional
     original_one_hot, original_isfinite, original_isinf = functional.one_hot, torch.isfinite, torch.isinf
     original_mean_pool, original_max_pool = functional.avg_pool2d, functional.max_pool2d
@@ -159,8 +156,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     model_type = getattr(config, "model_type", None)
     if model_type in _CUT_OFF:
         torch.isfinite, torch.isinf = isfinite, isinf  # type: ignore[assignment]
-    original_pad = FocalNetPatchEmbeddings.maybe_pad
-    FocalNetPatchEmbeddings.maybe_pad = _pad_to_patches
     torch.Tensor.squeeze = squeeze  # type: ignore[method-assign, assignment]
     torch.div, torch.gather, functional.one_hot = div, gather, one_hot
     functional.avg_pool2d, functional.max_pool2d = avg_pool2d, max_pool2d
@@ -170,7 +165,6 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     try:
         yield
     finally:
-        FocalNetPatchEmbeddings.maybe_pad = original_pad
         torch.Tensor.squeeze = original_squeeze  # type: ignore[method-assign]
         torch.div, torch.gather, functional.one_hot = original_div, original_gather, original_one_hot
         functional.avg_pool2d, functional.max_pool2d = original_mean_pool, original_max_pool
@@ -180,9 +174,22 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
         torch.Tensor.__len__ = original_len  # type: ignore[method-assign]
 
 
-def _pad_to_patches(self: Any, pixel_values: torch.Tensor, height: Any, width: Any) -> torch.Tensor:
+@contextmanager
+def whole_patches(model: torch.nn.Module) -> Iterator[None]:
+    """FocalNet with images that are padded to whole patches in every call, where a trace would keep what its sample needed."""
+    layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "FocalNetPatchEmbeddings"]
+    for layer in layers:
+        layer.maybe_pad = functools.partial(_pad_to_patches, layer.patch_size)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.maybe_pad
+
+
+def _pad_to_patches(patch_size: Sequence[int], pixel_values: torch.Tensor, height: Any, width: Any) -> torch.Tensor:
     """An image `(batch, channels, height, width)` with zeros on the right and below, up to whole patches."""
-    tall, wide = (size * ((n + size - 1) // size) - n for n, size in zip((height, width), self.patch_size, strict=True))
+    tall, wide = (size * ((n + size - 1) // size) - n for n, size in zip((height, width), patch_size, strict=True))
     return torch.nn.functional.pad(pixel_values, (0, wide, 0, tall))
 
 

@@ -30,6 +30,7 @@ from .rewrites import (
     round_to_bfloat16,
     steady_answers,
     traceable,
+    whole_patches,
 )
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
@@ -166,6 +167,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
             quiet(),
             traceable(source.config, answers),
             windowed(source.model),
+            whole_patches(source.model),
             _without_cache(source),
             _simple_sizes(source),
         ):
