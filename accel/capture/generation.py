@@ -139,14 +139,14 @@ class _Embedding(_Part):
     """`input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Look tokens up; those that Ovis2 writes around an image, in the last rows of its table of images."""
+        """Look tokens up; those that Ovis2 writes around an image, in the last rows of its table of images, as in every call with one."""
         model: Any = self.model
         ids = feeds["input_ids"]
         found = model.get_input_embeddings()(ids)
         around = tokens_around_images(model.config)
         if around:
-            rows = model.model.visual_embeddings_table.weight[-len(around) :]
-            for token, row in zip(around, rows, strict=True):
+            rows = model.model.visual_embeddings_table.weight[-model.config.vision_config.num_visual_indicator_tokens :]
+            for token, row in zip(around, rows, strict=False):
                 found = torch.where((ids == token).unsqueeze(-1), row.to(found.dtype), found)
         return {"inputs_embeds": found}
 
