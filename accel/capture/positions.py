@@ -37,9 +37,10 @@ def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]
     """
     every = {name: child for name, child in module.named_modules() if name}
     text = getattr(getattr(module, "config", None), "text_config", None)
-    readers = [
-        name for name, child in every.items() if text is not None and type(getattr(child, "config", None)) is type(text)
-    ]
+    readers: list[str] = []
+    for name, child in every.items() if text is not None else ():
+        if type(getattr(child, "config", None)) is type(text) and not _is_within(name, readers):
+            readers.append(name)
     if readers:
         return {name: child for name, child in every.items() if _is_within(name, readers)}
     towers = [
