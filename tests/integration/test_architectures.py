@@ -106,13 +106,9 @@ _TEXT = {
     "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 256,
 }  # fmt: skip
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
 
 
 def test_tokens_around_an_image(tmp_path: Path) -> None:
