@@ -131,6 +131,16 @@ def missing_domains(
     )
 
 
+def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
+    """That a backend runs this task in other formats than this one, and the remedy; `None` when it runs it in none."""
+    others = sorted({one.consumes for one in spec.capabilities if one.stage == "run" and one.consumes and one.does(task)})
+    if not others:
+        return None
+    able = any(one.stage == "export" and one.does(task) for one in spec.capabilities)
+    remedy = f"export the model for it: `accel export MODEL OUT --backend {spec.name}`" if able else ""
+    return Reason("task", f"it runs {task} from {', '.join(others)}, not from {format}", remedy)
+
+
 def _obstacles(
     spec: BackendSpec, probe: Probe, *, format: str, task: str, dtype: str, device: DeviceSpec | None
 ) -> tuple[list[Reason], DeviceSpec | None]:
@@ -145,7 +155,7 @@ def _obstacles(
             what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
             reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
         if not capability.does(task):
-            reasons.append(Reason("task", f"it does not run {task}"))
+            reasons.append(_other_format(spec, format, task) or Reason("task", f"it does not run {task}"))
     found = None
     if not probe.available:
         reasons.extend(probe.reasons or (Reason("no-device", "it found no device"),))

@@ -99,6 +99,17 @@ def test_a_limited_capability_comes_before_a_general_one() -> None:
     assert "it does not run translation" in str(select([one], [CUDA], task="translation"))
 
 
+def test_a_task_that_runs_in_another_format_says_which_and_how_to_get_there() -> None:
+    made = (
+        Capability(stage="export", produces="openvino_ir"),
+        Capability(stage="run", consumes="openvino_ir"),
+        Capability(stage="run", consumes="onnx", excludes=("text-generation",)),
+    )
+    refused = str(select([spec("a", capabilities=made)], [CPU], task="text-generation"))
+    assert "it runs text-generation from openvino_ir, not from onnx (export the model for it:" in refused
+    assert "accel export MODEL OUT --backend a" in refused
+
+
 def standard_only(name: str, *stages: Capability) -> BackendSpec:
     run = Capability(stage="run", consumes="onnx", domains=("",))
     return spec(name, capabilities=(run, *stages))
