@@ -133,7 +133,9 @@ def missing_domains(
 
 def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
     """That a backend runs this task in other formats than this one, and the remedy; `None` when it runs it in none."""
-    others = sorted({one.consumes for one in spec.capabilities if one.stage == "run" and one.consumes and one.does(task)})
+    others = sorted(
+        {one.consumes for one in spec.capabilities if one.stage == "run" and one.consumes and one.does(task)}
+    )
     if not others:
         return None
     able = any(one.stage == "export" and one.does(task) for one in spec.capabilities)

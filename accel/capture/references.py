@@ -13,7 +13,7 @@ from ..chatter import quiet
 from ..errors import ExportError
 from .masks import point_sizes
 from .patches import patch_sizes
-from .samples import image_sizes, pad_id, parameters_of, safe_sizes
+from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
 from .tracing import first_lines, graph_name
@@ -43,13 +43,16 @@ class Case:
 
 def reference_cases(source: Source) -> list[Case]:
     """One and three rows, a sequence shorter and one longer than the sample's, a single token, padding; images of other
-    sizes where the graph takes any.
+    sizes where the graph takes any, among them one that fills no whole patches, where the model itself takes it.
     """
     axes = {axis for named in source.axes.values() for axis in named.values()}
     base = safe_sizes(source.example, source.axes)
     long = max(40, base.get("sequence", 0) + 11)
     long = min(long, source.max_sizes.get("sequence", long))
     plans = [(1, 3), (3, long), (1, long), (3, 3), (2, 1)]
+    uneven = axes.issuperset(IMAGE_AXES)
+    if uneven:
+        plans.append((2, 3))
     cases = []
     for seed, (batch, sequence) in enumerate(plans, start=1):
         sizes = dict(base)
@@ -66,6 +69,9 @@ def reference_cases(source: Source) -> list[Case]:
         except Exception as error:
             if sequence < base.get("sequence", 0):
                 # Funnel and CANINE halve or quarter texts, and fail on those that are too short for that.
+                continue
+            if uneven and seed == len(plans):
+                # Models of windows and pyramids may take whole patches alone.
                 continue
             raise ExportError(
                 f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",

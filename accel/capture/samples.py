@@ -229,8 +229,11 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
     if not set(IMAGE_AXES) <= set(sizes):
         return {}
     height, width = (sizes[axis] for axis in IMAGE_AXES)
-    # Square images, as processors make them, are among them.
-    plans = ((0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP))
+    # Square images, as processors make them, are among them, and the last fills no whole patches.
+    plans = (
+        (0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP),
+        (_IMAGE_STEP + 5, _IMAGE_STEP - 3),
+    )  # fmt: skip
     higher, wider = plans[index % len(plans)]
     return {"height": height + higher, "width": max(width + wider, _IMAGE_STEP)}
 
