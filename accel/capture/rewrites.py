@@ -77,6 +77,30 @@ def round_to_bfloat16(model: onnx_ir.Model) -> None:
             result.dtype = onnx_ir.DataType.FLOAT
 
 
+def keep_padding(model: onnx_ir.Model) -> None:
+    """Let images that are padded before the largest of a window is taken keep their padding, whose zeros may be the largest (BiT).
+
+    ONNX Runtime (1.31) moves the padding into `MaxPool`, which passes over it. It leaves a `Pad` alone that names its axes.
+    """
+    import onnx_ir
+
+    for graph in model.graphs():
+        for node in [node for node in graph if node.op_type == "Pad" and node.domain == "" and len(node.inputs) < 4]:
+            users = [use.node for use in node.outputs[0].uses()]
+            # In half precision a cast may stand between.
+            users += [use.node for user in users if user.op_type == "Cast" for use in user.outputs[0].uses()]
+            widths = node.inputs[1].const_value if node.inputs[1] is not None else None
+            if widths is None or not any(user.op_type == "MaxPool" for user in users):
+                continue
+            axes = onnx_ir.node(
+                "Constant", [], {"value_ints": list(range(widths.size // 2))}, name=f"{node.outputs[0].name}_axes"
+            )
+            axes.outputs[0].name = axes.name
+            graph.insert_before(node, axes)
+            node.resize_inputs(4)
+            node.replace_input_with(3, axes.outputs[0])
+
+
 def divide_sizes(model: onnx_ir.Model) -> None:
     """Divide sizes of axes by integer division alone, rounded down as in Python.
 

@@ -23,7 +23,7 @@ from ..tasks.infer import read_config, task_spec
 from .patches import PATCHES
 from .quantized import symbolic_layers
 from .recurrence import recurrent
-from .rewrites import divide_sizes, make_rewrites_exact, parse_operators_once, round_to_bfloat16
+from .rewrites import divide_sizes, keep_padding, make_rewrites_exact, parse_operators_once, round_to_bfloat16
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
@@ -61,6 +61,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
         value.name = graph_name(str(value.name))
     strip_provenance(graph)
     divide_sizes(graph)
+    keep_padding(graph)
     if source.dtype != "bfloat16":
         round_to_bfloat16(graph)
     return graph, exported

@@ -24,7 +24,7 @@ from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.loading import load_source
 from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_table
 from accel.capture.references import own_defaults_of
-from accel.capture.rewrites import divide_sizes
+from accel.capture.rewrites import divide_sizes, keep_padding
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
@@ -312,6 +312,30 @@ def test_sizes_are_divided_without_a_correction(number: str, expected: Any, oper
         feeds = {"x": np.zeros((a, b), np.float32), "n": np.array(7)}
         assert here.run(["half"], feeds) == [expected(a, b)]
         assert int(there(feeds)["half"]) == expected(a, b)
+
+
+PADDED = """
+<ir_version: 10, opset_import: ["" : 20]>
+padded (float[1, 2, height, width] x) => (float[1, 2, tall, wide] largest)
+<int64[8] widths = {0, 0, 1, 1, 0, 0, 0, 2}>
+{
+    longer = Pad(x, widths)
+    largest = MaxPool<kernel_shape = [3, 3], strides = [2, 2]>(longer)
+}"""
+
+
+def test_zeros_around_an_image_are_among_what_the_largest_is_taken_of() -> None:
+    """BiT pads before it pools. ONNX Runtime moves the padding into the pooling, which passes over it."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
+    model = onnx_ir.from_onnx_text(PADDED)
+    keep_padding(model)
+    made = onnx_ir.to_proto(model)
+    onnx.checker.check_model(made)
+    feeds = {"x": -1 - np.random.default_rng(0).random((1, 2, 8, 9), np.float32)}
+    (expected,) = onnx.reference.ReferenceEvaluator(made).run(None, feeds)
+    assert (expected == 0).any()
+    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 
 def test_a_decoder_that_classifies_returns_no_cache() -> None:
