@@ -48,6 +48,10 @@ DTYPES = frozenset(
 PADDING_DIFFERENCE = "padding_difference"
 """In an export's validation: how much more padding changes the model's answers, relative to the largest."""
 
+OWN_ROUNDING = "own_rounding"
+"""In an export's validation, where it was asked for: how far the model in float32 is from itself in float64, for each 1 of an
+output's scale."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
@@ -234,9 +238,10 @@ class Manifest:
             if recorded.setdefault(record.name, record) != record:
                 yield f"two records of {record.name[:80]!r} differ"
         for step in self.steps:
-            changed = step.validation.get(PADDING_DIFFERENCE, 0)
-            if not _is_finite(changed) or changed < 0:
-                yield f"{PADDING_DIFFERENCE!r} of the step {step.stage!r} is {changed!r}"
+            for measured in (PADDING_DIFFERENCE, OWN_ROUNDING):
+                value = step.validation.get(measured, 0)
+                if not _is_finite(value) or value < 0:
+                    yield f"{measured!r} of the step {step.stage!r} is {value!r}"
 
 
 def _faults_of(component: Component) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
 from ..signatures import checked_arguments
-from .checking import compare, merged
+from .checking import compare, merged, recorded_rounding
 from .resolving import artifact_of
 
 _DECODING = ("position_ids", "logits_to_keep")
@@ -105,7 +105,7 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
     cases = _parent_cases(parent)
     # A graph in 16 bits rounds as such a graph does, whatever the level. PyTorch's own half precision is up to 1.4 % of an encoder's
     # largest hidden state off (a small BART).
-    rounding = 2e-2 if config.level in ("O3", "O4") else 0.0
+    rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
     opened = open_artifact(made)
     try:
         return merged(

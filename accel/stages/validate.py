@@ -15,7 +15,7 @@ from ..backends.opening import RunSettings, open_artifact
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
 from ..signatures import checked_arguments
-from .checking import differences, merged
+from .checking import differences, merged, recorded_rounding
 from .export import load_source
 from .resolving import artifact_of, original, resolve
 
@@ -90,9 +90,13 @@ def validate(
         artifact, RunSettings(backend=backend, device=device), trust_remote_code=hub.trust_remote_code
     )
     progress.report("comparing", 1, 2)
+    rounding = recorded_rounding(artifact)
     try:
         found = merged(
-            {name: differences(session, cases[name], atol, artifact.dtype) for name, session in opened.sessions.items()}
+            {
+                name: differences(session, cases[name], atol, artifact.dtype, rounding=rounding)
+                for name, session in opened.sessions.items()
+            }
         )
         forms = [
             v for session in opened.sessions.values() if isinstance(session, HasForms) for v in session.check_forms()

@@ -1,4 +1,4 @@
-"""What eight bits do to a model's answers in PyTorch alone: the measure for a quantized graph that is far off.
+"""What rounding does to a model's answers in PyTorch alone, to eight bits or to float32: the measure for a graph that is far off.
 
 A model of random weights may turn a small error into a large one: where experts are chosen by scores that lie close
 together, or where nothing normalizes what layers add up. Then rounding does so without any graph.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .questions import Question, answers, difference
+from .questions import Question, Tensors, answers, difference
 
 _LEVELS = 127
 _GRIDS = 8
@@ -25,6 +25,20 @@ def largest_error(model: Any, asked: Sequence[Question]) -> float:
         for made in (rounded(model, coarser=1 + i / (2 * _GRIDS)) for i in range(_GRIDS))
         for question in asked
     )
+
+
+def own_error(model: Any, asked: Sequence[Question]) -> float:
+    """The largest relative difference between a model's answers in float32 and in float64; 0 where it does not compute in float64."""
+    exact = copy.deepcopy(model).double()
+    try:
+        return max(difference(one, answers(exact, _in_float64(one.inputs))) for one in asked)
+    # Foreign model code, which may raise anything.
+    except Exception:  # noqa: BLE001
+        return 0.0
+
+
+def _in_float64(inputs: Tensors) -> Tensors:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
 @torch.no_grad()

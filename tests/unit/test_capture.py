@@ -17,7 +17,7 @@ import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accel.artifact.hub import HubOptions
-from accel.artifact.manifest import Origin
+from accel.artifact.manifest import OWN_ROUNDING, Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import Case, Source, split
 from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
@@ -29,7 +29,7 @@ from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
-from accel.stages.checking import _without_padding, compare, differences, merged
+from accel.stages.checking import _without_padding, compare, compare_whole, differences, merged
 from accel.stages.resolving import resolve
 from accel.testing.sounds import save_sound_model
 
@@ -227,6 +227,38 @@ def test_each_output_has_its_own_tolerance() -> None:
     assert compare(wrong, [case], 0.6, "float32")["max_abs_difference"] == 0.5
     exact = differences(_answers(**expected), [case], 0.0, "float32")
     assert merged({"one": exact, "other": differences(near, [case], 0.0, "float32")})["max_abs_difference"] == 0.5
+
+
+class _MuchOfLittle(torch.nn.Module):
+    """Answers `x` but for what a float32 beside 10,000 loses of it."""
+
+    def __init__(self, number: Any = 1e4) -> None:
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.tensor(number))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": (x + self.large) - self.large}
+
+
+@torch.no_grad()
+def test_a_graph_may_be_as_far_off_as_pytorch_is_from_what_is_right() -> None:
+    model = _MuchOfLittle()
+    x = torch.linspace(-1, 1, 40)[None]
+    case = Case({"batch": 1}, {"x": x}, model(x))
+    own = float((case.expected["logits"] - x).abs().max())
+    assert 1e-4 < own < 1e-3
+    found = compare_whole(_answers(logits=case.expected["logits"] + 2 * own), [case], None, "float32", model)
+    assert found["own_rounding"] == pytest.approx(own)
+    assert found["tolerance"] == pytest.approx(3 * own)
+    assert OWN_ROUNDING not in compare_whole(_answers(**case.expected), [case], None, "float32", model)
+    far = _answers(logits=case.expected["logits"] + 4 * own)
+    for atol, dtype in ((None, "float32"), (own, "float32")):
+        with pytest.raises(ValidationError, match="'logits'"):
+            compare_whole(far, [case], atol, dtype, model)
+    coarse = _MuchOfLittle(1e6)
+    case = Case({"batch": 1}, {"x": x}, coarse(x))
+    with pytest.raises(ValidationError, match="accepted is 0.01"):
+        compare_whole(_answers(logits=case.expected["logits"] + 0.02), [case], None, "float32", coarse)
 
 
 def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
