@@ -49,8 +49,7 @@ PADDING_DIFFERENCE = "padding_difference"
 """In an export's validation: how much more padding changes the model's answers, relative to the largest."""
 
 OWN_ROUNDING = "own_rounding"
-"""In an export's validation, where it was asked for: how far the model in float32 is from itself in float64, for each 1 of an
-output's scale."""
+"""In an export's validation, where it was asked for: how far float32 is from float64 in PyTorch, for each 1 of an output's scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,6 @@ def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]
     return () if same else (name,)
 
 
-@torch.inference_mode()
 def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
     """How far a model in float32 is from itself in float64: the largest difference for each 1 of an output's scale.
 
@@ -170,6 +169,7 @@ def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
     return worst if math.isfinite(worst) else 0.0
 
 
+@torch.inference_mode()
 def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
     """The PyTorch model's outputs by name; only tensors."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
