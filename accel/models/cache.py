@@ -152,6 +152,11 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return self.state is not None
 
     @property
+    def is_linear(self) -> list[bool]:
+        """That it counts tokens, whatever its layers are, which are not to be copied for the answer."""
+        return [False]
+
+    @property
     def is_compileable(self) -> bool:
         """Whether torch can compile over it: no."""
         return False
@@ -329,6 +334,19 @@ def _readable(state: State) -> Any:
     if not hasattr(state, "read"):
         raise InputError("The keys and values of this backend cannot be read.", fix="use backend='cpu'.")
     return state
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any | None:
+    """The cache of a call that takes it by both names.
+
+    Raises:
+        InputError: Both were given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise InputError(
+            "The cache was given twice, as past_key_values and as cache.", fix="pass it by one of the two names."
+        )
+    return cache if past_key_values is None else past_key_values
 
 
 def is_theirs(cache: Any) -> bool:
