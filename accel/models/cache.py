@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..backends.interfaces import JoinableState, Session, State, SteppingSession, TokenStep
+from ..capture.caches import CACHE_NAME
 from ..errors import InputError
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -347,6 +348,16 @@ def one_cache(past_key_values: Any, cache: Any) -> Any | None:
             "The cache was given twice, as past_key_values and as cache.", fix="pass it by one of the two names."
         )
     return cache if past_key_values is None else past_key_values
+
+
+def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` with the cache by the name that the installed transformers has for it.
+
+    Raises:
+        InputError: The cache came by both names.
+    """
+    cache = one_cache(arguments.pop("past_key_values", None), arguments.pop("cache", None))
+    return arguments if cache is None else {**arguments, CACHE_NAME: cache}
 
 
 def is_theirs(cache: Any) -> bool:

@@ -22,7 +22,7 @@ from ..backends.checks import check_filled, check_readable
 from ..capture.caches import CACHE_NAME
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
-from .cache import HeldLayer, StateCache, is_theirs, one_cache
+from .cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
 from .decoding import decode, fits
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
@@ -113,10 +113,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         """transformers' `generate`, with every argument it has.
 
         A `DynamicCache` as `past_key_values` is read first and written to at the end; a cache of this model is continued where
-        it is. NumPy in gives NumPy out.
+        it is. `cache` is the same argument by its name in transformers 5.24; both are taken with every version. NumPy in gives NumPy out.
 
         Raises:
-            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit.
+            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit or is given twice.
         """
         self._check_prompt(inputs, kwargs)
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
@@ -124,9 +124,8 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
         # Before anything reads the encoder or the cache.
         self._check_fork()
-        theirs = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
-        if theirs is not None:
-            kwargs[CACHE_NAME] = theirs
+        kwargs = renamed(kwargs)
+        theirs = kwargs.get(CACHE_NAME)
         if not is_theirs(theirs):
             return super().generate(inputs, generation_config, **kwargs)
         kwargs[CACHE_NAME] = cache = self._own(theirs)
