@@ -116,7 +116,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         it is. `cache` is the same argument by its name in transformers 5.24; both are taken with every version. NumPy in gives NumPy out.
 
         Raises:
-            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit or is given twice.
+            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit or came twice.
         """
         self._check_prompt(inputs, kwargs)
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
