@@ -184,4 +184,4 @@ def test_generating_says_nothing_of_old_names(
     prompt = torch.randn(1, 80, 40) if family == "whisper" else IDS
     for asked in ({}, {"num_beams": 2}, {"return_dict_in_generate": True}, {name: model.new_cache()}):
         model.generate(prompt, max_new_tokens=3, do_sample=False, **asked)
-    assert not [text for text in said if "deprecated" in text]
+    assert not [text for text in said if "past_key_values" in text]
