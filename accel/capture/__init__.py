@@ -11,7 +11,8 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 
 from ..chatter import quiet
 from .attention import FusedAttention
-from .generation import cache_argument, encoder_output, split
+from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
+from .generation import encoder_output, split
 from .loading import load_source
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
@@ -68,6 +69,8 @@ from .wrapper import Tensors, Wrapper
 __all__ = [
     "AXIS_STEPS",
     "BLOCK_LINEAR",
+    "CACHE_NAME",
+    "CACHE_NAMES",
     "DELTA_RECURRENCE",
     "IMAGE_AXES",
     "INTEGERS",

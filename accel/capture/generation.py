@@ -23,6 +23,7 @@ from ..errors import ExportError
 from ..tasks.infer import task_spec
 from ..tasks.spec import TaskSpec, load
 from .attention import CacheLayer, FusedAttention, tracing
+from .caches import CACHE_NAME, cache_argument
 from .patches import PATCH_AXIS
 from .positions import has_position_table
 from .recurrence import recurrent
@@ -119,11 +120,6 @@ class _Recomputed(_Part):
         return {"logits": self.model(**feeds).logits}
 
 
-def cache_argument(model: Any) -> str:
-    """How a model's `forward` calls what it kept: Mamba's kind has a word of its own."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 class _Vision(_Part):
     """`pixel_values: (1, channels, height, width)` to `image_features: (tokens, hidden)`."""
 
@@ -200,8 +196,8 @@ class CrossAttention(_Part):
         self.model(
             decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64, device=hidden.device),
             encoder_outputs=encoder_output(hidden),
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE_NAME: cache},
         )
         found = {}
         for i, layer in enumerate(cache.cross_attention_cache.layers):
@@ -247,8 +243,8 @@ class CrossDecoder(_Part):
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
                 encoder_outputs=encoder_output(hidden, feeds.get(ENCODER_MASK)),
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE_NAME: cache},
                 **optional,
             )
         return {"logits": output.logits, **presents(layers)}
@@ -464,7 +460,7 @@ def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
         encoder_outputs=encoder_output(hidden),
         use_cache=True,
     )
-    return described(output.past_key_values.self_attention_cache, type(model).__name__)
+    return described(getattr(output, CACHE_NAME).self_attention_cache, type(model).__name__)
 
 
 def _positions(model: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
+from .caches import CACHE_NAME
 from .generation import (
     ENCODER_MASK,
     CrossAttention,
@@ -190,9 +191,9 @@ def _stepwise(
             **inputs,
             decoder_input_ids=ids[:, start:end],
             decoder_attention_mask=mask[:, :end],
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE_NAME: cache},
         )
-        cache, start = output.past_key_values, end
+        cache, start = getattr(output, CACHE_NAME), end
         found.append(output.logits)
     return torch.cat(found, dim=1)

@@ -263,7 +263,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
 }
-"""By the names that they have in the modules of transformers' models (5.23)."""
+"""By the names that they have in the modules of transformers' models (5.23 and 5.24)."""
 
 
 @contextmanager

@@ -170,4 +170,4 @@ _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("LongformerModel", "_pad_to_window_size", _unpadded),
     ("LEDEncoder", "_pad_to_window_size", _unpadded),
 )
-"""Classes of transformers (5.23), and what stands in for a method."""
+"""Classes of transformers (5.23 and 5.24), and what stands in for a method."""

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..backends.interfaces import JoinableState, Session, State, SteppingSession, TokenStep
+from ..capture.caches import CACHE_NAME
 from ..errors import InputError
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -150,6 +151,11 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     def is_initialized(self) -> bool:
         """Whether a call was made."""
         return self.state is not None
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """That it counts tokens, whatever its layers are, which are not to be copied for the answer."""
+        return [False]
 
     @property
     def is_compileable(self) -> bool:
@@ -329,6 +335,29 @@ def _readable(state: State) -> Any:
     if not hasattr(state, "read"):
         raise InputError("The keys and values of this backend cannot be read.", fix="use backend='cpu'.")
     return state
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any | None:
+    """The cache of a call that takes it by both names.
+
+    Raises:
+        InputError: Both were given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise InputError(
+            "The cache was given twice, as past_key_values and as cache.", fix="pass it by one of the two names."
+        )
+    return cache if past_key_values is None else past_key_values
+
+
+def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` with the cache by the name that the installed transformers has for it.
+
+    Raises:
+        InputError: The cache came by both names.
+    """
+    cache = one_cache(arguments.pop("past_key_values", None), arguments.pop("cache", None))
+    return arguments if cache is None else {**arguments, CACHE_NAME: cache}
 
 
 def is_theirs(cache: Any) -> bool:

@@ -19,9 +19,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
 from ..backends.checks import check_filled, check_readable
+from ..capture.caches import CACHE_NAME
 from ..errors import ArtifactNotFoundError, ConfigError, InputError
 from .base import ORTModel
-from .cache import HeldLayer, StateCache, is_theirs
+from .cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
 from .decoding import decode, fits
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
@@ -100,11 +101,11 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 " the cache.",
                 fix="leave it out.",
             )
-        if model_kwargs.get("past_key_values") is not None:
-            model_kwargs["past_key_values"] = self._own(model_kwargs["past_key_values"])
+        if model_kwargs.get(CACHE_NAME) is not None:
+            model_kwargs[CACHE_NAME] = self._own(model_kwargs[CACHE_NAME])
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.new_cache()
-        if in_parts and isinstance(cache := model_kwargs.get("past_key_values"), StateCache):
+            model_kwargs[CACHE_NAME] = self.new_cache()
+        if in_parts and isinstance(cache := model_kwargs.get(CACHE_NAME), StateCache):
             cache.in_parts = True
 
     @numpy_too
@@ -112,10 +113,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         """transformers' `generate`, with every argument it has.
 
         A `DynamicCache` as `past_key_values` is read first and written to at the end; a cache of this model is continued where
-        it is. NumPy in gives NumPy out.
+        it is. `cache` is the same argument by its name in transformers 5.24; both are taken with every version. NumPy in gives NumPy out.
 
         Raises:
-            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit.
+            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit or came twice.
         """
         self._check_prompt(inputs, kwargs)
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
@@ -123,10 +124,11 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
         # Before anything reads the encoder or the cache.
         self._check_fork()
-        theirs = kwargs.get("past_key_values")
+        kwargs = renamed(kwargs)
+        theirs = kwargs.get(CACHE_NAME)
         if not is_theirs(theirs):
             return super().generate(inputs, generation_config, **kwargs)
-        kwargs["past_key_values"] = cache = self._own(theirs)
+        kwargs[CACHE_NAME] = cache = self._own(theirs)
         made = super().generate(inputs, generation_config, **kwargs)
         cache.write_to(theirs)
         return made
@@ -275,19 +277,19 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         tokens: Mapping[str, torch.Tensor],
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
-        past_key_values: Any,
+        past: Any,
         use_cache: bool | None,
         logits_to_keep: int | torch.Tensor,
     ) -> Any:
         """What a decoder-only model returns: the logits, and the cache behind these tokens."""
-        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
+        cache = self.new_cache() if past is None else self._own(past)
         values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
-        if is_theirs(past_key_values):
+        if is_theirs(past):
             # Whoever filled it continues with it.
-            cache.write_to(past_key_values)
-            cache = past_key_values
+            cache.write_to(past)
+            cache = past
         if use_cache is not False:
-            values["past_key_values"] = cache
+            values[CACHE_NAME] = cache
         return fast_output(CausalLMOutputWithPast, values)
 
     def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
@@ -356,6 +358,7 @@ class ORTModelForCausalLM(Generator):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         labels: torch.Tensor | None = None,
+        cache: StateCache | None = None,
         **rest: Any,
     ) -> Any:
         """Run the decoder once.
@@ -369,6 +372,7 @@ class ORTModelForCausalLM(Generator):
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
             labels: `(batch, new)` ids, -100 for those that do not count: the result has the loss of each from the logits in front of it.
+            cache: `past_key_values` by its name in transformers 5.24.
             **rest: Refused where it would change the result.
 
         Raises:
@@ -378,7 +382,8 @@ class ORTModelForCausalLM(Generator):
         if labels is not None and not computes_next_tokens_loss(self.config):
             self._check_rest({"labels": labels})
         tokens = {"input_ids": self._ids(input_ids, rest)}
-        made = self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
+        past = one_cache(past_key_values, cache)
+        made = self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
         if labels is None:
             return made
         loss = loss_of("ForCausalLM", {"logits": made.logits}, {"labels": labels}, self.config)

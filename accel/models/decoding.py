@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ..backends.interfaces import TokenStep
+from ..capture.caches import CACHE_NAME
 from .cache import StateCache
 from .tokens import drawn, likeliest
 
@@ -31,7 +32,7 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
     """Whether a call of `generate` can go through `decode`, which makes the same tokens."""
     return (
-        isinstance(kwargs.get("past_key_values"), StateCache)
+        isinstance(kwargs.get(CACHE_NAME), StateCache)
         and bool(kwargs.get("use_cache"))
         and not config.return_dict_in_generate
         and not config.is_assistant
@@ -118,7 +119,7 @@ class _Calls:
         self._model = model
         encoder = model.config.is_encoder_decoder
         self._kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=encoder)
-        self._cache: StateCache = kwargs["past_key_values"]
+        self._cache: StateCache = kwargs[CACHE_NAME]
         self._ids, self._positions, self._mask = (
             f"decoder_{name}" if encoder else name for name in ("input_ids", "position_ids", "attention_mask")
         )

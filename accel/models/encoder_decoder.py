@@ -12,8 +12,9 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..backends.checks import check_readable
 from ..backends.interfaces import Session
+from ..capture.caches import CACHE_NAME
 from ..errors import InputError
-from .cache import StateCache
+from .cache import StateCache, one_cache
 from .decoders import Generator
 from .outputs import fast_output, numpy_too
 
@@ -154,6 +155,7 @@ class EncoderDecoder(Generator):
         encoder_outputs: Any = None,
         past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
+        cache: StateCache | None = None,
         **rest: Any,
     ) -> Any:
         """Run the encoder where `encoder_outputs` are not given, then the decoder once.
@@ -167,6 +169,7 @@ class EncoderDecoder(Generator):
             encoder_outputs: What the encoder returned.
             past_key_values: What an earlier call returned; continued in place.
             use_cache: Whether to return the cache (default).
+            cache: `past_key_values` by its name in transformers 5.24.
             **rest: The encoder's other inputs.
 
         Raises:
@@ -180,7 +183,8 @@ class EncoderDecoder(Generator):
             raise InputError(
                 "decoder_input_ids are missing.", fix="pass them, or call generate(), which starts the decoder."
             )
-        cache = self.new_cache() if past_key_values is None else self._own(past_key_values)
+        past = one_cache(past_key_values, cache)
+        cache = self.new_cache() if past is None else self._own(past)
         if cache.state is None:
             if encoder_outputs is None:
                 if "attention_mask" in self._encoder.names and attention_mask is not None:
@@ -209,7 +213,7 @@ class EncoderDecoder(Generator):
         logits = self._step(tokens, decoder_attention_mask, decoder_position_ids, cache, 0)
         values: dict[str, Any] = {"logits": logits}
         if use_cache is not False:
-            values["past_key_values"] = cache
+            values[CACHE_NAME] = cache
         if encoder_outputs is not None:
             values["encoder_last_hidden_state"] = encoder_outputs[0]
         return fast_output(Seq2SeqLMOutput, values)

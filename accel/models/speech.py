@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
+from .cache import renamed
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
 
@@ -33,7 +34,7 @@ class ORTModelForSpeechSeq2Seq(
         if self.config.model_type != _WHISPER:
             return EncoderDecoder.generate(self, input_features, *args, **kwargs)
         self._check_prompt(input_features, kwargs)
-        return super().generate(input_features, *args, **kwargs)
+        return super().generate(input_features, *args, **renamed(kwargs))
 
     def _open(self) -> None:
         super()._open()

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..capture.caches import CACHE_NAME
 from ..errors import InputError
-from .cache import StateCache
+from .cache import StateCache, one_cache
 from .decoders import Generator
 from .outputs import numpy_too
 
@@ -35,7 +36,7 @@ class ORTModelForImageTextToText(Generator):
         made: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
-        if images is not None and (is_first_iteration or made.get("past_key_values") is None):
+        if images is not None and (is_first_iteration or made.get(CACHE_NAME) is None):
             made["pixel_values"] = images
         return made
 
@@ -49,6 +50,7 @@ class ORTModelForImageTextToText(Generator):
         past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        cache: StateCache | None = None,
         **rest: Any,
     ) -> Any:
         """Run the vision tower over the images, if any, then the decoder once.
@@ -61,6 +63,7 @@ class ORTModelForImageTextToText(Generator):
             past_key_values: What an earlier call returned; continued in place.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
+            cache: `past_key_values` by its name in transformers 5.24.
             **rest: Refused where it would change the result.
 
         Raises:
@@ -71,7 +74,8 @@ class ORTModelForImageTextToText(Generator):
         if pixel_values is not None:
             embeds = self._with_images(embeds, ids, pixel_values)
         tokens = {"inputs_embeds": embeds}
-        return self._continued(tokens, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)
+        past = one_cache(past_key_values, cache)
+        return self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
 
     def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """The embeddings with the images' features in the place of the image tokens."""

@@ -23,7 +23,7 @@ from accel.backends.continuing import moved_right
 from accel.backends.description import StateDescription
 from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
-from accel.capture import Source, cache_argument, encoder_output
+from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
 from accel.errors import AccelError, InputError
 
 from .session import RUN_ERRORS, ModuleSession, failed
@@ -174,7 +174,7 @@ class DecoderSession(ModuleSession):
 
     def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
         """One call of a model that keeps keys and values of every token."""
-        found: torch.Tensor = model(**tensors, past_key_values=state.cache, use_cache=True).logits
+        found: torch.Tensor = model(**tensors, use_cache=True, **{CACHE_NAME: state.cache}).logits
         return found
 
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
@@ -231,8 +231,8 @@ class DecoderSession(ModuleSession):
             decoder_input_ids=tensors["input_ids"],
             decoder_attention_mask=tensors["attention_mask"],
             encoder_outputs=encoder_output(hidden, tensors.get(_ENCODER_MASK)),
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE_NAME: cache},
             **optional,
         ).logits
         return found

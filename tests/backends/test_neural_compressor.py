@@ -19,7 +19,7 @@ import accel
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.backends.opening import open_artifact
-from accel.capture import quantized_layers
+from accel.capture import CACHE_NAME, quantized_layers
 from accel.errors import BudgetError, ConfigError, QuantizeError
 from accel.stages.export import load_source, weights_of
 from accel.stages.quantize_once import quantize
@@ -328,7 +328,7 @@ def test_blocks_that_run_again_find_no_cache(tmp_path: Path, monkeypatch: pytest
     original, calls = block.forward, list[tuple[Any, Any]]()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append((self, kwargs.get("past_key_values")))
+        calls.append((self, kwargs.get(CACHE_NAME)))
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(block, "forward", forward)

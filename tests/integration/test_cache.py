@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import accel
+from accel.capture import CACHE_NAME
 from accel.errors import InputError
 from accel.testing.generators import tiny_generator
 
@@ -30,7 +32,7 @@ def test_the_cache_can_be_read(models: tuple[Any, Any]) -> None:
     model, original = models
     cache = model(input_ids=IDS).past_key_values
     with torch.no_grad():
-        wanted = original(input_ids=IDS).past_key_values
+        wanted = original(input_ids=IDS)[CACHE_NAME]
     assert isinstance(cache, DynamicCache)
     assert len(cache.layers) == len(wanted.layers)
     for layer, expected in zip(cache.layers, wanted.layers, strict=True):
@@ -50,9 +52,9 @@ def test_a_cache_that_pytorch_filled_is_continued(models: tuple[Any, Any]) -> No
     model, original = models
     cache, wanted = DynamicCache(), DynamicCache()
     with torch.no_grad():
-        original(input_ids=IDS[:, :3], past_key_values=cache)
-        original(input_ids=IDS[:, :3], past_key_values=wanted)
-        expected = original(input_ids=IDS[:, 3:], past_key_values=wanted).logits
+        original(input_ids=IDS[:, :3], **{CACHE_NAME: cache})
+        original(input_ids=IDS[:, :3], **{CACHE_NAME: wanted})
+        expected = original(input_ids=IDS[:, 3:], **{CACHE_NAME: wanted}).logits
     output = model(input_ids=IDS[:, 3:], past_key_values=cache)
     torch.testing.assert_close(output.logits, expected, **CLOSE)
     # In place, as in transformers: the user goes on with the same object.
@@ -66,7 +68,7 @@ def test_generate_takes_a_dynamic_cache_and_fills_it(models: tuple[Any, Any]) ->
     cache, wanted = DynamicCache(), DynamicCache()
     asked = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(
-        model.generate(IDS, past_key_values=cache, **asked), original.generate(IDS, past_key_values=wanted, **asked)
+        model.generate(IDS, past_key_values=cache, **asked), original.generate(IDS, **{CACHE_NAME: wanted}, **asked)
     )
     assert cache.get_seq_length() == wanted.get_seq_length()
     torch.testing.assert_close(cache.layers[0].keys, wanted.layers[0].keys, **CLOSE)
@@ -76,7 +78,7 @@ def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
     model, original = models
     cache = model(input_ids=IDS[:, :3]).past_key_values.to_dynamic()
     with torch.no_grad():
-        continued = original(input_ids=IDS[:, 3:], past_key_values=cache).logits[:, -1]
+        continued = original(input_ids=IDS[:, 3:], **{CACHE_NAME: cache}).logits[:, -1]
         whole = original(input_ids=IDS).logits[:, -1]
     torch.testing.assert_close(continued, whole, **CLOSE)
 
@@ -87,7 +89,7 @@ def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int)
     model, original = accel.ORTModelForCausalLM(generator("gemma3")), tiny_generator("gemma3")
     ids = torch.arange(5, 16)[None]
     with torch.no_grad():
-        cache = original(input_ids=ids[:, :tokens]).past_key_values
+        cache = original(input_ids=ids[:, :tokens])[CACHE_NAME]
         expected = original(input_ids=ids).logits[:, tokens:]
     if tokens < 8:
         found = model(input_ids=ids[:, tokens:], past_key_values=cache).logits
@@ -126,3 +128,60 @@ def test_numpy_in_and_out(generator: Any, family: str) -> None:
     tokens = model.generate(arrays["input_ids"], max_new_tokens=3)
     assert isinstance(tokens, np.ndarray)
     assert np.array_equal(tokens, model.generate(IDS, max_new_tokens=3).numpy())
+
+
+NAMES = ["past_key_values", "cache"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_names_are_taken(models: tuple[Any, Any], name: str) -> None:
+    """transformers 5.24 calls the argument `cache`, versions before it `past_key_values`."""
+    model, _ = models
+    cache = model.new_cache()
+    expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    first = model.generate(IDS, max_new_tokens=3, do_sample=False, **{name: cache})
+    assert torch.equal(model.generate(first, max_new_tokens=3, do_sample=False, **{name: cache}), expected)
+    again = model(input_ids=IDS[:, :3], **{name: DynamicCache()})
+    assert again[CACHE_NAME] is again.past_key_values
+    last = model(input_ids=IDS[:, 3:], **{name: again[CACHE_NAME]})
+    torch.testing.assert_close(last.logits, model(input_ids=IDS).logits[:, 3:], **CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_names_are_taken_with_an_encoder(generator: Any, name: str) -> None:
+    model = accel.ORTModelForSeq2SeqLM(generator("t5"))
+    cache = model.new_cache()
+    made = model.generate(IDS, max_new_tokens=3, do_sample=False, **{name: cache})
+    given = {"input_ids": IDS, "decoder_input_ids": made[:, :2]}
+    step = model(
+        decoder_input_ids=made[:, 2:3], attention_mask=torch.ones_like(IDS), **{name: model(**given)[CACHE_NAME]}
+    )
+    torch.testing.assert_close(
+        step.logits[:, -1], model(input_ids=IDS, decoder_input_ids=made[:, :3]).logits[:, -1], **CLOSE
+    )
+    assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_cache_by_both_names_at_once_is_refused(generator: Any, family: str) -> None:
+    model = accel.ORTModel.from_pretrained(generator(family).path)
+    twice = {name: model.new_cache() for name in NAMES}
+    with pytest.raises(InputError, match="given twice, as past_key_values and as cache"):
+        model(input_ids=IDS, decoder_input_ids=IDS[:, :1], **twice) if family == "t5" else model(input_ids=IDS, **twice)
+    with pytest.raises(InputError, match="given twice"):
+        model.generate(IDS, **twice)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "whisper"])
+@pytest.mark.parametrize("name", NAMES)
+def test_generating_says_nothing_of_old_names(
+    generator: Any, family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers says it once in a process, of outputs by its log: of arguments, this test fails by the warning."""
+    said: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda _, text, *__: said.append(text))
+    model = accel.ORTModel.from_pretrained(generator(family).path)
+    prompt = torch.randn(1, 80, 40) if family == "whisper" else IDS
+    for asked in ({}, {"num_beams": 2}, {"return_dict_in_generate": True}, {name: model.new_cache()}):
+        model.generate(prompt, max_new_tokens=3, do_sample=False, **asked)
+    assert not [text for text in said if "past_key_values" in text]

@@ -17,6 +17,7 @@ import transformers
 from PIL import Image
 
 from accel.artifact import Artifact
+from accel.capture import CACHE_NAME
 from accel.compat import optimum
 from accel.compat.optimum.parts import file_name_of
 from accel.errors import ConfigError, InputError
@@ -114,7 +115,7 @@ def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
     source = generator("t5").manifest.source.id  # type: ignore[union-attr]
     original = transformers.AutoModelForSeq2SeqLM.from_pretrained(source)
     with torch.inference_mode():
-        wanted = original(input_ids=IDS, decoder_input_ids=START).past_key_values
+        wanted = original(input_ids=IDS, decoder_input_ids=START)[CACHE_NAME]
     found = t5()(input_ids=IDS, decoder_input_ids=START).past_key_values
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)

@@ -13,6 +13,7 @@ import transformers
 
 from accel import ORTModelForCausalLM, export, optimize, quantize
 from accel.artifact import Artifact
+from accel.capture import CACHE_NAME
 from accel.errors import ExportError, InputError
 from accel.testing.generators import STATES, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
@@ -107,13 +108,13 @@ def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: 
 
     def answers(one: Any) -> list[Any]:
         cache = transformers.DynamicCache(config=original.config)
-        made: list[Any] = [one.generate(ids, past_key_values=cache, max_new_tokens=3), cache.get_seq_length()]
+        made: list[Any] = [one.generate(ids, max_new_tokens=3, **{CACHE_NAME: cache}), cache.get_seq_length()]
         prefix = transformers.DynamicCache(config=original.config)
         with torch.inference_mode():
-            one(input_ids=ids[:, :4], past_key_values=prefix)
-            one(input_ids=ids[:, 4:], past_key_values=prefix, attention_mask=torch.ones_like(ids))
+            one(input_ids=ids[:, :4], **{CACHE_NAME: prefix})
+            one(input_ids=ids[:, 4:], attention_mask=torch.ones_like(ids), **{CACHE_NAME: prefix})
         copies = [deepcopy(prefix) for _ in range(2)]
-        made += [one.generate(longer, past_key_values=copy, max_new_tokens=3) for copy in copies]
+        made += [one.generate(longer, max_new_tokens=3, **{CACHE_NAME: copy}) for copy in copies]
         return [*made, prefix.get_seq_length()]
 
     for found, expected in zip(answers(model), answers(original), strict=True):

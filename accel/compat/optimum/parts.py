@@ -178,6 +178,7 @@ class ORTDecoderForSeq2Seq(ORTPart):
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
+        cache: Any = None,
     ) -> Any:
         """Run the decoder once.
 
@@ -189,6 +190,7 @@ class ORTDecoderForSeq2Seq(ORTPart):
             position_ids: `(batch, new)`, for models that have them.
             past_key_values: What an earlier call returned; continued in place.
             use_cache: Whether to return the cache (default).
+            cache: `past_key_values` by its name in transformers 5.24.
         """
         return self._of.forward(
             decoder_input_ids=input_ids,
@@ -198,6 +200,7 @@ class ORTDecoderForSeq2Seq(ORTPart):
             decoder_position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            cache=cache,
         )
 
     __call__ = forward

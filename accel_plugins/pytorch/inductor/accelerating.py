@@ -11,10 +11,10 @@ import torch
 from transformers.generation import GenerationMode
 
 from accel.backends.interfaces import Batches
+from accel.capture import CACHE_NAMES
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.errors import ConfigError, InputError, PrepareError
 
-from .caches import CACHES
 from .engine import Engine
 from .sizes import MASK
 from .watching import Watch
@@ -75,7 +75,7 @@ class Acceleration:
         def with_static(settings: Any, inputs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
             # Drafts of an assistant are taken back, which a static cache cannot.
             drafts = settings.is_assistant or mode == GenerationMode.ASSISTED_GENERATION
-            given = any(inputs.get(name) is not None for name in CACHES)
+            given = any(inputs.get(name) is not None for name in CACHE_NAMES)
             if settings.cache_implementation is None and settings.use_cache is not False and not (drafts or given):
                 settings.cache_implementation = "static"
             settings.disable_compile = True

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-CACHES = ("past_key_values", "cache_params")
+from accel.capture import CACHE_NAMES
 
 
 def cache_of(call: Mapping[str, Any]) -> Any | None:
     """The cache among the inputs of a call, or `None`."""
-    return next((call[name] for name in CACHES if call.get(name) is not None), None)
+    return next((call[name] for name in CACHE_NAMES if call.get(name) is not None), None)
 
 
 def _layers(cache: Any) -> list[Any]:
@@ -65,7 +65,7 @@ def _keys(layer: Any) -> torch.Tensor | None:
 
 def copied(call: Mapping[str, Any]) -> dict[str, Any]:
     """The call with a copy of its cache, which it changes."""
-    return {name: copy.deepcopy(value) if name in CACHES else value for name, value in call.items()}
+    return {name: copy.deepcopy(value) if name in CACHE_NAMES else value for name, value in call.items()}
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from accel.capture import CACHE_NAMES
+
 from .sizes import MASK, Sizes
 
 ATTENTION = "accel_varlen"
@@ -58,7 +60,7 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
         "kwargs",
         "encoder_hidden_states",
         "encoder_attention_mask",
-        "past_key_values",
+        *CACHE_NAMES,
     }
     return bool(getattr(model, "_supports_attention_backend", False)) and set(takes) <= known and MASK in takes
 

@@ -19,7 +19,7 @@ from accel.artifact import Component
 from accel.backends.checks import check_crop, check_rows
 from accel.backends.forms import relative_tolerance
 from accel.backends.specs import DeviceSpec
-from accel.capture import Source, first_lines
+from accel.capture import CACHE_NAME, Source, first_lines
 
 from ..decoding import CacheState, DecoderSession, KeysAndValues
 from .compiling import compiled, compiling
@@ -386,7 +386,7 @@ def _stepping(model: Any) -> Callable[..., torch.Tensor]:
         hidden = torch.finfo(torch.float32).min
         bias = torch.where(mask[:, None, None] != 0, 0.0, hidden)
         found: torch.Tensor = made(
-            **inputs, attention_mask=bias, past_key_values=_FixedCache(keys, values, place), use_cache=True
+            **inputs, attention_mask=bias, use_cache=True, **{CACHE_NAME: _FixedCache(keys, values, place)}
         ).logits
         return found
 
