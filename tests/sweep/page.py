@@ -20,14 +20,14 @@ task, takes it through each stage of each backend, and compares every answer wit
 
 A number is the largest difference at positions that are no padding, relative to the largest value that PyTorch answers, over
 several shapes: one row, several rows with padding on the right, for decoders on the left. Up to 1e-4 is accepted in float32,
-or three times of what PyTorch's own float32 is off from float64 (1e-2 at most), and 0.35 for eight bits, or a quarter more than
-what rounding alone does to the same model in PyTorch where that is more: the error of eight bits in models of random weights says little about trained ones, see
-[Accuracy budget](guides/accuracy-budget.md). `same` means that `generate` made the tokens that transformers makes, with a cache
-and without. `1.2x` is the error of a float16 graph on a GPU over that of PyTorch in float16, both against float32, with every
-padding and up to 16 rows of 256 tokens; 3 is accepted. A number in brackets leads to the [reason](#reasons) why there is no
-answer, and a dash says that the backend has no such stage. What transformers captures is what its own exporter makes a graph of
-that answers like PyTorch at other sizes than those of the trace, too.
-"""
+or three times of what PyTorch's own float32 is off from float64 (1e-2 at most), and 0.35 for eight bits, or a quarter more
+than what rounding alone does to the same model in PyTorch where that is more: the error of eight bits in models of random
+weights says little about trained ones, see [Accuracy budget](guides/accuracy-budget.md). `same` means that `generate` made
+the tokens that transformers makes, with a cache and without. `1.2x` is the error of a float16 graph on a GPU over that of
+PyTorch in float16, both against float32, with every padding and up to 16 rows of 256 tokens; 3 is accepted. A number in
+brackets leads to the [reason](#reasons) why there is no answer, and a dash says that the backend has no such stage. What
+transformers captures is what its own exporter makes a graph of that answers like PyTorch at other sizes than those of the
+trace, too. """
 
 
 def page(cells: Iterable[Cell], about: Mapping[str, Any]) -> str:
