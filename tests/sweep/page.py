@@ -27,7 +27,8 @@ the tokens that transformers makes, with a cache and without. `1.2x` is the erro
 PyTorch in float16, both against float32, with every padding and up to 16 rows of 256 tokens; 3 is accepted. A number in
 brackets leads to the [reason](#reasons) why there is no answer, and a dash says that the backend has no such stage. What
 transformers captures is what its own exporter makes a graph of that answers like PyTorch at other sizes than those of the
-trace, too. """
+trace, too.
+"""
 
 
 def page(cells: Iterable[Cell], about: Mapping[str, Any]) -> str:
