@@ -160,6 +160,7 @@ def test_layers_of_decoders_are_fused(halved: Artifact) -> None:
     assert len(list(nodes(model, "Transpose"))) == 2
 
 
+@pytest.mark.thorough
 def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path) -> None:
     """One of ONNX Runtime's optimizers crashed the process."""
     made = optimize(generator("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")

@@ -103,6 +103,7 @@ def test_packed_weights_are_its_own_to_the_last_bit(
         assert torch.equal(layer.recover(), ours[name].dequantized())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["static-int8", "weight-int4"])
 def test_its_models_run_on_onnx_runtime(made: Callable[..., Artifact], tmp_path: Path, scheme: str) -> None:
     artifact = accel.export(made(scheme).path, tmp_path / "onnx")
@@ -244,7 +245,8 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
     assert weights_of(resolve(folder, weights=True)).bytes > artifact.bytes
 
 
-@pytest.mark.parametrize("algorithm", ["awq", pytest.param("gptq", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) -> None:
     """As the command line gives them: rows, which the model's tokenizer reads, and of which a batch pads some and others not."""
     folder = save_generator(tmp_path / "llama", "llama")
@@ -260,7 +262,7 @@ def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) ->
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+@pytest.mark.parametrize("algorithm", [pytest.param("gptq", marks=pytest.mark.thorough), "awq"])
 def test_each_row_has_its_own_mask_and_no_padding(algorithm: str, tmp_path: Path) -> None:
     """The integers are those of the rows alone, whatever batches they came in."""
     spare = ("model.layers.1.mlp.up_proj",)

@@ -69,7 +69,9 @@ def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
     assert 1e-4 < difference(static, ir) < 0.5
 
 
-@pytest.mark.parametrize(("flags", "most"), [(("avx2",), 64), (("avx2", "avx512_vnni"), 127)])
+@pytest.mark.parametrize(
+    ("flags", "most"), [(("avx2",), 64), pytest.param(("avx2", "avx512_vnni"), 127, marks=pytest.mark.thorough)]
+)
 def test_weights_keep_7_bits_where_sums_of_products_have_16(
     flags: tuple[str, ...], most: int, ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +93,9 @@ def test_weights_keep_7_bits_where_sums_of_products_have_16(
     assert max(largest) == most
 
 
-@pytest.mark.parametrize(("flags", "quantized"), [(("avx2",), 0), (("avx2", "avx512_vnni"), 2)])
+@pytest.mark.parametrize(
+    ("flags", "quantized"), [(("avx2",), 0), pytest.param(("avx2", "avx512_vnni"), 2, marks=pytest.mark.thorough)]
+)
 def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
     flags: tuple[str, ...],
     quantized: int,
@@ -134,6 +138,7 @@ def test_static_int8_needs_calibration(ir: Artifact, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_calibration_rows_are_limited(ir: Artifact, tmp_path: Path) -> None:
     made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), samples=5)
     assert made.manifest.quantization is not None
@@ -177,12 +182,16 @@ def test_convolutions_of_patches_stay_in_float(tiny_ir: Callable[..., Artifact],
     assert read_by(named, "Convolution") == {"FakeQuantize"}
 
 
+@pytest.mark.thorough
 def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None:
     assert count(
         quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), operators=("MatMul",)), "FakeQuantize"
     )
     with pytest.raises(QuantizeError, match="nothing that static-int8 quantizes"):
         quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(4), operators=("Gather",))
+
+
+def test_an_operator_that_does_not_exist_is_refused(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MatMul"):
         quantize(ir, tmp_path / "wrong", scheme="static-int8", calibration=rows(4), operators=("MatMull",))
 
@@ -190,11 +199,16 @@ def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "settings",
     [
-        {"preset": "performance"},
-        {"calibration": "percentile", "percentile": 99.9},
-        {"calibration": "moving_average"},
         {"smooth_quant": 0.9},
-        {"per_channel": False},
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (
+                {"preset": "performance"},
+                {"calibration": "percentile", "percentile": 99.9},
+                {"calibration": "moving_average"},
+                {"per_channel": False},
+            )
+        ),
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -250,11 +264,11 @@ def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
     ("settings", "needs_data"),
     [
         ({}, False),
-        ({"symmetric": True}, False),
-        ({"ratio": 0.5}, False),
+        pytest.param({"symmetric": True}, False, marks=pytest.mark.thorough),
+        pytest.param({"ratio": 0.5}, False, marks=pytest.mark.thorough),
         ({"algorithm": "awq"}, True),
-        ({"scale_estimation": True}, True),
-        ({"algorithm": "gptq"}, True),
+        pytest.param({"scale_estimation": True}, True, marks=pytest.mark.thorough),
+        pytest.param({"algorithm": "gptq"}, True, marks=pytest.mark.thorough),
     ],
     ids=["plain", "symmetric", "ratio", "awq", "scale_estimation", "gptq"],
 )
@@ -302,6 +316,7 @@ def test_nothing_to_compress(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_onnx_artifacts_are_quantized_into_ir(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     onnx = tiny_artifact("bert")
     made = quantize(onnx, tmp_path / "out", scheme="static-int8", calibration=rows(), backend="openvino")

@@ -27,7 +27,12 @@ from accel_plugins.ortkit.optimization.precision import to_half
 from accel_plugins.ortkit.optimization.simplifications import infer_shapes
 
 TASKS = {"vit": "image-classification"}
-MODELS = ["bert", "roberta", "distilbert", "vit", pytest.param("llama", marks=pytest.mark.thorough)]
+MODELS = [
+    "bert",
+    "roberta",
+    "vit",
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("distilbert", "llama")),
+]
 Get = Callable[..., Artifact]
 
 
@@ -115,10 +120,16 @@ def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, l
     [
         ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8, "embed-layer-norm": 1}),
         ("roberta", {"attention": 2, "key-transpose": 2, "single-rows": 1, "embed-layer-norm": 1}),
-        ("distilbert", {"attention": 2, "key-transpose": 2, "embed-layer-norm": 1}),
+        pytest.param(
+            "distilbert", {"attention": 2, "key-transpose": 2, "embed-layer-norm": 1}, marks=pytest.mark.thorough
+        ),
         # No padding: the mask and the zeroed rows of both layers go.
         ("vit", {"attention": 2, "certain-masks": 4}),
-        ("llama", {"rms-norm": 5, "silu": 2, "rotary": 4, "attention-scores": 2, "masked-rows": 2}),
+        pytest.param(
+            "llama",
+            {"rms-norm": 5, "silu": 2, "rotary": 4, "attention-scores": 2, "masked-rows": 2},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, expected: dict[str, int]) -> None:
@@ -130,8 +141,7 @@ def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, ex
     assert "SkipLayerNormalization" not in operators
 
 
-@pytest.mark.parametrize(("family", "rank"), [("llama", 3), ("gpt-neox", 4)])
-@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "rank"), [("llama", 3), pytest.param("gpt-neox", 4, marks=pytest.mark.thorough)])
 def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, family: str, rank: int) -> None:
     """A table of cosines for each row; of GPT-NeoX's heads only a part is turned."""
     parent = generator(family)

@@ -98,7 +98,9 @@ def optimized(tiny_artifact: Get, tmp_path_factory: pytest.TempPathFactory) -> G
     return get
 
 
-@pytest.mark.parametrize("level", ["plain", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "level", ["plain", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("O1", "O2")), "O3"]
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_on_every_level(optimized: Get, tmp_path: Path, scheme: str, level: str) -> None:
     parent = optimized(level)

@@ -19,7 +19,7 @@ from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
-from accel.testing.models import tiny_model, tiny_tokenizer
+from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.session import CapturedModule
 
 
@@ -78,8 +78,9 @@ def test_saved_models_load_with_transformers_and_with_us(tiny_folder: Callable[.
     assert torch.equal(again(**inputs()).logits, expected)
 
 
-def test_exporters_read_torch_artifacts(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    weights = accel.export(tiny_folder(), tmp_path / "torch", format="torch")
+def test_exporters_read_torch_artifacts(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "bert", num_hidden_layers=1)
+    weights = accel.export(folder, tmp_path / "torch", format="torch")
     assert weights.manifest.steps[-1].validation["max_abs_difference"] == 0
     graph = accel.export(weights.path, tmp_path / "onnx")
     assert (graph.format, graph.manifest.source.id) == ("onnx", str(weights.path))

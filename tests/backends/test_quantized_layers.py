@@ -185,6 +185,7 @@ def test_static_graphs_have_integer_products_after_loading(exported: Callable[[s
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.thorough
 def test_openvino_keeps_the_integers(exported: Callable[[str, str], Artifact], scheme: str) -> None:
     ov = pytest.importorskip("openvino")
     if scheme == "static-int8" and adds_in_16_bits(cpu_flags()):
@@ -265,6 +266,7 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
     assert not quantized_layers(model), "the model that was given goes on training"
 
 
+@pytest.mark.thorough
 def test_an_exported_model_answers_like_the_trained_one(tmp_path: Path) -> None:
     model = prepared("int8").eval()
     artifact = accel.export(model, tmp_path / "onnx")

@@ -58,6 +58,8 @@ SLOW = {
     "sounds.md",
     "embeddings.md",
     "documents.md",
+    "from-optimum.md",
+    "triton.md",
     "chat.py",
     "embeddings.py",
 }

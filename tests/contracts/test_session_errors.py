@@ -249,9 +249,9 @@ WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(scope="module")
 def decoders(generator: Callable[..., Artifact]) -> Iterator[dict[str, Any]]:
-    """T5's decoder on backends that keep a cache."""
+    """BART's decoder on backends that keep a cache."""
     opened = {
-        backend: open_artifact(generator("t5", backend), RunSettings(backend=backend))
+        backend: open_artifact(generator("bart", backend), RunSettings(backend=backend))
         for backend in ("cpu", "openvino")
     }
     yield {name: one.sessions["decoder"] for name, one in opened.items()}

@@ -87,6 +87,7 @@ def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
         assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.thorough
 def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
     """FocalNet pads them, at each stage; a graph that was traced with whole ones cut what was left over."""
     original = made(
@@ -111,6 +112,7 @@ _VISION = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_tokens_around_an_image(tmp_path: Path) -> None:
     """Ovis2's processor writes them; they are looked up in the table of images, and limit no prompt."""
     original = made(
@@ -247,6 +249,7 @@ def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: C
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.thorough
 def test_tokens_that_see_all_by_the_mask(backend: str, tmp_path: Path) -> None:
     """Longformer's classifier lets the first token see all, and a 2 in the mask others; 3 is refused."""
     original = made("LongformerForSequenceClassification", **_LONGFORMER)
@@ -306,6 +309,7 @@ def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.thorough
 def test_what_no_graph_holds_is_refused_with_the_reason(
     architecture: str, reason: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -351,7 +355,7 @@ def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "size"),
     [
-        ("Fourier", 24),
+        pytest.param("Fourier", 24, marks=pytest.mark.thorough),
         pytest.param("Learned", 32, marks=pytest.mark.thorough),
         pytest.param("ConvProcessing", 24, marks=pytest.mark.thorough),
     ],

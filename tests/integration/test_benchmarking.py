@@ -34,7 +34,10 @@ def found(
     from accel.stages.export import export
     from accel.testing.models import save_tiny
 
-    other = export(save_tiny(tmp_path_factory.mktemp("other") / "model", "bert", seed=5), wrong.parent / "other")
+    other = export(
+        save_tiny(tmp_path_factory.mktemp("other") / "model", "bert", seed=5, num_hidden_layers=1),
+        wrong.parent / "other",
+    )
     artifact = tiny_artifact().path
     variants = [
         Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", backend="pytorch"),
@@ -62,8 +65,8 @@ def test_a_good_variant_is_measured(found) -> None:
     assert good.agreement == 1.0
 
 
-def test_processes_share_the_rounds(tiny_folder: Callable[..., Path]) -> None:
-    found = benchmark(tiny_folder(), sequence=[5], **{**FEW, "processes": 2, "rounds": 3})
+def test_processes_share_the_rounds(tiny_artifact: Callable[..., Artifact]) -> None:
+    found = benchmark(tiny_artifact(), sequence=[5], **{**FEW, "processes": 2, "rounds": 3})
     assert found.settings["processes"] == 2
     for variant in found.variants:
         assert [len(block) for block in variant.cells[0].milliseconds] == [3, 3, 3]

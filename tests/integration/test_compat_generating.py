@@ -69,17 +69,26 @@ def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Cal
     assert one == other
 
 
-def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_folder: Callable[..., Path]) -> None:
+def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_artifact: Callable[..., Artifact]) -> None:
     """Speech recognition is one word for encoder-decoders and for models that classify each frame."""
-    folder = tiny_folder("wav2vec2", "ctc")
-    hear = optimum.pipeline("automatic-speech-recognition", model=str(folder))
+    path = tiny_artifact("wav2vec2", "ctc").path
+    hear = optimum.pipeline("automatic-speech-recognition", model=str(path))
     assert isinstance(hear.model, optimum.ORTModelForCTC)
 
 
 def test_a_pipeline_passes_over_what_it_does_not_know_and_says_so(
-    tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stock pipelines take any word; a sampling rate among them is not heard."""
+    """Stock pipelines take any word; a sampling rate among them changes no answer about a text."""
+    model = optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+    with caplog.at_level("WARNING", logger="accel"):
+        classify = optimum.pipeline("text-classification", model=model, sampling_rate=220)
+    assert "sampling_rate=220" in caplog.text
+    assert classify("my card") == optimum.pipeline("text-classification", model=model)("my card")
+
+
+@pytest.mark.thorough
+def test_a_sampling_rate_is_not_heard(tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     model = optimum.ORTModelForAudioClassification.from_pretrained(tiny_folder("wav2vec2", "audio-classification"))
     with caplog.at_level("WARNING", logger="accel"):
         hear = optimum.pipeline("audio-classification", model=model, sampling_rate=220)

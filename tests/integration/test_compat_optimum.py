@@ -293,11 +293,11 @@ def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., 
 
 @pytest.mark.parametrize("arrays", ["pt", "np"])
 def test_features_are_what_scripts_ask_for_and_what_pytorch_returns(
-    arrays: str, tiny_folder: Callable[..., Path]
+    arrays: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
-    folder = tiny_folder("bert", "feature-extraction")
+    folder, path = tiny_folder("bert", "feature-extraction"), tiny_artifact("bert", "feature-extraction").path
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = optimum.ORTModelForFeatureExtraction.from_pretrained(folder)(**tokenizer("lost", return_tensors=arrays))
+    found = optimum.ORTModelForFeatureExtraction.from_pretrained(path)(**tokenizer("lost", return_tensors=arrays))
     with torch.no_grad():
         wanted = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
     # Optimum's class of outputs, and PyTorch's, which has the pooled states.

@@ -6,7 +6,9 @@ import csv
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,8 +33,38 @@ def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(running, "_SEARCH_S", 90.0)
 
 
+def test_the_job_is_done_on_a_small_model(
+    tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own model, the clock and the search behind it are for the thorough tests."""
+    monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
+    texts = demo.read_test_set()[0][:40]
+    monkeypatch.setattr(running, "MODEL", tiny_folder())
+    monkeypatch.setattr(running, "read_test_set", lambda: (texts, ["LABEL_0"] * len(texts)))
+    searched: list[Path] = []
+    monkeypatch.setattr(running, "_search", searched.append)
+    monkeypatch.setattr(
+        running,
+        "measure",
+        lambda variants, feeds: [SimpleNamespace(name=v.name, median=2.0, spread=(1.0, 3.0)) for v in variants],
+    )
+    report = running.run(tmp_path / "demo")
+    names = {"PyTorch eager, float32": "float32", "cpu, float32": "float32", "cpu, O2": "float32"}
+    names["cpu, dynamic-int8"] = "int8"
+    assert {row.name: row.compute_dtype for row in report.rows} == names
+    assert [row.agreement for row in report.rows[:3]] == [1.0] * 3
+    assert len({row.accuracy for row in report.rows[:3]}) == 1
+    assert {(row.p5_ms, row.median_ms, row.p95_ms, row.speedup) for row in report.rows} == {(1.0, 2.0, 3.0, 1.0)}
+    assert report.max_abs_difference < 1e-4
+    assert "40 test queries" in running.render(report)
+    assert searched == [tmp_path / "demo-tuned"]
+    for name in ("demo", "demo-o2", "demo-int8"):
+        Artifact.load(tmp_path / name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backends", ["cpu", pytest.param("all", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backends", ["cpu", "all"])
 def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if backends != "all":
         monkeypatch.setenv("ACCEL_PLUGINS", backends)

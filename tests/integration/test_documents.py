@@ -103,6 +103,7 @@ def test_boxes_that_pytorch_refuses(
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.thorough
 def test_words_of_a_page_are_labeled_by_their_places(backend: str, tmp_path: Path) -> None:
     """Other heads than the answerer's read boxes as well, have them in the corner where none are given, and refuse the same."""
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ def test_graph_carries_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -
 
 
 def test_weights_in_the_file(tmp_path: Path) -> None:
-    artifact = export(tiny_model("bert"), tmp_path / "out", external_data=False)
+    artifact = export(tiny_model("bert", num_hidden_layers=1), tmp_path / "out", external_data=False)
     assert [record.name for record in artifact.component().files] == ["model.onnx"]
     assert not (tmp_path / "out" / "model.onnx.data").exists()
     accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -384,7 +384,7 @@ export(torch.nn.Linear(64, 64), sys.argv[1], task="custom", sample=sample, axes=
 @pytest.mark.parametrize(
     "moment",
     [
-        "writing",
+        pytest.param("writing", marks=pytest.mark.thorough),
         pytest.param("staging", marks=pytest.mark.thorough),
         pytest.param("manifest", marks=pytest.mark.thorough),
     ],

@@ -108,7 +108,7 @@ if sys.argv[2] == "cpu":  # whose exit handlers hang in a child, sessions or non
 """
 
 
-@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)])
 def test_a_child_lets_go_of_what_it_inherited(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
     command = [sys.executable, "-c", _INHERITED, str(tiny_artifact().path), backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

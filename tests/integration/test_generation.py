@@ -93,6 +93,22 @@ def opened(artifact: Artifact) -> Any:
     return getattr(accel, task_spec(artifact.task).model_name)(artifact)
 
 
+# What is not about graphs runs on PyTorch every time: an export takes seconds.
+FOLDERS = ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)]
+
+
+@pytest.fixture
+def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, str], Path]:
+    """A family's folder, as a backend runs it."""
+
+    def get(family: str, backend: str) -> Path:
+        if backend != "pytorch":
+            return generator(family, backend).path
+        return shared(f"generator-{family}", lambda folder: save_generator(folder, family))
+
+    return get
+
+
 # One of each kind of attention, position and cache; the others differ from these in their layers only.
 USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
@@ -209,6 +225,7 @@ def test_sounds_without_a_mask_are_whole(family: str, generator: Artifacts) -> N
     assert torch.equal(model.generate(**{name: sounds}, max_new_tokens=12), expected)
 
 
+@pytest.mark.thorough
 def test_sounds_end_where_the_positions_do(generator: Artifacts) -> None:
     artifact = generator("speech-to-text")
     # Four frames a position; its padding token takes one row of 102.
@@ -349,18 +366,22 @@ def test_pipelines(generator: Artifacts) -> None:
     assert two[0] == summaries(text, max_new_tokens=5)[0]
 
 
-def test_a_pipeline_reads_images_with_an_encoder_decoder(generator: Artifacts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", FOLDERS)
+def test_a_pipeline_reads_images_with_an_encoder_decoder(
+    backend: str, made: Callable[[str, str], Path], tmp_path: Path
+) -> None:
     """As transformers 4 did it, under both of the names that transformers has had for it."""
-    artifact = generator("vit-gpt2")
+    folder = made("vit-gpt2", backend)
+    model = accel.ORTModel.from_pretrained(folder, backend=backend)
     draw = np.random.default_rng(0)
     pictures = [Image.fromarray(draw.integers(0, 255, (40, 36, 3), dtype=np.uint8)) for _ in range(3)]
     pictures[0].save(tmp_path / "picture.png")
-    processor = transformers.AutoImageProcessor.from_pretrained(artifact.path)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
     pixels = processor(images=pictures, return_tensors="pt").pixel_values
     tokenizer, original = tiny_tokenizer(), tiny_generator("vit-gpt2")
     texts = tokenizer.batch_decode(original.generate(pixels, max_new_tokens=6), skip_special_tokens=True)
     assert len(set(texts)) > 1
-    read = accel.pipeline("image-to-text", model=str(artifact.path))
+    read = accel.pipeline("image-to-text", model=str(folder), backend=backend)
     assert read(str(tmp_path / "picture.png"), max_new_tokens=6) == [{"generated_text": texts[0]}]
     several = [[{"generated_text": text}] for text in texts]
     assert read(pictures, generate_kwargs={"max_new_tokens": 6}) == several
@@ -368,8 +389,10 @@ def test_a_pipeline_reads_images_with_an_encoder_decoder(generator: Artifacts, t
     beams = read(pictures[0], max_new_tokens=6, generate_kwargs={"num_beams": 3, "num_return_sequences": 2})
     kept = original.generate(pixels[:1], max_new_tokens=6, num_beams=3, num_return_sequences=2)
     assert beams == [{"generated_text": text} for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
-    for model in (str(artifact.path), opened(artifact)):
-        other = accel.pipeline("image-text-to-text", model=model)
+    for other in (
+        accel.pipeline("image-text-to-text", model=str(folder), backend=backend),
+        accel.pipeline("image-text-to-text", model=model),
+    ):
         assert other.task == "image-to-text"
         assert other(pictures[0], max_new_tokens=6) == [{"generated_text": texts[0]}]
     with pytest.raises(ConfigError, match="reads no prompt"):
@@ -377,10 +400,11 @@ def test_a_pipeline_reads_images_with_an_encoder_decoder(generator: Artifacts, t
     with pytest.raises(ConfigError, match="twice"):
         read(pictures[0], max_new_tokens=6, generate_kwargs={"max_new_tokens": 7})
     with pytest.raises(ConfigError, match="temprature"):
-        accel.pipeline("image-to-text", model=opened(artifact), temprature=0.5)
+        accel.pipeline("image-to-text", model=model, temprature=0.5)
 
 
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.thorough
 def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Artifacts) -> None:
     """Without a mask, Pix2Struct's encoder leaves the padding out and its decoder does not."""
     original, model = tiny_generator("pix2struct"), opened(generator("pix2struct"))
@@ -396,15 +420,17 @@ def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Art
         assert torch.equal(found, original.generate(**given, max_new_tokens=12, **choices))
 
 
+@pytest.mark.parametrize("backend", FOLDERS)
 @pytest.mark.parametrize("place", [64.0, -1.0, float("nan")])
-def test_patches_in_no_row_of_the_model(place: float, generator: Artifacts) -> None:
+def test_patches_in_no_row_of_the_model(place: float, backend: str, made: Callable[[str, str], Path]) -> None:
     """Runtimes answer them, each otherwise."""
-    model, given = opened(generator("pix2struct")), inputs_of("pix2struct")
+    model, given = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend), inputs_of("pix2struct")
     given["flattened_patches"][1, 2, 0] = place
     with pytest.raises(InputError, match="the model has 0 to 63"):
         model.generate(**given, max_new_tokens=4)
 
 
+@pytest.mark.thorough
 def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifacts) -> None:
     """Who names no number would measure images of two patches."""
     artifact = generator("pix2struct")
@@ -416,23 +442,27 @@ def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifact
     assert not made["flattened_patches"][made["attention_mask"] == 0].any()
 
 
-def test_a_pipeline_reads_patches(generator: Artifacts) -> None:
-    artifact = generator("pix2struct")
+@pytest.mark.parametrize("backend", FOLDERS)
+def test_a_pipeline_reads_patches(backend: str, made: Callable[[str, str], Path]) -> None:
     tokens = tiny_generator("pix2struct").generate(**inputs_of("pix2struct"), max_new_tokens=6)
     expected = [[{"generated_text": text}] for text in tiny_tokenizer().batch_decode(tokens, skip_special_tokens=True)]
-    read = accel.pipeline(model=str(artifact.path))
+    read = accel.pipeline(model=str(made("pix2struct", backend)), backend=backend)
     assert read(pictures(), max_new_tokens=6) == expected
     assert read(pictures(), batch_size=3, max_new_tokens=6) == expected
 
 
-def test_a_question_is_written_above_an_image(generator: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", FOLDERS)
+def test_a_question_is_written_above_an_image(
+    backend: str, made: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the image processor, whose font comes from the Hub."""
     from transformers.models.pix2struct import image_processing_pil_pix2struct as processing
 
     headers = {"how many?": Image.new("RGB", (50, 20), "red"), "what?": Image.new("RGB", (50, 20), "blue")}
     monkeypatch.setattr(processing, "render_text", lambda text, **_: headers[text])
     processor, original = patch_processor(is_vqa=True), tiny_generator("pix2struct")
-    read = accel.pipeline(model=opened(generator("pix2struct")), image_processor=processor)
+    model = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend)
+    read = accel.pipeline(model=model, image_processor=processor)
     found = {}
     for question in headers:
         given = processor(pictures()[:1], header_text=question, return_tensors="pt")
@@ -485,8 +515,15 @@ def test_wrong_input_is_explained(generator: Artifacts) -> None:
         model.generate(ids, max_new_tokens=2, cache_implementation="static")
 
 
-@pytest.mark.parametrize(("family", "most"), [("gpt2", 191), ("llama", 2**31 - 1)])
-@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.parametrize(
+    ("backend", "family", "most"),
+    [
+        ("cpu", "gpt2", 191),
+        ("cpu", "llama", 2**31 - 1),
+        ("openvino", "llama", 2**31 - 1),
+        pytest.param("openvino", "gpt2", 191, marks=pytest.mark.thorough),
+    ],
+)
 def test_positions_that_the_model_does_not_have(family: str, most: int, backend: str, generator: Artifacts) -> None:
     """GPT-2 looks them up in a table; Llama computes any from 0 on."""
     artifact = generator(family, backend)
@@ -529,15 +566,18 @@ def test_logits_that_cannot_be_kept(backend: str, generator: Artifacts) -> None:
     assert (model(input_ids=ids, logits_to_keep=places).logits - every[:, places]).abs().max() < 1e-4
 
 
-def test_sounds_and_images_that_are_none(generator: Artifacts) -> None:
-    for family, name in (("whisper", "input_features"), ("vit-gpt2", "pixel_values")):
-        model, right = opened(generator(family)), inputs_of(family)[name]
-        for value in (right.tolist(), right.long(), right[:0], right.to("meta"), "sound"):
-            with pytest.raises(InputError, match=name) as error:
-                model.generate(**{name: value}, max_new_tokens=2)
-            assert error.value.fix
-        expected = model.generate(right, max_new_tokens=2)
-        assert np.array_equal(model.generate(**{name: right.numpy()}, max_new_tokens=2), expected.numpy())
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("whisper", "input_features"), pytest.param("vit-gpt2", "pixel_values", marks=pytest.mark.thorough)],
+)
+def test_sounds_and_images_that_are_none(family: str, name: str, generator: Artifacts) -> None:
+    model, right = opened(generator(family)), inputs_of(family)[name]
+    for value in (right.tolist(), right.long(), right[:0], right.to("meta"), "sound"):
+        with pytest.raises(InputError, match=name) as error:
+            model.generate(**{name: value}, max_new_tokens=2)
+        assert error.value.fix
+    expected = model.generate(right, max_new_tokens=2)
+    assert np.array_equal(model.generate(**{name: right.numpy()}, max_new_tokens=2), expected.numpy())
 
 
 def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:

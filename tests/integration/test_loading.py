@@ -386,6 +386,7 @@ def test_steps_that_cannot_be(options: dict[str, Any], message: str) -> None:
         SessionOptions(**options)
 
 
+@pytest.mark.thorough
 def test_buckets_where_padding_changes_the_answer(artifact: Artifact, tmp_path: Path) -> None:
     assert artifact.manifest.steps[0].validation["padding_difference"] == 0
     config = transformers.NystromformerConfig(
@@ -569,6 +570,7 @@ def test_an_export_that_is_removed_while_it_is_opened(
     assert left == [1]
 
 
+@pytest.mark.thorough
 def test_two_exports_of_one_model_at_once(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The slower process finds the folder of the faster one in its place and takes it."""
     from accel.stages import export as exporting

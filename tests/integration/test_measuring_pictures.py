@@ -157,6 +157,7 @@ class TestDetectionByName:
         with pytest.raises(InputError, match="numbers without names"):
             measured("owlvit", folder, rows)
 
+    @pytest.mark.thorough
     def test_calibration(self, tiny_artifact: Callable[..., Artifact]) -> None:
         """Each image meets each text, and a graph takes them."""
         artifact = tiny_artifact("owlvit", self.TASK)

@@ -321,7 +321,8 @@ def test_a_mask_of_pixels_may_be_left_out(
     assert (model(pixels).logits - expected.logits).abs().max() <= TOLERANCE
 
 
-def test_features_of_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
+def test_features_of_images(backend: str, tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
     )
@@ -332,7 +333,7 @@ def test_features_of_images(tmp_path: Path) -> None:
     theirs = transformers.pipeline(
         "image-feature-extraction", model=transformers.ViTModel.from_pretrained(tmp_path / "model"), **given
     )
-    ours = accel.pipeline("image-feature-extraction", model=tmp_path / "model")
+    ours = accel.pipeline("image-feature-extraction", model=tmp_path / "model", backend=backend)
     assert np.abs(np.asarray(ours(picture(40, 50))) - np.asarray(theirs(picture(40, 50)))).max() <= TOLERANCE
 
 

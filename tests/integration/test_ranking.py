@@ -24,7 +24,7 @@ DOCUMENTS = ["the bank", "i lost my card in paris and can not pay", "help", "you
 @pytest.fixture(scope="module")
 def source(shared: Callable[..., Path]) -> Path:
     def make(folder: Path) -> None:
-        model = tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0})
+        model = tiny_model("bert", num_hidden_layers=1, num_labels=1, id2label={0: "score"}, label2id={"score": 0})
         model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)

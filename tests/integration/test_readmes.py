@@ -51,7 +51,10 @@ def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [([], "ORTModel"), pytest.param(["--backend", "openvino"], "OVModel", marks=pytest.mark.thorough)],
+    [
+        pytest.param([], "ORTModel", marks=pytest.mark.thorough),
+        pytest.param(["--backend", "openvino"], "OVModel", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_command_line_of_the_front_page(
     tiny_folder: Callable[..., Path], tmp_path: Path, settings: list[str], kind: str

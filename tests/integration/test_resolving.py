@@ -128,8 +128,8 @@ class TestHubArguments:
     def test_pipeline(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
         folders, asked = hub
         folders["org/model"] = tiny_folder()
-        accel.pipeline("text-classification", model="org/model", **HUB)
-        accel.pipeline(model="org/model", **HUB)
+        accel.pipeline("text-classification", model="org/model", backend="pytorch", **HUB)
+        accel.pipeline(model="org/model", backend="pytorch", **HUB)
         assert asked
         assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
 
@@ -204,6 +204,15 @@ class TestRemoteCode:
             accel.export(strange, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    def test_it_runs_where_it_may(self, strange: Path) -> None:
+        """On PyTorch, which needs no export."""
+        trust, words = {"trust_remote_code": True, "backend": "pytorch"}, "my card"
+        classifier = accel.ORTModelForSequenceClassification
+        assert classifier.from_pretrained(strange, **trust).config.model_type == "strange"
+        assert accel.pipeline("text-classification", model=strange, **trust)(words)
+        assert accel.evaluate(strange, ROWS, **trust).value is not None
+
+    @pytest.mark.thorough
     def test_every_door_lets_it_run(self, strange: Path, artifact: Artifact) -> None:
         trust = {"trust_remote_code": True}
         classifier = accel.ORTModelForSequenceClassification

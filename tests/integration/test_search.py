@@ -114,6 +114,7 @@ class TestBudget:
         assert kept.drop <= 4
         assert accel.evaluate(found.path, rows).value == pytest.approx(1 - kept.drop / 100)
 
+    @pytest.mark.thorough
     def test_ranking_names_the_sensitive_layer_first(self, found: Artifact) -> None:
         harm = found.manifest.steps[-1].report["search"]["sensitivity"]["dynamic-int8"]
         first, second = list(harm.values())[:2]

@@ -277,7 +277,10 @@ def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, 
             assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= 1e-3
 
 
-def test_sounds_beside_texts_are_measured_by_names(artifact: Any, source: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
+def test_sounds_beside_texts_are_measured_by_names(
+    backend: str, artifact: Any, source: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = source(CLAP, CLAP_TASK)
     hear = accel.pipeline(CLAP_TASK, model=folder, backend="pytorch")
     names = ["cash", "my card", "london"]
@@ -287,12 +290,14 @@ def test_sounds_beside_texts_are_measured_by_names(artifact: Any, source: Callab
     # Every name is a candidate.
     rows += [{**rows[0], "label": name} for name in names]
     right = sum(row["label"] == rows[i if i < 3 else 0]["label"] for i, row in enumerate(rows)) / len(rows)
-    graph = artifact(CLAP, CLAP_TASK)
-    found = accel.evaluate(graph.path, rows)
+    made = artifact(CLAP, CLAP_TASK, backend)
+    found = accel.evaluate(path_of(made), rows, backend=backend)
     assert (found.metric, found.value) == ("accuracy", pytest.approx(right))
+    if backend == "pytorch":
+        return
     calibration = [{**row, "text": name} for row, name in zip(rows, [*names, *names], strict=True)]
-    made = accel.quantize(graph, tmp_path / "int8", scheme="static-int8", calibration=calibration)
-    assert accel.evaluate(made.path, rows).value is not None
+    small = accel.quantize(made, tmp_path / "int8", scheme="static-int8", calibration=calibration)
+    assert accel.evaluate(small.path, rows).value is not None
 
 
 def test_a_model_that_fuses_long_sounds_is_refused() -> None:
@@ -308,7 +313,7 @@ def test_a_model_that_fuses_long_sounds_is_refused() -> None:
 SPEECH = "text-to-audio"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SOME)
 def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     """After the same seed the sound is the same: noise is drawn as in PyTorch."""
     folder = source(VITS, SPEECH)
@@ -334,12 +339,12 @@ def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Calla
             assert other.shape != again["audio"].shape or np.abs(other - again["audio"]).max() > 1e-3
 
 
-def test_speech_of_padded_texts(artifact: Any, source: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("backend", SOME)
+def test_speech_of_padded_texts(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     folder = source(VITS, SPEECH)
-    model, theirs = (
-        accel.ORTModelForTextToWaveform(artifact(VITS, SPEECH)),
-        transformers.VitsModel.from_pretrained(folder).eval(),
-    )
+    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    model = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
+    theirs = transformers.VitsModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(["where is my card", "please"], padding=True, return_tensors="pt")
     found = []
@@ -379,6 +384,7 @@ def test_speech_of_several_voices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
+@pytest.mark.thorough
 def test_speech_optimized_and_quantized(
     backend: str, artifact: Any, source: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("lfm2", "falcon-h1"))]
+    "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mamba", "falcon-h1"))]
 )
 def test_several_tokens_behind_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     # A later turn may be padded, too.
@@ -83,8 +83,11 @@ def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Ten
     assert torch.equal(model.generate(**rows, max_new_tokens=8, num_beams=2), expected)
 
 
-def test_a_state_is_copied_and_reordered_but_not_cropped(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    model = ORTModelForCausalLM(generator("mamba"))
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("mamba", marks=pytest.mark.thorough)])
+def test_a_state_is_copied_and_reordered_but_not_cropped(
+    family: str, generator: Artifacts, rows: dict[str, torch.Tensor]
+) -> None:
+    model = ORTModelForCausalLM(generator(family))
     ids = rows["input_ids"][:2]
     cache = model(input_ids=ids[:, :6]).past_key_values
     copy = cache.clone()

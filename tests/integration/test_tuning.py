@@ -248,6 +248,7 @@ def test_a_fresh_store_forgets_what_was_there_and_keeps_what_it_adds(
     assert fresh.get("screens", {"a": 1}) == {"found": 2}
 
 
+@pytest.mark.thorough
 def test_interrupting_keeps_what_was_measured(
     found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

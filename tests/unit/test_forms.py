@@ -162,6 +162,7 @@ def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("options", [SessionOptions(buckets=(16, 32)), SessionOptions(pad_to_multiple_of=8)], ids=str)
+@pytest.mark.thorough
 def test_rows_that_begin_with_padding_are_not_padded_where_that_changes_them(
     options: SessionOptions, tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
