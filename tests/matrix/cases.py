@@ -479,11 +479,11 @@ QUICK = ("text-classification", "text-generation", "text2text-generation", "sent
 
 
 USUAL = ("text-classification", "text-generation")
-"""Of these tasks `make test` runs cases in which each word occurs; `make test-all` runs all pairs, and every chain beside them."""
+"""Of these tasks `make test` runs the cover; `make test-all` runs it whole, and every chain beside it."""
 
 
 def _is_quick(case: Case) -> bool:
-    """Whether a case is for the cover: a task of each kind (encoder, decoder, encoder and decoder), and for what an export
+    """Whether a case is for every run: a task of each kind (encoder, decoder, encoder and decoder), and for what an export
     may be told the smallest model. An encoder-decoder takes long to export: it is not, in half precision.
     """
     if case.task == "sentence-similarity":
@@ -494,12 +494,13 @@ def _is_quick(case: Case) -> bool:
 
 
 APART = ({"setting", "option"}, {"setting", "optimize"})
-"""What a quantizer is told meets each scheme, and each scheme meets the levels and options: three at once are not for the cover.
+"""What a quantizer is told meets each scheme, and each scheme meets the levels and options: three at once are not for every
+run.
 """
 
 
 def _quick_pairs(case: Case) -> list[Hashable]:
-    """Pairs that meet in some case of the cover."""
+    """Pairs that meet in every run."""
     met: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
     # A setting belongs to one scheme of one backend for one format: others have settings of the same name.
     return [*met, (case.format, case.quantizer, case.scheme, case.setting)]
@@ -512,33 +513,9 @@ def _quick_pool() -> tuple[Case, ...]:
 
 @functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
-    """The cover: each pair of values that can occur together occurs in one of its cases."""
+    """The cases of every run: each pair of values that can occur together occurs in one."""
     pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner in COMPILES)]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
-
-
-def _words(case: Case) -> list[Hashable]:
-    """What backends declare, one by one: each export, level, scheme, device, setting and option of each of them, and for each
-    task who exports, quantizes and runs it. Two of them need not meet.
-    """
-    return [
-        (case.task, "export", case.exporter),
-        (case.task, "quantize", case.quantizer),
-        (case.task, "run", case.runner),
-        ("export", case.exporter, case.format, case.dtype),
-        ("optimize", case.optimizer, case.format, case.level, case.enable),
-        ("quantize", case.quantizer, case.format, case.scheme),
-        ("setting", case.quantizer, case.setting),
-        ("run", case.runner, case.formats[-1], case.device),
-        ("option", case.runner, case.option),
-    ]
-
-
-@functools.cache
-def usual_cases() -> tuple[Case, ...]:
-    """The cases of `make test`: of those with all pairs, so many that each word of the usual tasks occurs in one."""
-    pool = [case for case in quick_cases() if case.task in USUAL]
-    return tuple(sorted(cover(pool, _words, stages=stages, seconds=2.0), key=str))
 
 
 @functools.cache
@@ -549,7 +526,7 @@ def thorough_cases() -> tuple[Case, ...]:
 
 @functools.cache
 def elsewhere_cases() -> tuple[Case, ...]:
-    """The cases of devices that not every machine has: the cover's, and every task that generates as it is exported."""
+    """The cases of devices that not every machine has: those of every run, and every task that generates as it is exported."""
     quick = quick_cases(on_host=False)
     plain = declared(specs(), _PARTS, keeps=lambda case: not (case.level or case.scheme), plain=True)
     return (*quick, *(case for case in plain if not case.on_host and case not in quick))

@@ -1,7 +1,7 @@
 """What backends declare has run: chains of export, optimization, quantization and run, made from the specs.
 
-Each pair of values meets in some case. Every run has so many of them that each value of the usual tasks occurs once, `thorough`
-all pairs, and every chain of every task. `gpu` has the cases of devices that not every machine has.
+Each pair of values meets in some case; every run has those of the usual tasks, `thorough` the others, and every chain of every
+task. `gpu` has the cases of devices that not every machine has.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cases import (
     OPTIONS,
     REFUSALS,
     SETTINGS,
+    USUAL,
     Case,
     Refusal,
     combined,
@@ -31,7 +32,6 @@ from cases import (
     refusal,
     specs,
     thorough_cases,
-    usual_cases,
 )
 from chain import Chains, convolves_roughly, error_of, inputs_of, missing_device, tolerance
 from covering import cover, pairs
@@ -53,8 +53,8 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        *parameters(usual_cases()),
-        *parameters(tuple(c for c in quick_cases() if c not in set(usual_cases())), pytest.mark.thorough),
+        *parameters(tuple(c for c in quick_cases() if c.task in USUAL)),
+        *parameters(tuple(c for c in quick_cases() if c.task not in USUAL), pytest.mark.thorough),
         *parameters(tuple(c for c in thorough_cases() if c not in set(quick_cases())), pytest.mark.thorough),
         *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in elsewhere_cases()),
     ],
