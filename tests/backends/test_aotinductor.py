@@ -45,6 +45,7 @@ torch.save(model(input_ids=torch.arange(4, 13)[None], attention_mask=torch.ones(
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
 class TestAotInductor(BackendConformance):
     backend = "aotinductor"

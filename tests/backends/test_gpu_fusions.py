@@ -84,7 +84,7 @@ def difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor])
 
 # Those for every run are exports that other tests have, too.
 FAMILIES = [
-    ("albert", "text-classification"),
+    pytest.param("albert", "text-classification", marks=pytest.mark.thorough),
     ("bert", "text-classification"),
     pytest.param("bert", "feature-extraction", marks=pytest.mark.thorough),
     pytest.param("bert", "multiple-choice", marks=pytest.mark.thorough),
@@ -143,7 +143,9 @@ def test_relative_positions_become_a_bias(fused: Fused) -> None:
     assert mask_input(fused("mpnet").file()) == "attention_mask"
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", pytest.param("mpnet", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("roberta", "mpnet"))]
+)
 def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
     artifact = fused(family)
     path = artifact.file()

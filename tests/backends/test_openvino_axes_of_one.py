@@ -28,6 +28,7 @@ from accel import (
 from accel_plugins.openvino.axes_of_one import drop_reductions, keep_repeats
 
 
+@pytest.mark.thorough
 def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
     """YOSO's mask, repeated for each head: OpenVINO's compiler drops the repeats where sizes vary."""
     config = transformers.YosoConfig(

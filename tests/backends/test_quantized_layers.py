@@ -147,7 +147,7 @@ def test_files_that_do_not_fit_are_refused(saved: Callable[[str], Artifact], tmp
         accel.export(broken, tmp_path / "out")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["static-int8", pytest.param("weight-int4", marks=pytest.mark.thorough)])
 def test_onnx_holds_the_models_own_integers(
     saved: Callable[[str], Artifact], exported: Callable[[str, str], Artifact], scheme: str
 ) -> None:

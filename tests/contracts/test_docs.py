@@ -45,6 +45,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
 # Pages and examples whose blocks take ten seconds and more run with the thorough tests.
 SLOW = {
+    "openvino.md",
+    "concepts.md",
     "generation.md",
     "quantization-aware-training.md",
     "serve-generation.md",

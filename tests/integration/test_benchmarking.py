@@ -170,8 +170,8 @@ def test_sequence_beyond_the_positions(tiny_artifact) -> None:
         benchmark(tiny_artifact(), sequence=[100_000], **FEW)
 
 
-def test_a_cuda_graph_without_a_gpu_is_reported(tiny_folder) -> None:
-    found = benchmark(tiny_folder(), cuda_graph=["float32"], sequence=[5], **FEW)
+def test_a_cuda_graph_without_a_gpu_is_reported(tiny_artifact) -> None:
+    found = benchmark(tiny_artifact(), cuda_graph=["float32"], sequence=[5], **FEW)
     graph = found["PyTorch eager float32 in a CUDA graph"]
     assert "needs an NVIDIA GPU" in graph.error
     assert found.variants[0].cells

@@ -424,6 +424,7 @@ print(pipe("where is my card")[0]["label"])
 """
 
 
+@pytest.mark.thorough
 def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "bert", num_hidden_layers=1)
     environment = {**os.environ, "ACCEL_HOME": str(tmp_path / "home")}

@@ -529,6 +529,7 @@ def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
     assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
 
 
+@pytest.mark.thorough
 def test_a_damaged_cached_export_is_made_again(
     small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

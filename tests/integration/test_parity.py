@@ -51,7 +51,9 @@ def worst_difference(model: Any, original: Any, batches: tuple[int, ...] = (1, 2
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(f, marks=pytest.mark.thorough) if f in ("electra", "modernbert", "xlm-roberta") else f
+        pytest.param(f, marks=pytest.mark.thorough)
+        if f in ("deberta-v2", "electra", "modernbert", "xlm-roberta")
+        else f
         for f in TEXT_FAMILIES
     ],
 )

@@ -167,6 +167,7 @@ def test_padded_images_of_one_batch(tiny_folder: Callable[..., Path], tiny_artif
     assert (found.pred_boxes - expected.pred_boxes).abs().max() <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_texts_for_each_image(
     backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]

@@ -177,6 +177,7 @@ class TestBudget:
         assert not any(path.is_dir() for path in made.path.iterdir())
         assert Artifact.load(made.path).digest == made.digest
 
+    @pytest.mark.thorough
     def test_real_latencies(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
     ) -> None:

@@ -139,6 +139,7 @@ def test_other_stages_keep_the_loops(
     assert (logits_of(small, rows) - expected).abs().mean() <= 0.05 * expected.abs().max()
 
 
+@pytest.mark.thorough
 def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     artifact = generator("openai-gpt")
     model = ORTModelForCausalLM(artifact)

@@ -351,7 +351,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
-        takes_long=True,  # every run has it in tests/backends/test_aotinductor.py, with the package that is there
+        takes_long=True,  # so has tests/backends/test_aotinductor.py, with the package that is there
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
@@ -375,6 +375,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and "float32" not in c.option
         ),
         "computes in float32 around its integers",
+        takes_long=True,
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
@@ -386,6 +387,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and c.scheme.startswith("static")
         ),
         "the graph also takes",
+        takes_long=True,
     ),
     Refusal(
         lambda c: (

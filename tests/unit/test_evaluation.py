@@ -286,6 +286,7 @@ class TestEvaluate:
         result = accel.evaluate(tiny_model("bert"), rows, processor=tiny_tokenizer())
         assert (result.value, result.backend) == (0.8, "pytorch")
 
+    @pytest.mark.thorough
     def test_folder_is_exported(self, tiny_folder: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
         assert accel.evaluate(tiny_folder(), rows).value == 0.8
 
