@@ -211,7 +211,7 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
     ("family", "task"),
     [
         ("bert", "text-classification"),
-        ("roberta", "text-classification"),
+        pytest.param("roberta", "text-classification", marks=pytest.mark.thorough),
         pytest.param("distilbert", "text-classification", marks=pytest.mark.thorough),
         ("bert", "feature-extraction"),
         pytest.param("bert", "question-answering", marks=pytest.mark.thorough),

@@ -46,6 +46,7 @@ LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
 # Pages and examples whose blocks take ten seconds and more run with the thorough tests.
 SLOW = {
     "openvino.md",
+    "optimize.md",
     "concepts.md",
     "generation.md",
     "quantization-aware-training.md",

@@ -191,6 +191,7 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures
         one.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sides", [(64,), (64, 96), (96, 64, 96)])
 @pytest.mark.parametrize("outputs", [None, ("logits",)])
 def test_a_picture_that_is_too_small_leaves_nothing_behind(

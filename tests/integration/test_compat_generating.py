@@ -69,6 +69,7 @@ def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Cal
     assert one == other
 
 
+@pytest.mark.thorough
 def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_artifact: Callable[..., Artifact]) -> None:
     """Speech recognition is one word for encoder-decoders and for models that classify each frame."""
     path = tiny_artifact("wav2vec2", "ctc").path

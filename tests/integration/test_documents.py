@@ -50,7 +50,7 @@ def alike(found: Any, expected: Any) -> None:
     assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.thorough), *BACKENDS[1:]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_in_the_stock_pipeline(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]

@@ -168,6 +168,7 @@ def test_a_model_that_sees_what_is_behind_a_token_is_refused(tmp_path: Path) -> 
         export(transformers.RobertaForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
 
 
+@pytest.mark.thorough
 def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: Path) -> None:
     made = optimize(generator("openai-gpt"), tmp_path / "optimized", level="O2")
     rows = torch.tensor([[5, 6, 7], [8, 9, 10]])

@@ -55,7 +55,7 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
     [
         *parameters(tuple(c for c in quick_cases() if c.task in USUAL)),
         *parameters(tuple(c for c in quick_cases() if c.task not in USUAL), pytest.mark.thorough),
-        *parameters(tuple(c for c in thorough_cases() if c not in set(quick_cases())), pytest.mark.thorough),
+        *parameters(tuple(sorted(set(thorough_cases()) - set(quick_cases()), key=str)), pytest.mark.thorough),
         *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in elsewhere_cases()),
     ],
 )

@@ -18,6 +18,7 @@ ROWS = {
 }
 
 
+@pytest.mark.thorough
 def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = pytest.importorskip("evaluate", reason="needs evaluate")
     datasets = pytest.importorskip("datasets")

@@ -79,6 +79,7 @@ _WANTED = {
     "num_key_value_heads": KEY_VALUE_HEADS,
     "vocab_size": VOCABULARY,
 }
+_TOKENS = re.compile(r"_token_ids$")
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_idx|_token|_id)$")
 
 
@@ -253,12 +254,15 @@ def _choose_layers(
         values[layers] = len(chosen)
 
 
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """Ids of special tokens that the small vocabulary does not hold, moved to its end, each to its own."""
-    taken: dict[str, int] = {}
+    taken: dict[str, Any] = {}
     free = VOCABULARY - 1
     for name, value in values.items():
         if _TOKEN.search(name) and isinstance(value, int) and value > LAST_PLAIN_TOKEN:
             taken[name] = free
             free -= 1
+        elif _TOKENS.search(name) and isinstance(value, list | tuple) and value and min(value) > LAST_PLAIN_TOKEN:
+            taken[name] = type(value)(range(free, free - len(value), -1))
+            free -= len(value)
     return taken
