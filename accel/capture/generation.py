@@ -31,6 +31,7 @@ from .sounds import SOUND_AXES
 from .source import Source
 from .speech import short_masks, shortened_mask, traced_lengths
 from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .tracing import first_lines
 from .wrapper import Tensors, Wrapper
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
@@ -442,7 +443,7 @@ def _kept(model: Any) -> list[Layer] | None:
             )
         return None
     with quiet(), recurrent(model):
-        output = model(input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True)
+        output = _answer(model, input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True)
     found = getattr(output, argument, None)
     if found is None:
         decodes = getattr(model.config, "is_decoder", True)
@@ -454,8 +455,20 @@ def _kept(model: Any) -> list[Layer] | None:
     return described(found, type(model).__name__)
 
 
+def _answer(model: Any, **inputs: Any) -> Any:
+    try:
+        return model(**inputs)
+    # Foreign model code, which may raise anything.
+    except Exception as error:
+        raise ExportError(
+            f"{type(model).__name__} itself fails on a call with a cache: {type(error).__name__}: {first_lines(error)}",
+            fix="check in PyTorch that the model generates.",
+        ) from error
+
+
 def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
-    output = model(
+    output = _answer(
+        model,
         decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),
         encoder_outputs=encoder_output(hidden),
         use_cache=True,

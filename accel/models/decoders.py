@@ -30,6 +30,12 @@ from .tokens import has_own_threads, one_thread
 
 # Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
 _COUNTS_BY_MASK = ("opt",)
+# Those whose tokens count those before them that are no padding, whatever the mask says, from behind the position of padding.
+_COUNTS_BY_TOKENS = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+# Those whose angles change with the length of a text, so that keys of a shorter one are computed again.
+_ANGLES_BY_LENGTH = ("phi3",)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
@@ -61,7 +67,9 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         self._limit = component.most_tokens
         self._limited = None
         # Reading a config is slow.
-        self._counts_by_mask = getattr(self.config, "model_type", None) in _COUNTS_BY_MASK
+        kind = getattr(self.config, "model_type", None)
+        self._counts_by_mask, self._counts_by_tokens = kind in _COUNTS_BY_MASK, kind in _COUNTS_BY_TOKENS
+        self._short = _length_of_short_texts(self.config) if kind in _ANGLES_BY_LENGTH else None
         self._last = torch.zeros(1, dtype=torch.int64)
         # As sessions do for masks that declare bounds, which leaves out those that are to check nothing.
         self._fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in self._decoder_session.inputs)
@@ -131,6 +139,20 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         kwargs[CACHE_NAME] = cache = self._own(theirs)
         made = super().generate(inputs, generation_config, **kwargs)
         cache.write_to(theirs)
+        return made
+
+    def changes_angles(self, most: int) -> bool:
+        """Whether a text that grows to so many tokens passes the length at which its keys are computed again."""
+        return self._short is not None and most > self._short
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """transformers' own; where a text has just become so long that all angles change (LongRoPE), without what was kept."""
+        cache = kwargs.get(CACHE_NAME)
+        if self.changes_angles(input_ids.shape[1]) and isinstance(cache, StateCache):
+            assert self._short is not None
+            if 0 < cache.get_seq_length() <= self._short:
+                kwargs |= {CACHE_NAME: self.new_cache(), "next_sequence_length": None}
+        made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         return made
 
     def _check_prompt(self, inputs: Any, given: Mapping[str, Any]) -> None:
@@ -240,7 +262,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             )
         if "position_ids" in self._takes:
             if position_ids is None:
-                position_ids = self._positions(mask, past, total)
+                if self._counts_by_tokens and "input_ids" in tokens:
+                    position_ids = self._by_tokens(tokens["input_ids"], past)
+                else:
+                    position_ids = self._positions(mask, past, total)
             feeds["position_ids"] = position_ids
         kept = None
         if "logits_to_keep" in self._takes:
@@ -257,6 +282,11 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         if total - past == 1:
             return torch.full((mask.shape[0], 1), past)
         return torch.arange(past, total).expand(mask.shape[0], -1)
+
+    def _by_tokens(self, ids: torch.Tensor, past: int) -> torch.Tensor:
+        padding: int = self.config.pad_token_id
+        real = (ids != padding).long()
+        return (real.cumsum(1) + past) * real + padding
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""
@@ -335,6 +365,12 @@ def _places(new: int, asked: torch.Tensor) -> torch.Tensor:
             fix=f"name places from 0 to {new - 1}.",
         )
     return asked if least >= 0 else asked % new
+
+
+def _length_of_short_texts(config: Any) -> int | None:
+    """How many tokens have the angles of short texts; `None` where there is one kind of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return getattr(config, "original_max_position_embeddings", None) if rope.get("rope_type") == "longrope" else None
 
 
 class ORTModelForCausalLM(Generator):

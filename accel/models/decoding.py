@@ -25,7 +25,7 @@ from .cache import StateCache
 from .tokens import drawn, likeliest
 
 # Modules whose way to prepare a call is as described above.
-_KNOWN = ("transformers.generation.utils", "accel.models.vision_language")
+_KNOWN = ("accel.models.decoders", "accel.models.vision_language", "transformers.generation.utils")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
@@ -44,6 +44,7 @@ def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, k
             if isinstance(one, MaxLengthCriteria)
         )
         and criteria.max_length is not None
+        and not model.changes_angles(criteria.max_length)
         and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
         and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
     )

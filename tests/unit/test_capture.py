@@ -23,7 +23,7 @@ from accel.capture import CACHE_NAME, Case, Source, split
 from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.loading import load_source
 from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_table
-from accel.capture.references import own_defaults_of
+from accel.capture.references import own_defaults_of, reference_cases
 from accel.capture.rewrites import divide_sizes, keep_padding
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes, _without_cache
@@ -227,6 +227,22 @@ def test_each_output_has_its_own_tolerance() -> None:
     assert compare(wrong, [case], 0.6, "float32")["max_abs_difference"] == 0.5
     exact = differences(_answers(**expected), [case], 0.0, "float32")
     assert merged({"one": exact, "other": differences(near, [case], 0.0, "float32")})["max_abs_difference"] == 0.5
+
+
+def test_an_image_that_fills_no_whole_patches_is_among_the_cases() -> None:
+    """MobileNet pads by what its strides leave over: a graph that was compared with even sizes alone was wrong for others."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
+    source = Source(
+        model=transformers.ResNetForImageClassification(config).eval(),
+        task="image-classification",
+        folder=None,
+        origin=Origin(id="x"),
+        example={"pixel_values": torch.randn(2, 3, 64, 96)},
+        axes={"pixel_values": {0: "batch", 2: "height", 3: "width"}},
+    )
+    sizes = [(case.sizes["height"], case.sizes["width"]) for case in reference_cases(source)]
+    assert any(height % 2 and width % 2 for height, width in sizes)
+    assert any(height == width for height, width in sizes)
 
 
 class _MuchOfLittle(torch.nn.Module):

@@ -1,0 +1,86 @@
+"""Where tokens stand, where a model counts otherwise than by their place: RoBERTa's kind, and angles that change with a text's length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+
+BACKENDS = ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)]
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def saved(config: transformers.PreTrainedConfig, folder: Path) -> Any:
+    """A model with weights large enough that places show."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def opened(folder: Path, backend: str) -> Any:
+    return accel.ORTModelForCausalLM.from_pretrained(folder, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_that_outgrows_its_angles_is_computed_again(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-3 with LongRoPE: keys of up to 16 tokens have other angles than those of a longer text."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+    }  # fmt: skip
+    config = transformers.Phi3Config(
+        **SMALL, num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16,
+        rope_parameters=rope, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    original = saved(config, tmp_path / "phi")
+    model = opened(tmp_path / "phi", backend)
+    ids = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :2] = 0
+    rows = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "max_new_tokens": 14}
+    for settings in ({"num_beams": 1}, {"num_beams": 3}):
+        expected = original.generate(**rows, do_sample=False, **settings)
+        assert torch.equal(model.generate(**rows, do_sample=False, **settings), expected)
+    asked = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, found = original.generate(ids[:1], **asked), model.generate(ids[:1], **asked)
+    for wanted, logits in zip(expected.logits, found.logits, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_counted_from_behind_the_position_of_padding(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoBERTa without positions counts the tokens that are no padding."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    original = saved(
+        transformers.RobertaConfig(**SMALL, max_position_embeddings=64, is_decoder=True, pad_token_id=1),
+        tmp_path / "roberta",
+    )
+    model = opened(tmp_path / "roberta", backend)
+    ids = torch.randint(5, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    padded = {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+    with torch.no_grad():
+        expected, of_padded = original(input_ids=ids).logits, original(**padded).logits
+    close = {"rtol": 1e-4, "atol": 1e-4 * float(expected.abs().max())}
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, **close)
+    torch.testing.assert_close(model(**padded).logits[mask.bool()], of_padded[mask.bool()], **close)
+    first = model(input_ids=ids[:, :5])
+    then = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(then, expected[:, 5:], **close)
