@@ -110,12 +110,8 @@ def answers(form: Form) -> list[np.ndarray]:
     return [*found, form.step(draw.integers(4, VOCABULARY, (3, 1)), [[11], [3], [12]], [10, 10, 10])]
 
 
-# The others differ in their projections alone.
-USUAL = ("biases",)
-
-
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in FAMILIES]
+    "family", [pytest.param(name, marks=() if name == "biases" else pytest.mark.thorough) for name in FAMILIES]
 )
 def test_the_same_inside_and_outside(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
     made = optimize(exported(family), tmp_path / "made", backend="cuda", level="O3")
@@ -129,7 +125,7 @@ def test_the_same_inside_and_outside(exported: Callable[[str], Artifact], tmp_pa
         assert np.abs(one - other).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", USUAL)
+@pytest.mark.parametrize("family", ["biases", pytest.param("norms of queries and keys", marks=pytest.mark.thorough)])
 def test_tables_are_of_the_caches_type(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
     """Angles stay in float32 until they are a table."""
     made = optimize(exported(family), tmp_path / "halved", backend="cuda", level="O4")
