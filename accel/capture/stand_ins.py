@@ -120,32 +120,19 @@ def _one_hot(original: Function) -> Function:
     return one_hot
 
 
-def _avg_pool2d(original: Function) -> Function:
+def _pool2d(original: Function, whole: Function) -> Function:
     """A window larger than any image pools all of it (EfficientNet's has as many places along a side as there are channels), which
-    OpenVINO refuses where sizes vary, or reads beyond the image.
+    OpenVINO refuses where sizes vary, or reads beyond the image. `whole` pools an image.
     """
 
-    def avg_pool2d(
+    def pool2d(
         input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
     ) -> Any:
         if is_fake(input) and _pools_all(input, kernel_size, padding):
-            return input.mean((-2, -1), keepdim=True)
+            return whole(input, (-2, -1), keepdim=True)
         return original(input, kernel_size, stride, padding, *args, **kwargs)
 
-    return avg_pool2d
-
-
-def _max_pool2d(original: Function) -> Function:
-    """As `_avg_pool2d`."""
-
-    def max_pool2d(
-        input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
-    ) -> Any:
-        if is_fake(input) and _pools_all(input, kernel_size, padding):
-            return input.amax((-2, -1), keepdim=True)
-        return original(input, kernel_size, stride, padding, *args, **kwargs)
-
-    return max_pool2d
+    return pool2d
 
 
 def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:
@@ -197,8 +184,8 @@ _STAND_INS: tuple[StandIn, ...] = (
     (torch, "div", _div),
     (torch, "gather", _gather),
     (torch.nn.functional, "one_hot", _one_hot),
-    (torch.nn.functional, "avg_pool2d", _avg_pool2d),
-    (torch.nn.functional, "max_pool2d", _max_pool2d),
+    (torch.nn.functional, "avg_pool2d", functools.partial(_pool2d, whole=torch.mean)),
+    (torch.nn.functional, "max_pool2d", functools.partial(_pool2d, whole=torch.amax)),
 )
 
 
