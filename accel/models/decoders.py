@@ -148,10 +148,13 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """transformers' own; where a text has just become so long that all angles change (LongRoPE), without what was kept."""
         cache = kwargs.get(CACHE_NAME)
-        if self.changes_angles(input_ids.shape[1]) and isinstance(cache, StateCache):
-            assert self._short is not None
-            if 0 < cache.get_seq_length() <= self._short:
-                kwargs |= {CACHE_NAME: self.new_cache(), "next_sequence_length": None}
+        if (
+            self.changes_angles(input_ids.shape[1])
+            and isinstance(cache, StateCache)
+            and cache.get_seq_length()
+            and not self.changes_angles(cache.get_seq_length())
+        ):
+            kwargs |= {CACHE_NAME: self.new_cache(), "next_sequence_length": None}
         made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         return made
 
@@ -262,10 +265,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             )
         if "position_ids" in self._takes:
             if position_ids is None:
-                if self._counts_by_tokens and "input_ids" in tokens:
-                    position_ids = self._by_tokens(tokens["input_ids"], past)
-                else:
-                    position_ids = self._positions(mask, past, total)
+                position_ids = self._positions(tokens, mask, past, total)
             feeds["position_ids"] = position_ids
         kept = None
         if "logits_to_keep" in self._takes:
@@ -275,18 +275,17 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         logits = cache.run(feeds)
         return logits if kept is None else logits.index_select(1, kept.to(logits.device))
 
-    def _positions(self, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
+    def _positions(self, tokens: Mapping[str, torch.Tensor], mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
         """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""
+        if self._counts_by_tokens and "input_ids" in tokens:
+            padding: int = self.config.pad_token_id
+            real = (tokens["input_ids"] != padding).long()
+            return (real.cumsum(1) + past) * real + padding
         if self._counts_by_mask:
             return (mask.cumsum(1) * mask - 1)[:, past:]
         if total - past == 1:
             return torch.full((mask.shape[0], 1), past)
         return torch.arange(past, total).expand(mask.shape[0], -1)
-
-    def _by_tokens(self, ids: torch.Tensor, past: int) -> torch.Tensor:
-        padding: int = self.config.pad_token_id
-        real = (ids != padding).long()
-        return (real.cumsum(1) + past) * real + padding
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""

@@ -25,7 +25,7 @@ from .cache import StateCache
 from .tokens import drawn, likeliest
 
 # Modules whose way to prepare a call is as described above.
-_KNOWN = ("accel.models.decoders", "accel.models.vision_language", "transformers.generation.utils")
+_KNOWN = ("accel.models.decoders", "accel.models.vision_language")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
