@@ -43,7 +43,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Trains for an hour on data that does not ship with the package.
 LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
-# Pages and examples whose blocks take ten seconds and more run with the thorough tests.
+# Pages and examples whose blocks take eight seconds and more run with the thorough tests.
 SLOW = {
     "openvino.md",
     "optimize.md",

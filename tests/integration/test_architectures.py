@@ -352,12 +352,13 @@ def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
     assert worst(artifact, original, ((1, 4), (3, 30))) <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("head", "size"),
     [
-        pytest.param("Fourier", 24, marks=pytest.mark.thorough),
-        pytest.param("Learned", 32, marks=pytest.mark.thorough),
-        pytest.param("ConvProcessing", 24, marks=pytest.mark.thorough),
+        ("Fourier", 24),
+        ("Learned", 32),
+        ("ConvProcessing", 24),
     ],
 )
 def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size: int, tmp_path: Path) -> None:

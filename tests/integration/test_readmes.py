@@ -49,12 +49,10 @@ def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
     assert results == wanted("where is my card", max_new_tokens=4, do_sample=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [
-        pytest.param([], "ORTModel", marks=pytest.mark.thorough),
-        pytest.param(["--backend", "openvino"], "OVModel", marks=pytest.mark.thorough),
-    ],
+    [([], "ORTModel"), (["--backend", "openvino"], "OVModel")],
 )
 def test_the_command_line_of_the_front_page(
     tiny_folder: Callable[..., Path], tmp_path: Path, settings: list[str], kind: str

@@ -351,7 +351,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
-        takes_long=True,  # so has tests/backends/test_aotinductor.py, with the package that is there
+        takes_long=True,  # tests/backends/test_aotinductor.py has it, too, with the package that is there
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
