@@ -33,6 +33,7 @@ from .quantized import (
     unpack,
     with_record,
 )
+from .readers import read_by_other_code
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
 from .references import (
     INTEGERS,
@@ -112,6 +113,7 @@ __all__ = [
     "pad_id",
     "padding_difference",
     "quantized_layers",
+    "read_by_other_code",
     "quiet",
     "record_of",
     "reference",

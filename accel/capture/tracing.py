@@ -139,7 +139,7 @@ def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> Exporte
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
     settings = OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False)
-    with _without_telemetry(), _converting(conversions), recurrent(source.model):
+    with _without_telemetry(), _converting(conversions), _weights_read_by_other_code(), recurrent(source.model):
         exported = _traced(source, lambda: OpenVINOExporter().export(source.model, dict(source.example), settings))
     for port in exported.program.inputs:
         for position, axis in source.axes.get(port.any_name, {}).items():
@@ -257,6 +257,32 @@ def _converting(conversions: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         table[:] = before
+
+
+@contextmanager
+def _weights_read_by_other_code() -> Iterator[None]:
+    """transformers' converter puts zeros in the place of 16-bit weights of linear layers and embeddings, as these layers read what
+    it kept. Code that reads a weight itself, as Whisper's decoder its positions, gets it in float32 instead of the zeros.
+    """
+    from transformers.exporters import utils
+
+    fixes = utils._FX_PROGRAM_FIXES.setdefault("openvino", [])
+    fixes.append(_put_weights_back)
+    try:
+        yield
+    finally:
+        fixes.remove(_put_weights_back)
+
+
+def _put_weights_back(program: torch.export.ExportedProgram) -> None:
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    for spec in program.graph_signature.input_specs:
+        if spec.target is None or spec.arg.name not in read:
+            continue
+        layer, dot, name = spec.target.rpartition(".")
+        kept = program.state_dict.get(f"{layer}{dot}_16bit_{name}")
+        if kept is not None:
+            program.state_dict[spec.target] = torch.nn.Parameter(kept.detach().float(), requires_grad=False)
 
 
 @contextmanager

@@ -24,7 +24,16 @@ from accel.artifact import (
     tool_versions,
 )
 from accel.backends.interfaces import Batches, Evaluate
-from accel.capture import Source, Wrapper, load_source, quiet, replace_layer, save_quantized, with_record
+from accel.capture import (
+    Source,
+    Wrapper,
+    load_source,
+    quiet,
+    read_by_other_code,
+    replace_layer,
+    save_quantized,
+    with_record,
+)
 from accel.config import ExportConfig, QuantizeConfig
 from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
 
@@ -79,7 +88,7 @@ class _Work:
         self._config = config
         self._batches = list(_rows(calibration, artifact, config.samples)) if calibration is not None else []
         self._names: list[str] = []
-        self._excluded = _excluded(_inner(source), config.exclude)
+        self._excluded = _excluded(source, config.exclude)
         self._trace: Any = None
 
     def quantized(self, config: QuantizeConfig) -> torch.nn.Module:
@@ -322,14 +331,16 @@ def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.T
         yield row
 
 
-def _excluded(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the linear layers that patterns take out.
+def _excluded(source: Source, patterns: Sequence[str]) -> list[str]:
+    """Names of the linear layers that patterns take out, and of those whose weights other code reads.
 
     Raises:
         ConfigError: A pattern that matches none.
     """
-    names = [name for name, one in model.named_modules() if isinstance(one, _LINEAR)]
-    taken: list[str] = []
+    layers = {name: one for name, one in _inner(source).named_modules() if isinstance(one, _LINEAR)}
+    names = list(layers)
+    read = read_by_other_code(source.model, source.example)
+    taken = [name for name, layer in layers.items() if layer in read]
     for pattern in patterns:
         match: Callable[[str], Any] = (
             re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else pattern.__eq__

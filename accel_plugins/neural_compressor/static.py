@@ -9,7 +9,7 @@ import torch
 
 from accel.capture import IntegerLinear, Source, capture_program
 from accel.config import QuantizeConfig
-from accel.errors import QuantizeError
+from accel.errors import ExportError, QuantizeError
 
 from .library import library, mapped
 
@@ -31,8 +31,17 @@ def static_config(config: QuantizeConfig) -> Any:
 
 
 def traced(source: Source) -> Any:
-    """The model as Neural Compressor observes it: a graph module with the source's inputs."""
-    module: Any = capture_program(source).module()
+    """The model as Neural Compressor observes it: a graph module with the source's inputs; for images of the usual size alone where a
+    trace for any does not end. What is quantized is the model, which takes images of any size as before.
+    """
+    try:
+        program = capture_program(source)
+    except ExportError:
+        fixed = source.with_fixed_images()
+        if fixed is None:
+            raise
+        program = capture_program(fixed)
+    module: Any = program.module()
     module._exported, module.dynamic_shapes = True, None
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.linear.default:

@@ -13,6 +13,7 @@ _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"
 def keep_axes_of_one(model: ov.Model) -> None:
     """Write what repeats or reduces along such axes so that the compiled model answers what the model says."""
     keep_repeats(model)
+    tile_one_by_one(model)
     drop_reductions(model)
 
 
@@ -38,7 +39,7 @@ def keep_repeats(model: ov.Model) -> None:
 
     That is how `repeat_interleave` along an axis of one is converted (YOSO's mask for each head). Where sizes vary, OpenVINO
     (2026.4, `EliminateUnsqueezeGather`) drops both operators, however many indices there are: the result has another shape, or
-    other numbers where that broadcasts. `Tile` is no way out: repeats of two axes beside each other come out in another order.
+    other numbers where that broadcasts.
     """
     found = [node for node in model.get_ops() if _repeats(node)]
     for node in found:
@@ -53,6 +54,38 @@ def keep_repeats(model: ov.Model) -> None:
         node.output(0).replace(repeated.output(0))
     if found:
         model.validate_nodes_and_infer_types()
+
+
+def tile_one_by_one(model: ov.Model) -> None:
+    """Let each `Tile` repeat one axis.
+
+    Where one that repeats two begins with an axis of one and other sizes vary, OpenVINO (2026.4) puts the repeats of one row in the
+    place of another's: Grounding DINO's mask of its texts for heads and queries.
+    """
+    for node in [node for node in model.get_ops() if node.get_type_name() == "Tile"]:
+        data, times = node.input_values()
+        counts = _known_numbers(times)
+        repeated = [axis for axis, count in enumerate(counts) if count != 1]
+        if len(repeated) < 2:
+            continue
+        ones = np.ones(len(counts), np.int64)
+        for axis in repeated:
+            chosen = np.arange(len(counts)) == axis
+            alone = operators.select(chosen, operators.convert(times, "i64"), ones)
+            data = operators.tile(data, alone).output(0)
+        node.output(0).replace(data)
+    model.validate_nodes_and_infer_types()
+
+
+def _known_numbers(value: ov.Output) -> list[int | None]:
+    """The numbers of a list, `None` for each that only a run knows; empty where their count is not known."""
+    node, shape = value.get_node(), value.get_partial_shape()
+    if node.get_type_name() == "Constant":
+        return [int(number) for number in node.get_data().reshape(-1)]
+    if node.get_type_name() == "Concat":
+        parts = [_known_numbers(part) for part in node.input_values()]
+        return [number for part in parts for number in part] if all(parts) else []
+    return [None] * shape[0].get_length() if shape.is_static and len(shape) == 1 else []
 
 
 def _repeats(node: ov.Node) -> bool:

@@ -15,6 +15,7 @@ from accel.errors import ConfigError, ExportError
 
 from . import FORMAT, quantized, recurrence
 from .axes_of_one import keep_axes_of_one
+from .divisions import divide_down
 from .stateful import fold_cache
 from .unseeing import zero_unseeing
 
@@ -59,6 +60,7 @@ class OpenVinoExporter:
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
         zero_unseeing(model)
+        divide_down(model)
         keep_axes_of_one(model)
         for port in (*model.inputs, *model.outputs):
             port.get_tensor().set_names({graph_name(port.any_name)})

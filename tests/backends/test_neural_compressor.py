@@ -114,6 +114,22 @@ def test_its_models_run_on_onnx_runtime(made: Callable[..., Artifact], tmp_path:
     assert (one - other).abs().max() < 0.05
 
 
+def test_layers_whose_weights_other_code_reads_stay_in_float(
+    tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The x-vectors of wav2vec2 are convolved with the weights of linear layers."""
+    folder = tiny_folder("wav2vec2", "audio-xvector")
+    made = quantize(folder, tmp_path / "out", backend=BACKEND, scheme="weight-int8")
+    assert made.manifest.quantization is not None
+    assert set(made.manifest.quantization.excluded) == {f"tdnn.{i}.kernel" for i in range(5)}
+    sounds = torch.randn((2, 1200), generator=torch.Generator().manual_seed(0))
+    original = transformers.AutoModelForAudioXVector.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        expected = original(sounds).embeddings
+    found = accel.ORTModelForAudioXVector(made, backend="pytorch")(sounds).embeddings
+    assert (found - expected).norm() <= 0.05 * expected.norm()
+
+
 def test_a_folder_of_transformers_is_quantized_as_it_is(made: Callable[..., Artifact]) -> None:
     manifest = made("static-int8").manifest
     assert (manifest.format, manifest.steps[-1].backend) == ("torch", BACKEND)

@@ -25,7 +25,7 @@ from accel import (
     export,
     quantize,
 )
-from accel_plugins.openvino.axes_of_one import drop_reductions, keep_repeats
+from accel_plugins.openvino.axes_of_one import drop_reductions, keep_repeats, tile_one_by_one
 
 
 @pytest.mark.thorough
@@ -68,6 +68,25 @@ def test_what_repeats_nothing_stays_as_it_is() -> None:
     before = [node.get_type_name() for node in model.get_ordered_ops()]
     keep_repeats(model)
     assert [node.get_type_name() for node in model.get_ordered_ops()] == before
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["numbers", "sizes"])
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [((3, 1, 1, 5), (1, 4, 8, 1)), ((3, 1, 7, 5), (1, 4, 2, 1)), ((3, 2, 5), (2, 3, 1)), ((3, 1, 5), (1, 4, 1))],
+    ids=str,
+)
+def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known: bool) -> None:
+    """A mask for heads and queries: OpenVINO mixes the rows where one `Tile` repeats both."""
+    given = ops.parameter(ov.PartialShape([size if size == 1 else -1 for size in shape]), ov.Type.f32)
+    asked = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
+    tiled = ops.tile(given, np.array(times) if known else asked)
+    model = ov.Model([tiled], [given] if known else [given, asked], "tiles")
+    tile_one_by_one(model)
+    numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    compiled = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = compiled([numbers] if known else [numbers, np.array(times)])[0]
+    assert np.array_equal(found, np.tile(numbers, times))
 
 
 def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], 
         folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
         backends=CPU_BACKENDS, threads=1, time_limit_s=300,
     )  # fmt: skip
-    tried = {trial.backend for trial in found.trials}
-    assert tried == set(CPU_BACKENDS)
+    # What was left out without a try has none.
+    assert {trial.backend for trial in found.trials} - {""} == set(CPU_BACKENDS)
     assert found.rows == 20
     assert registry.describe(found.winner.backend).capability("run", found.artifact.format) is not None
     assert found.winner.drop <= 50.0

@@ -33,7 +33,7 @@ from cases import (
     specs,
     thorough_cases,
 )
-from chain import Chains, convolves_roughly, error_of, inputs_of, missing_device, tolerance
+from chain import Chains, convolves_roughly, error_of, inputs_of, kept_tokens, missing_device, tolerance
 from covering import cover, pairs
 
 from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
@@ -66,13 +66,14 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
     _, expected = chains.expected(case.task)
     feeds = inputs_of(case.task)
-    mask = feeds.get("attention_mask") if "decoder_input_ids" not in feeds else None
-    kept = mask.bool() if mask is not None else None
+    kept = kept_tokens(feeds)
     model = chains.opened(case, artifact, tmp_path)
     found = answers(model, case.task)
     if case.capture.partition("=")[0] not in ("pooling", "normalize"):
         assert found.keys() & expected.keys()
-    assert error_of(found, expected, kept) <= tolerance(case)
+    error = error_of(found, expected, kept)
+    # Models that make much of little are off in PyTorch, too.
+    assert error <= tolerance(case) or error <= 2 * chains.rounding(case)
     assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
     model.save_pretrained(tmp_path / "saved")
     again = answers(chains.opened(case, tmp_path / "saved", tmp_path), case.task)
@@ -95,9 +96,12 @@ def left_out() -> dict[Refusal, Case]:
 
     def is_short(case: Case) -> bool:
         told = [word for word in (case.capture, case.setting, case.option) if word]
-        return case.dtype == "float32" and not case.level and len(told) <= 1
+        plain = case.dtype == "float32" or case.task == tasks[-1]
+        return plain and not case.level and len(told) <= 1
 
-    tasks = ("text-classification", "text-generation", "text2text-generation", "image-classification")
+    tasks = (
+        "text-classification", "text-generation", "text2text-generation", "image-classification", "keypoint-matching"
+    )  # fmt: skip
     found: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):
         why = refusal(case)

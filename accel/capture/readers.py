@@ -1,0 +1,68 @@
+"""Which layers' weights are read by more than the layers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .references import reference
+from .wrapper import Tensors
+
+
+def read_by_other_code(model: torch.nn.Module, feeds: Tensors) -> set[torch.nn.Module]:
+    """Modules whose weights code outside of them computes with, as wav2vec2's x-vectors do with those of linear layers: a layer with
+    other weights cannot take their place. Costs a call of the model.
+
+    Args:
+        model: In PyTorch.
+        feeds: What to call it with.
+    """
+    with ExitStack() as hooks, _Reading(model, hooks) as reading:
+        reference(model, feeds)
+    return reading.found
+
+
+class _Reading(TorchFunctionMode):
+    """Notes the modules whose parameters become part of a tensor while they do not run."""
+
+    def __init__(self, model: torch.nn.Module, hooks: ExitStack) -> None:
+        super().__init__()
+        self.found: set[torch.nn.Module] = set()
+        self._running: set[torch.nn.Module] = set()
+        self._owners: dict[int, set[torch.nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), set()).add(module)
+            hooks.enter_context(module.register_forward_pre_hook(self._starts))
+            hooks.enter_context(module.register_forward_hook(self._ends))
+
+    def _starts(self, module: torch.nn.Module, *_: Any) -> None:
+        self._running.add(module)
+
+    def _ends(self, module: torch.nn.Module, *_: Any) -> None:
+        self._running.discard(module)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A weight's size or dtype may be asked by anyone.
+        if next(_tensors(result), None) is not None:
+            for tensor in _tensors((args, kwargs)):
+                owners = self._owners.get(id(tensor), set())
+                if not owners & self._running:
+                    self.found |= owners
+        return result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)

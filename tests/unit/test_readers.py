@@ -1,0 +1,32 @@
+"""Whose weights are read by code outside of the layer."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from accel.capture import read_by_other_code
+
+
+class Mixed(torch.nn.Module):
+    """A layer that is called, one whose weight is read, one whose size is asked, and one whose weight the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = torch.nn.Linear(4, 4)
+        self.read = torch.nn.Linear(4, 4)
+        self.asked = torch.nn.Linear(4, 4)
+        self.table = torch.nn.Embedding(9, 4)
+        self.head = torch.nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.called(self.table(ids)).to(self.asked.weight.dtype) * self.asked.weight.shape[0]
+        return self.head(functional.linear(hidden, self.read.weight))
+
+
+def test_only_weights_that_code_outside_computes_with() -> None:
+    model = Mixed().eval()
+    assert read_by_other_code(model, {"ids": torch.arange(9)[None]}) == {model.read}
+    assert not model.called._forward_hooks
+    assert not model.called._forward_pre_hooks
