@@ -13,14 +13,18 @@ from .references import reference
 from .wrapper import Tensors
 
 
-def read_by_other_code(model: torch.nn.Module, feeds: Tensors) -> set[torch.nn.Module]:
+def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
     """Modules whose weights code outside of them computes with, as wav2vec2's x-vectors do with those of linear layers: a layer with
     other weights cannot take their place. Costs a call of the model.
 
     Args:
-        model: In PyTorch.
+        model: One of transformers', or one that wraps it.
         feeds: What to call it with.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # A decoder starts from a token, whichever.
+        rows = len(next(iter(feeds.values())))
+        feeds = {"decoder_input_ids": torch.zeros((rows, 1), dtype=torch.int64), **feeds}
     with ExitStack() as hooks, _Reading(model, hooks) as reading:
         reference(model, feeds)
     return reading.found

@@ -27,9 +27,11 @@ from accel.backends.interfaces import Batches, Evaluate
 from accel.capture import (
     Source,
     Wrapper,
+    first_lines,
     load_source,
     quiet,
     read_by_other_code,
+    reference,
     replace_layer,
     save_quantized,
     with_record,
@@ -48,6 +50,7 @@ from .weights import (
     share_again,
     weight_config,
     with_block_layers,
+    with_weights_of_their_own,
 )
 
 _LINEAR = (torch.nn.Linear,)
@@ -103,10 +106,11 @@ class _Work:
         return weight_config(config, self._excluded, str(self._artifact.path))
 
     def _static(self, settings: Any) -> torch.nn.Module:
-        if self._trace is None:
-            self._trace = traced(self._source)
         taken = self._source.example
         batches = [{name: tensor for name, tensor in batch.items() if name in taken} for batch in self._batches]
+        if self._trace is None:
+            self._check_calls(batches[0])
+            self._trace = traced(self._source)
         converted = observed(copy_of(self._trace), settings, batches)
         model: torch.nn.Module = copy.deepcopy(_inner(self._source))
         prefix = "model." if self._source.model is not _inner(self._source) else ""
@@ -116,11 +120,30 @@ class _Work:
         self._names = list(layers)
         return model
 
+    def _check_calls(self, batch: dict[str, torch.Tensor]) -> None:
+        """Refuse models that the inputs of one graph are not all of: with an image, a sound or points beside tokens.
+
+        Raises:
+            QuantizeError: The model cannot be called with a batch.
+        """
+        missing = ", ".join(name for name in self._source.example if name not in batch)
+        why = f"it takes {missing}, too" if missing else ""
+        try:
+            if not missing:
+                reference(self._source.model, batch)
+        # Foreign model code, which may raise anything.
+        except Exception as error:  # noqa: BLE001
+            why = f"{type(error).__name__}: {first_lines(error)}"
+        if why:
+            raise QuantizeError(
+                f"{self._source.architecture} cannot be called with the calibration data's {', '.join(batch)} alone: {why}.",
+                fix="pass calibration data with all of a model's inputs, or use weight-int8 or weight-int4, which need none.",
+            )
+
     def _weights(self, config: QuantizeConfig, settings: Any) -> torch.nn.Module:
         inner = _inner(self._source)
         before = {name: one for name, one in inner.named_modules() if hasattr(one, "weight")}
-        model = copy.deepcopy(inner)
-
+        model = with_weights_of_their_own(copy.deepcopy(inner))
         batches = self._batches
         if config.algorithm == "awq":
             check_blocks(inner, config, self._excluded)

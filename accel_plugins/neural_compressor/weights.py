@@ -217,6 +217,19 @@ def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
     return None if before is None and not kept.any() else kept.clone()
 
 
+def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, where a linear layer that shares its weight, with the table of tokens as a rule, has a copy: Neural Compressor writes
+    integers into the weights that it reads.
+    """
+    owners: dict[int, int] = {}
+    for _, one in model.named_parameters(remove_duplicate=False):
+        owners[id(one)] = owners.get(id(one), 0) + 1
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and owners[id(layer.weight)] > 1:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+    return model
+
+
 def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
     """Make one parameter of those that were one in the float model, where an algorithm left copies; where it changed one of
     them, the config says that they are two.

@@ -87,19 +87,10 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
         ConfigError: An option that neither we nor OpenVINO have, or a value that cannot work.
     """
     made: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": PRECISIONS[dtype]}
-    if device == "CPU":
-        made |= {
-            "INFERENCE_NUM_THREADS": session.threads or available_processors(),
-            "ENABLE_CPU_PINNING": False,
-            # OpenVINO quantizes the activations in front of compressed weights to 8 bits by default.
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-            # It keeps keys and values in half precision or in 8 bits where a graph's file says so.
-            "KV_CACHE_PRECISION": PRECISIONS[dtype],
-            # Kernels are kept for each shape of each layer, 5,000 by OpenVINO's default: gigabytes where lengths vary.
-            "CPU_RUNTIME_CACHE_CAPACITY": 1500,
-        }
-    elif session.threads is not None:
+    if device != "CPU" and session.threads is not None:
         raise ConfigError(f"{device} has no threads to set.", fix="leave threads out, or use the device 'cpu'.")
+    # Also where the processor is one of the devices to choose from.
+    processor = _on_the_processor(session, dtype) if device == "CPU" or device.startswith("AUTO") else {}
     if session.inter_op_threads != 1:
         raise ConfigError("OpenVINO has no inter-operator threads.", fix="use the option streams=... instead.")
     if session.graph_optimization != "all":
@@ -109,12 +100,24 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
     if session.profile is not None:
         made["PERF_COUNT"] = True
     for name, value in {**options, **session.native}.items():
-        if name in OPTIONS:
-            word, translate = OPTIONS[name]
-            made[word] = translate(value)
-        else:
-            made[_native(device, name)] = value
-    return made
+        word, translate = OPTIONS.get(name) or (_native(device, name), lambda given: given)
+        (processor if word in processor else made)[word] = translate(value)
+    if processor and device != "CPU":
+        return {**made, "DEVICE_PROPERTIES": {"CPU": processor}}
+    return made | processor
+
+
+def _on_the_processor(session: SessionOptions, dtype: str) -> dict[str, Any]:
+    return {
+        "INFERENCE_NUM_THREADS": session.threads or available_processors(),
+        "ENABLE_CPU_PINNING": False,
+        # OpenVINO quantizes the activations in front of compressed weights to 8 bits by default.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        # It keeps keys and values in half precision or in 8 bits where a graph's file says so.
+        "KV_CACHE_PRECISION": PRECISIONS[dtype],
+        # Kernels are kept for each shape of each layer, 5,000 by OpenVINO's default: gigabytes where lengths vary.
+        "CPU_RUNTIME_CACHE_CAPACITY": 1500,
+    }
 
 
 def _native(device: str, name: str) -> str:

@@ -432,7 +432,11 @@ def compute_dtype(compiled: ov.CompiledModel) -> str:
         return "int8"
     if known:
         return max(known, key=lambda word: known[word])
-    hint = str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
+    # The device that chooses a device has its settings, and none of its own.
+    listed = "INFERENCE_PRECISION_HINT" in compiled.get_property("SUPPORTED_PROPERTIES")
+    devices = [] if listed else list(compiled.get_property("DEVICE_PROPERTIES").values())
+    found = devices[0]["INFERENCE_PRECISION_HINT"] if devices else compiled.get_property("INFERENCE_PRECISION_HINT")
+    hint = str(found.get_type_name())
     return _WORDS.get(hint, hint)
 
 

@@ -375,6 +375,22 @@ def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
     assert quantized_layers(model)
 
 
+@pytest.mark.parametrize("scheme", ["weight-int8", "weight-int4"])
+def test_a_table_of_tokens_keeps_its_numbers(scheme: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """BERT's head shares its weight with it, and is quantized."""
+    folder = tiny_folder("bert", "fill-mask")
+    artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme=scheme, block_size=16)
+    model: Any = load_source(resolve(artifact.path, weights=True), accel.ExportConfig()).model
+    original = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    assert "cls.predictions.decoder" in quantized_layers(model)
+    assert torch.equal(model.get_input_embeddings().weight, original.get_input_embeddings().weight)
+    ids = torch.arange(6, 30).view(2, 12)
+    with torch.inference_mode():
+        expected = original(ids).logits
+    found = accel.ORTModelForMaskedLM(artifact, backend="pytorch")(input_ids=ids).logits
+    assert (found - expected).norm() <= {"weight-int8": 0.05, "weight-int4": 0.3}[scheme] * expected.norm()
+
+
 def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU, the rows of GPTQ were not where its layers were."""
     library()

@@ -96,11 +96,12 @@ def left_out() -> dict[Refusal, Case]:
 
     def is_short(case: Case) -> bool:
         told = [word for word in (case.capture, case.setting, case.option) if word]
-        plain = case.dtype == "float32" or case.task == tasks[-1]
-        return plain and not case.level and len(told) <= 1
+        plain = case.dtype == "float32" and not case.level
+        return len(told) <= 1 and (plain or case.task in tasks[-2:])
 
     tasks = (
-        "text-classification", "text-generation", "text2text-generation", "image-classification", "keypoint-matching"
+        "text-classification", "text-generation", "text2text-generation", "image-classification", "mask-generation",
+        "table-question-answering", "keypoint-matching",
     )  # fmt: skip
     found: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):

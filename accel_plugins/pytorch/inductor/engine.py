@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.backends.forms import relative_tolerance
-from accel.capture import first_lines, pad_id
+from accel.capture import IntegerLinear, first_lines, pad_id
 from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 
@@ -93,7 +93,8 @@ class Engine:
         self._computing = computing_copy(model, dtype=self.dtype, quantization=config.quantization)
         # Only the model itself answers by the method that was there before; a copy has its class's.
         self._compute = forward if self._computing is model else self._computing.forward
-        self.tolerance = relative_tolerance(self.compute_dtype, quantized=config.quantization is not None)
+        rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
+        self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
         self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
         self.compilations = 0
         self.uncompiled_calls = 0
