@@ -7,6 +7,9 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
+# Processes that tests start read the bytecode that the first one wrote.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-neighbours test-optimum test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
 
 demo: $(VENV)/.run
