@@ -114,9 +114,7 @@ def test_its_models_run_on_onnx_runtime(made: Callable[..., Artifact], tmp_path:
     assert (one - other).abs().max() < 0.05
 
 
-def test_layers_whose_weights_other_code_reads_stay_in_float(
-    tiny_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_layers_whose_weights_other_code_reads_stay_in_float(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     """The x-vectors of wav2vec2 are convolved with the weights of linear layers."""
     folder = tiny_folder("wav2vec2", "audio-xvector")
     made = quantize(folder, tmp_path / "out", backend=BACKEND, scheme="weight-int8")

@@ -20,7 +20,7 @@ from accel import ORTModelForAudioXVector, export
 from accel_plugins.openvino.divisions import divide_down
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_weights_that_other_code_reads(dtype: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     """X-vectors are convolved with the weights of linear layers, in whose place transformers' exporter puts zeros."""
     folder = tiny_folder("wav2vec2", "audio-xvector")

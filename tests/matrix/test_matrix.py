@@ -33,7 +33,16 @@ from cases import (
     specs,
     thorough_cases,
 )
-from chain import Chains, convolves_roughly, error_of, inputs_of, kept_tokens, missing_device, tolerance
+from chain import (
+    Chains,
+    convolves_roughly,
+    error_of,
+    inputs_of,
+    kept_tokens,
+    misread_by_the_processor,
+    missing_device,
+    tolerance,
+)
 from covering import cover, pairs
 
 from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions
@@ -59,9 +68,11 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
         *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in elsewhere_cases()),
     ],
 )
-def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
+def test_chain(case: Case, chains: Chains, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if reason := missing_device(case):
         pytest.skip(reason)
+    if reason := misread_by_the_processor(case):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     artifact = chains.made(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
     _, expected = chains.expected(case.task)
