@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 
 from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
 from .interfaces import Backend
@@ -41,7 +42,7 @@ def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:
 
 @functools.lru_cache(maxsize=1)
 def _entries(
-    read: Callable[..., Iterable[metadata.EntryPoint]], folders: tuple[tuple[str, float], ...]
+    read: Callable[..., Iterable[metadata.EntryPoint]], _folders: tuple[tuple[str, float], ...]
 ) -> tuple[metadata.EntryPoint, ...]:
     """The group's entry points, read again where an installation changed one of the folders: reading takes 7 ms, and a model that is
     opened asks four times.
@@ -52,7 +53,7 @@ def _entries(
 def _changed(folder: str) -> float:
     """When something was last put into a folder of `sys.path` or taken out; 0 where there is none."""
     try:
-        return os.stat(folder or ".").st_mtime
+        return Path(folder).stat().st_mtime
     except OSError:
         return 0.0
 

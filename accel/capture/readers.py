@@ -25,8 +25,10 @@ def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
         # A decoder starts from a token, whichever.
         rows = len(next(iter(feeds.values())))
         feeds = {"decoder_input_ids": torch.zeros((rows, 1), dtype=torch.int64), **feeds}
-    with ExitStack() as hooks, _Reading(model, hooks) as reading:
-        reference(model, feeds)
+    with ExitStack() as hooks:
+        reading = _Reading(model, hooks)
+        with reading:
+            reference(model, feeds)
     return reading.found
 
 

@@ -172,7 +172,7 @@ def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> lis
 
 
 @contextmanager
-def _mapped(nncf: ModuleType, names: Callable[[], list[str]], exclude: tuple[str, ...]) -> Iterator[None]:
+def _mapped(nncf: ModuleType, names: Callable[[], list[str]], config: QuantizeConfig) -> Iterator[None]:
     """NNCF's errors as ours.
 
     Raises:
@@ -185,7 +185,7 @@ def _mapped(nncf: ModuleType, names: Callable[[], list[str]], exclude: tuple[str
     except nncf.ValidationError as error:
         text = one_line(error)
         if "gnored" in text:
-            plain = [name for name in exclude if not name.startswith("re:")]
+            plain = [name for name in config.exclude if not name.startswith("re:")]
             known = names()
             wrong = next((name for name in plain if name not in known), None)
             close = did_you_mean(wrong, known) if wrong else ""
@@ -197,7 +197,7 @@ def _mapped(nncf: ModuleType, names: Callable[[], list[str]], exclude: tuple[str
     except nncf.InvalidGroupSizeError as error:
         raise QuantizeError(
             f"The block size does not divide the weights' channels: {one_line(error)}",
-            fix="use a smaller block_size, such as 16, or exclude those layers.",
+            fix=f"use a smaller block_size, such as {max(1, config.block_size // 2)}, or exclude those layers.",
         ) from error
     except (nncf.InternalError, nncf.UnsupportedModelError, nncf.ParameterNotSupportedError, RuntimeError) as error:
         raise QuantizeError(
@@ -299,7 +299,7 @@ def _static(
     }
     advanced = _advanced(config)
     dataset = nncf.Dataset(batches)
-    with _mapped(nncf, lambda: _node_names(model), config.exclude):
+    with _mapped(nncf, lambda: _node_names(model), config):
         if config.max_drop is None:
             quantized = nncf.quantize(model, dataset, advanced_parameters=advanced, **settings)
         else:
@@ -395,7 +395,7 @@ def _weights_only(
         }
         if batches is not None:
             settings |= {"dataset": nncf.Dataset(batches), "subset_size": len(batches)}
-    with _mapped(nncf, lambda: _node_names(model), config.exclude):
+    with _mapped(nncf, lambda: _node_names(model), config):
         compressed: ov.Model = nncf.compress_weights(model, **settings)
     wanted = ("i4", "u4") if four else ("i8", "u8")
     types = [
