@@ -52,9 +52,10 @@ def _integer_linear(
 
 @torch.library.custom_op(f"{OPERATOR_DOMAIN}::{BLOCK_LINEAR}", mutates_args=())
 def _block_linear(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, inner: int = 0
 ) -> torch.Tensor:
-    return functional.linear(x, block_weight(packed, scales, zeros, bits, x.shape[-1]))
+    # Packages of compiled code from before `inner` leave it out.
+    return functional.linear(x, block_weight(packed, scales, zeros, bits, inner or x.shape[-1]))
 
 
 @_integer_linear.register_fake
@@ -63,7 +64,7 @@ def _(x: torch.Tensor, _x_scale: Any, _x_zero: Any, weight: torch.Tensor, _scale
 
 
 @_block_linear.register_fake
-def _(x: torch.Tensor, packed: torch.Tensor, _scales: Any, _zeros: Any, _bits: int) -> torch.Tensor:
+def _(x: torch.Tensor, packed: torch.Tensor, _scales: Any, _zeros: Any, _bits: int, _inner: int = 0) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
@@ -231,7 +232,9 @@ class BlockLinear(torch.nn.Module):
         x = x if self.factor is None else x * self.factor
         inputs = (x, self.packed, self.scales, self.zeros)
         attributes = {"bits": self.bits, "block_size": self.block_size, "inner": self.inner}
-        made = _applied(BLOCK_LINEAR, lambda *given: _block_linear(*given, self.bits), inputs, self.outer, attributes)
+        made = _applied(
+            BLOCK_LINEAR, lambda *given: _block_linear(*given, self.bits, self.inner), inputs, self.outer, attributes
+        )
         return made if self.bias is None else made + self.bias
 
 

@@ -126,7 +126,15 @@ class _Watched:
 
     def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
         self.used = True
-        return (with_defaults(batch, self._names, self._own_defaults) for batch in self._batches)
+        for batch in self._batches:
+            other = next((name for name, value in batch.items() if not hasattr(value, "ndim")), None)
+            if other is not None:
+                raise QuantizeError(
+                    f"{other!r} of the calibration data is a {type(batch[other]).__name__}, no tensor.",
+                    fix="pass batches of tensors, such as a tokenizer makes with return_tensors='pt', or rows in the columns of the "
+                    "model's task.",
+                )
+            yield with_defaults(batch, self._names, self._own_defaults)
 
     @property
     def parts(self) -> Mapping[str, Iterable[Mapping[str, torch.Tensor]]]:

@@ -335,6 +335,11 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
         if rows >= limit:
             break
         batch = {name: feeds[name][: limit - rows] for name in names if name in feeds}
+        if not batch:
+            raise QuantizeError(
+                f"The calibration data has {', '.join(feeds) or 'nothing'}, and none of what the model takes: {', '.join(names)}.",
+                fix="pass batches with the model's inputs, or rows in the columns of its task.",
+            )
         rows += len(next(iter(batch.values())))
         yield batch
     if not rows:

@@ -85,6 +85,11 @@ class OpenVinoBackend:
                     return _import(artifact, component, name, settings)
                 return _compile(artifact, component, name, settings, request.shapes)
 
+            if folder is not None and name.startswith("AUTO"):
+                raise ConfigError(
+                    "OpenVINO cannot write down what it compiled for the device 'auto'.",
+                    fix="use the device that it takes, such as 'cpu', or leave cache_dir out.",
+                )
             if artifact.manifest.target is None and folder is not None:
                 compiled = cached(
                     Path(folder), artifact, component, device=name, settings=settings, shapes=request.shapes,

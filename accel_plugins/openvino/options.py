@@ -100,7 +100,8 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
     if session.profile is not None:
         made["PERF_COUNT"] = True
     for name, value in {**options, **session.native}.items():
-        word, translate = OPTIONS.get(name) or (_native(device, name), lambda given: given)
+        own = name if name in processor else None
+        word, translate = OPTIONS.get(name) or (own or _native(device, name), lambda given: given)
         (processor if word in processor else made)[word] = translate(value)
     if processor and device != "CPU":
         return {**made, "DEVICE_PROPERTIES": {"CPU": processor}}

@@ -30,7 +30,7 @@ def _blocks(context: Any) -> list[ov.Output]:
     bits = int(context.get_values_from_const_input(4))
     kind = ov.Type.u4 if bits == 4 else ov.Type.u8
     outer, count, width = packed.shape
-    inner = x.get_partial_shape()[-1].get_length()
+    inner = int(context.get_values_from_const_input(5))
     values = _unpacked(packed, bits)
     if zeros.dtype == np.uint8:
         zeros = _unpacked(zeros, bits)[..., :count]

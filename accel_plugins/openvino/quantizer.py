@@ -197,7 +197,9 @@ def _mapped(nncf: ModuleType, names: Callable[[], list[str]], config: QuantizeCo
     except nncf.InvalidGroupSizeError as error:
         raise QuantizeError(
             f"The block size does not divide the weights' channels: {one_line(error)}",
-            fix=f"use a smaller block_size, such as {max(1, config.block_size // 2)}, or exclude those layers.",
+            fix=f"use block_size={config.block_size // 2}, or exclude those layers."
+            if config.block_size > 16
+            else "exclude those layers, or use weight-int8.",
         ) from error
     except (nncf.InternalError, nncf.UnsupportedModelError, nncf.ParameterNotSupportedError, RuntimeError) as error:
         raise QuantizeError(

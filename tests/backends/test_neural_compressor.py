@@ -389,6 +389,36 @@ def test_a_table_of_tokens_keeps_its_numbers(scheme: str, tiny_folder: Callable[
     assert (found - expected).norm() <= {"weight-int8": 0.05, "weight-int4": 0.3}[scheme] * expected.norm()
 
 
+@pytest.mark.thorough
+def test_blocks_are_read_where_the_width_is_lost_on_the_way(tmp_path: Path) -> None:
+    """OpenVINO's converter does not know the last axis behind what BART's attention reshapes."""
+    folder = save_generator(tmp_path / "bart", "bart")
+    made = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int8", block_size=16)
+    artifact = accel.export(made.path, tmp_path / "ir", backend="openvino")
+    ids = torch.arange(6, 18).view(2, 6)
+    feeds = {"input_ids": ids, "decoder_input_ids": ids[:, :3]}
+    models = [
+        accel.ORTModelForSeq2SeqLM(one, backend=backend) for one, backend in ((made, "pytorch"), (artifact, "openvino"))
+    ]
+    plain, found = (model(**feeds).logits for model in models)
+    assert (found - plain).abs().max() <= 1e-4 * plain.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"ids": torch.ones((1, 4), dtype=torch.int64)}, "has ids, and none of what the model takes"),
+        ({"input_ids": [[5, 6, 7]]}, "is a list, no tensor"),
+    ],
+    ids=["names", "lists"],
+)
+def test_calibration_data_that_is_none(
+    batch: dict[str, Any], message: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(QuantizeError, match=message):
+        quantize(tiny_folder(), tmp_path / "q", backend=BACKEND, scheme="static-int8", calibration=[batch])
+
+
 def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU, the rows of GPTQ were not where its layers were."""
     library()

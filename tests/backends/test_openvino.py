@@ -280,6 +280,20 @@ def test_auto_device(tiny_ir: Callable[..., Artifact]) -> None:
     assert (model(**text()).logits - logits(tiny_ir(), text())).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("given", [{}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 32}], ids=["defaults", "given"])
+def test_auto_has_the_settings_of_the_processor(given: dict[str, Any]) -> None:
+    made = properties("AUTO", given, SessionOptions(), "float32")["DEVICE_PROPERTIES"]["CPU"]
+    own = properties("CPU", given, SessionOptions(), "float32")
+    assert made == {name: own[name] for name in made}
+    assert made["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == given.get("DYNAMIC_QUANTIZATION_GROUP_SIZE", 0)
+
+
+def test_auto_keeps_no_compiled_models(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+    options = {"cache_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="cannot write down"):
+        ORTModelForSequenceClassification.from_pretrained(tiny_ir().path, device="auto", provider_options=options)
+
+
 def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     opened = open_artifact(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path))))
     opened.sessions["model"].run(text())

@@ -224,7 +224,7 @@ class Chains:
         how: dict[str, Any] = {"scheme": case.scheme, **parsed(case.setting)}
         if case.quantizer == "openvino" and case.scheme == "weight-int4":
             # A block must divide the channels, of which tiny models have few.
-            how = {"block_size": 8 if case.task == "mask-generation" else 16, **how}
+            how = {"block_size": 16, **how}
         if "percentile" in how:
             how["calibration"] = "percentile"
         algorithms = ("gptq", "awq") if case.quantizer == "neural-compressor" else ("gptq",)
