@@ -291,7 +291,7 @@ def test_weight_int4_that_needs_data(settings: dict[str, Any], ir: Artifact, tmp
 def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="block size") as error:
         quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=64)
-    assert "smaller block_size" in str(error.value.fix)
+    assert "use block_size=32" in str(error.value.fix)
 
 
 def test_nothing_is_left_to_compress(ir: Artifact, tmp_path: Path) -> None:
