@@ -77,6 +77,11 @@ class OpenVinoBackend:
         name = device_name(request.device)
         settings = properties(name, request.options, request.session, _compute_dtype(artifact, name, request.session))
         folder = settings.pop("CACHE_DIR", None)
+        if folder is not None and name.startswith("AUTO"):
+            raise ConfigError(
+                "OpenVINO cannot write down what it compiled for the device 'auto'.",
+                fix="use the device that it takes, such as 'cpu', or leave cache_dir out.",
+            )
         sessions = {}
         for component in artifact.components:
 
@@ -85,11 +90,6 @@ class OpenVinoBackend:
                     return _import(artifact, component, name, settings)
                 return _compile(artifact, component, name, settings, request.shapes)
 
-            if folder is not None and name.startswith("AUTO"):
-                raise ConfigError(
-                    "OpenVINO cannot write down what it compiled for the device 'auto'.",
-                    fix="use the device that it takes, such as 'cpu', or leave cache_dir out.",
-                )
             if artifact.manifest.target is None and folder is not None:
                 compiled = cached(
                     Path(folder), artifact, component, device=name, settings=settings, shapes=request.shapes,
