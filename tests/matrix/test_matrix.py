@@ -37,7 +37,7 @@ from chain import (
     Chains,
     convolves_roughly,
     error_of,
-    inputs_of,
+    inputs_for,
     kept_tokens,
     misread_by_the_processor,
     missing_device,
@@ -53,9 +53,9 @@ def parameters(cases: tuple[Case, ...], *marks: pytest.MarkDecorator) -> list[An
     return [pytest.param(case, id=str(case), marks=marks) for case in cases]
 
 
-def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
+def answers(model: Any, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with torch.inference_mode():
-        found = model(**inputs_of(task))
+        found = model(**feeds)
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
@@ -71,15 +71,15 @@ def answers(model: Any, task: str) -> dict[str, torch.Tensor]:
 def test_chain(case: Case, chains: Chains, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if reason := missing_device(case):
         pytest.skip(reason)
-    if reason := misread_by_the_processor(case):
+    source, expected = chains.expected(case)
+    if reason := misread_by_the_processor(case, source):
         request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     artifact = chains.made(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
-    _, expected = chains.expected(case.task)
-    feeds = inputs_of(case.task)
+    feeds = inputs_for(case)
     kept = kept_tokens(feeds)
     model = chains.opened(case, artifact, tmp_path)
-    found = answers(model, case.task)
+    found = answers(model, feeds)
     if case.capture.partition("=")[0] not in ("pooling", "normalize"):
         assert found.keys() & expected.keys()
     error = error_of(found, expected, kept)
@@ -87,7 +87,7 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path, request: pytest.Fixtu
     assert error <= tolerance(case) or error <= 2 * chains.rounding(case)
     assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
     model.save_pretrained(tmp_path / "saved")
-    again = answers(chains.opened(case, tmp_path / "saved", tmp_path), case.task)
+    again = answers(chains.opened(case, tmp_path / "saved", tmp_path), feeds)
     assert error_of(again, found, kept) <= 1e-5
     check = chains.validated(case, tmp_path / "saved")
     # The library's own tolerance knows dtypes, and no approximations and fewer bits.
@@ -139,7 +139,7 @@ def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path
         pytest.skip(wanted.unless)
     assert case is not None, "nothing declares it any more: leave the refusal out"
     with pytest.raises(AccelError, match=wanted.message):
-        answers(chains.opened(case, chains.made(case), tmp_path), case.task)
+        answers(chains.opened(case, chains.made(case), tmp_path), inputs_for(case))
 
 
 NOT_MADE_HERE = {
