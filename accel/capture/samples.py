@@ -452,8 +452,14 @@ def _end_id(config: Any) -> int | None:
     return value if isinstance(value, int) and getattr(config, "is_encoder_decoder", False) else None
 
 
+def _vocabulary(config: Any) -> int:
+    """How many tokens a model knows: its config says it, or those of its encoder and decoder do, or it is taken for 100."""
+    parts = (config, getattr(config, "encoder", None), getattr(config, "decoder", None))
+    return min((int(size) for size in (getattr(one, "vocab_size", None) for one in parts) if size), default=100)
+
+
 def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
-    vocabulary = int(getattr(config, "vocab_size", 100) or 100)
+    vocabulary = _vocabulary(config)
     ids = torch.randint(0, vocabulary, tuple(shape), generator=generator)
     # A padding id in the middle would move the positions of RoBERTa-like models, an end token would end BART's text.
     reserved = (pad_id(config), _end_id(config))

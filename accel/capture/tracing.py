@@ -164,6 +164,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
             whole_patches(source.model),
             _without_cache(source),
             _simple_sizes(source),
+            _without_stack_traces(),
         ):
             return trace()
 
@@ -180,6 +181,22 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
         return attempt(answers)
     except Exception as error:
         raise _trace_error(source, error) from error
+
+
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Not to record the lines of Python behind each node, which `strip_provenance` would remove: up to a tenth of an export.
+
+    Errors of a trace name the model's lines still. A PyTorch that has no such setting does not look at it.
+    """
+    from torch.fx import config
+
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True  # type: ignore[attr-defined, unused-ignore]
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before  # type: ignore[attr-defined, unused-ignore]
 
 
 def _answers(source: Source) -> tuple[bool, ...]:

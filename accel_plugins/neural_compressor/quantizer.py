@@ -111,7 +111,13 @@ class _Work:
         if self._trace is None:
             self._check_calls(batches[0])
             self._trace = traced(self._source)
-        converted = observed(copy_of(self._trace), settings, batches)
+        try:
+            converted = observed(copy_of(self._trace), settings, batches)
+        except QuantizeError:
+            # A later batch may have values that the model does not take; what it says of them itself is clearer.
+            for batch in batches[1:]:
+                self._check_calls(batch)
+            raise
         model: torch.nn.Module = copy.deepcopy(_inner(self._source))
         prefix = "model." if self._source.model is not _inner(self._source) else ""
         layers = integer_layers(converted, model, prefix, lambda name: name not in self._excluded)
@@ -121,7 +127,8 @@ class _Work:
         return model
 
     def _check_calls(self, batch: dict[str, torch.Tensor]) -> None:
-        """Refuse models that the inputs of one graph are not all of: with an image, a sound or points beside tokens.
+        """Refuse models that the inputs of one graph are not all of, with an image, a sound or points beside tokens, and values that
+        a model does not take.
 
         Raises:
             QuantizeError: The model cannot be called with a batch.
@@ -136,8 +143,10 @@ class _Work:
             why = f"{type(error).__name__}: {first_lines(error)}"
         if why:
             raise QuantizeError(
-                f"{self._source.architecture} cannot be called with the calibration data's {', '.join(batch)} alone: {why}.",
-                fix="pass calibration data with all of a model's inputs, or use weight-int8 or weight-int4, which need none.",
+                f"{self._source.architecture} cannot be called with a batch of the calibration data "
+                f"({', '.join(f'{name} of {tuple(value.shape)}' for name, value in batch.items())}): {why}.",
+                fix="pass calibration data with all of the model's inputs and values that it takes, or use weight-int8 or "
+                "weight-int4, which need none.",
             )
 
     def _weights(self, config: QuantizeConfig, settings: Any) -> torch.nn.Module:

@@ -434,3 +434,18 @@ def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         assert auto_accelerator.auto_detect_accelerator().name() == "cpu"
     assert auto_accelerator.auto_detect_accelerator().name() == "cuda"
     auto_accelerator.auto_detect_accelerator.cache_clear()
+
+
+def test_a_later_batch_that_the_model_does_not_take_is_named(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    right = {
+        "input_ids": torch.ones((1, 4), dtype=torch.int64),
+        "attention_mask": torch.ones((1, 4), dtype=torch.int64),
+    }
+    wrong = {**right, "input_ids": right["input_ids"] * 99_999}
+    with pytest.raises(
+        QuantizeError, match=r"with a batch of the calibration data \(input_ids of \(1, 4\), .*: IndexError"
+    ):
+        quantize(
+            tiny_folder(), tmp_path / "out", backend=BACKEND, scheme="static-int8", calibration=[right, right, wrong]
+        )
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,24 +24,13 @@ FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def found(
-    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
-):
+def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]):
     """PyTorch, an artifact that works, one that is another model, and one whose process dies."""
-    wrong = tmp_path_factory.mktemp("wrong") / "artifact"
-    shutil.copytree(tiny_artifact().path, wrong)
-    from accel.stages.export import export
-    from accel.testing.models import save_tiny
-
-    other = export(
-        save_tiny(tmp_path_factory.mktemp("other") / "model", "bert", seed=5, num_hidden_layers=1),
-        wrong.parent / "other",
-    )
     artifact = tiny_artifact().path
     variants = [
         Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", backend="pytorch"),
         Variant(name="good", path=artifact, task="text-classification"),
-        Variant(name="wrong", path=other.path, task="text-classification"),
+        Variant(name="wrong", path=tiny_artifact("distilbert").path, task="text-classification"),
         Variant(name="absent", path=artifact / "nothing", task="text-classification"),
     ]
     return benchmark(variants, sequence=[5, 9], batch=[2], **FEW)

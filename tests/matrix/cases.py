@@ -404,7 +404,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and c.scheme == "static-int8"
             and c.task in ("automatic-speech-recognition", "image-to-text", "image-text-to-text", "mask-generation")
         ),
-        "cannot be called with the calibration data",
+        "cannot be called with a batch of the calibration data",
         takes_long=True,
     ),
     Refusal(

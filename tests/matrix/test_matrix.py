@@ -197,6 +197,7 @@ def test_the_cover_holds_every_pair() -> None:
     assert chosen == cover(pool, pairs, seed=1)
     assert len(chosen) == len(pool), "a and b are free, so that each of their pairs needs a case of its own"
     assert len(cover([{"a": str(a), "b": "0"} for a in (0, 1, 1, 1)], pairs)) == 2
+    assert sorted(cover(["2345", "123", "456"], list)) == ["123", "456"], "the largest is spare beside what came later"
 
 
 def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: str | None) -> bool:

@@ -25,6 +25,7 @@ from accel.capture.loading import load_source
 from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_table
 from accel.capture.references import own_defaults_of, reference_cases
 from accel.capture.rewrites import divide_sizes, keep_padding
+from accel.capture.samples import resize
 from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
@@ -405,3 +406,11 @@ def test_a_decoder_that_classifies_returns_no_cache() -> None:
     with _without_cache(source):
         assert CACHE_NAME not in model(input_ids=ids)
     assert CACHE_NAME in model(input_ids=ids)
+
+
+def test_tokens_that_are_drawn_are_in_the_tables_of_both_parts() -> None:
+    config = SimpleNamespace(encoder=SimpleNamespace(vocab_size=40), decoder=SimpleNamespace(vocab_size=30))
+    example = {"input_ids": torch.ones((2, 4), dtype=torch.int64)}
+    drawn = resize(example, {"input_ids": {0: "batch", 1: "sequence"}}, {"batch": 20, "sequence": 50}, config, seed=1)
+    assert drawn["input_ids"].shape == (20, 50)
+    assert drawn["input_ids"].max() == 29
