@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
-from .loading import load_source
+from .loading import base_of_adapter, load_source
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
 from .quantized import (
@@ -90,6 +90,7 @@ __all__ = [
     "Tensors",
     "Trained",
     "Wrapper",
+    "base_of_adapter",
     "cache_argument",
     "capture_onnx",
     "capture_openvino",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..artifact.reading import read_json, read_json_list
 from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, IntegrityError, TaskError
-from ..tasks.infer import infer_task, read_config, task_spec
+from ..tasks.infer import infer_task, is_adapter, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
 from .answering import Answering
 from .inner import WithInnerStates
@@ -132,7 +133,7 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
     }
     try:
         with quiet():
-            if (folder / "adapter_config.json").is_file():
+            if is_adapter(folder):
                 return _load_adapter(folder, spec, kwargs, hub)
             if not spec.auto_model:
                 architecture = read_config(folder).get("architectures", [""])[0]
@@ -276,11 +277,13 @@ def _fitting(architecture: str) -> str:
 
 
 def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: HubOptions) -> torch.nn.Module:
-    """Load the base model of a PEFT adapter and merge the adapter into its weights."""
+    """Load the base model of a PEFT adapter and merge the adapter into its weights.
+
+    Raises:
+        ExportError: PEFT is not installed, or the adapter cannot be merged.
+    """
     import transformers
     from safetensors import safe_open
-
-    from ..artifact.hub import locate
 
     try:
         import peft
@@ -289,8 +292,6 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
             f"{folder} holds a PEFT adapter, and peft is not installed.", fix="pip install peft"
         ) from error
 
-    settings = read_json(folder / "adapter_config.json")
-    base = locate(settings["base_model_name_or_path"], replace(hub, subfolder="", revision=None), want_graph=False)
     extra = {}
     # The adapter holds the trained head; its first axis is the number of labels, which the base model does not know.
     weights = folder / "adapter_model.safetensors"
@@ -305,9 +306,50 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         extra["label2id"] = {v: int(k) for k, v in config_file["id2label"].items()}
         extra.pop("num_labels", None)
     loader = getattr(transformers, spec.auto_model)
-    model = loader.from_pretrained(base.folder, **kwargs, **extra)
-    merged: torch.nn.Module = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    model = loader.from_pretrained(base_of_adapter(folder, hub).folder, **kwargs, **extra)
+    adapted = peft.PeftModel.from_pretrained(model, str(folder))
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = adapted.peft_config[adapted.active_adapter].peft_type
+        raise ExportError(
+            f"{folder} holds an adapter of the kind {getattr(kind, 'value', kind)}, which cannot be merged into the weights of a model.",
+            fix="run it with PEFT, or train LoRA, DoRA or IA3, which can be merged.",
+        )
+    _give_weights_of_their_own(adapted)
+    merged: torch.nn.Module = adapted.merge_and_unload()
     return merged
+
+
+def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
+    """The model that a PEFT adapter was trained on, in the revision that the adapter names.
+
+    Raises:
+        ArtifactNotFoundError: It is neither a folder nor on the Hub.
+    """
+    from ..artifact.hub import locate
+
+    settings = read_json(folder / "adapter_config.json")
+    told = replace(hub, subfolder="", revision=settings.get("revision"))
+    return locate(settings["base_model_name_or_path"], told, want_graph=False)
+
+
+def _give_weights_of_their_own(adapted: Any) -> None:
+    """Copy the tables that adapted layers share with others: merged into a shared one, an adapter of a model's input would change its
+    output, too, where the model before it was merged does not.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [one.get_base_layer() for one in adapted.modules() if isinstance(one, BaseTunerLayer)]
+    uses = Counter(
+        id(one.weight)
+        for one in adapted.modules()
+        if isinstance(vars(one)["_parameters"].get("weight"), torch.nn.Parameter)
+    )
+    for layer in layers:
+        weight = vars(layer)["_parameters"].get("weight")
+        if weight is not None and uses[id(weight)] > 1:
+            uses[id(weight)] -= 1
+            layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+            adapted.config.tie_word_embeddings = False
 
 
 def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple[str | None, bool]:

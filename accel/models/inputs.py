@@ -15,6 +15,9 @@ from .losses import TARGETS
 
 # Arguments of a transformers model that choose what it returns; a graph cannot change that.
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
+# Kinds of models that make a mask of the padding they find where they are given none; all others attend to every token then. The first
+# two count what is no padding, and attend to as many tokens from the left.
+_COUNT_PADDING = {"xlm": True, "flaubert": True, "dpr": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class Inputs:
         if not hasattr(text, "max_2d_position_embeddings"):
             # BROS, which has no such table, refuses texts without places.
             own.add("bbox")
+        if kind in _COUNT_PADDING and "attention_mask" in self.names:
+            feeds = (
+                {"attention_mask": _mask_from_padding(feeds, self.config), **feeds} if "input_ids" in feeds else feeds
+            )
         made = with_defaults(feeds, self.names, own)
         missing = [name for name in self.names if name not in made]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
@@ -105,6 +112,14 @@ class Inputs:
                 fix="pass the tokenizer's or processor's whole output: model(**inputs).",
             )
         return made
+
+
+def _mask_from_padding(feeds: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+    """Where the tokens `(batch, sequence)` are that these models attend to when they are given no mask: `(batch, sequence) int64`."""
+    kept: torch.Tensor = feeds["input_ids"] != getattr(config, "pad_index", config.pad_token_id)
+    if _COUNT_PADDING[config.model_type]:
+        kept = torch.arange(kept.shape[-1], device=kept.device) < kept.sum(dim=-1, keepdim=True)
+    return kept.to(torch.int64)
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

@@ -37,7 +37,7 @@ from ..errors import (
     did_you_mean,
 )
 from ..signatures import checked_arguments
-from ..tasks.infer import task_spec
+from ..tasks.infer import is_adapter, task_spec
 from .checking import compare, compare_whole, merged
 from .foreign import adopt_weights
 from .resolving import Resolved, resolve
@@ -194,8 +194,10 @@ def _export_source(
         # Configs and tokenizers first: the exporter may want to read them, and never overwrites its own files.
         if source.folder is not None:
             copy_companions(source.folder, folder)
-        else:
-            _write_configs(source, folder)
+        _write_configs(source, folder)
+        if source.folder is not None and is_adapter(source.folder):
+            # Its own tokenizer comes first, where it has one.
+            copy_companions(capture.base_of_adapter(source.folder, hub).folder, folder)
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
@@ -236,7 +238,9 @@ def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
 
 
 def _write_configs(source: capture.Source, folder: Path) -> None:
-    """The configs of a model that comes from memory; a folder's are copied."""
+    """The configs of a model that comes from memory, or of an adapter's base, whose folder is another. A folder's own are copied."""
+    if (folder / "config.json").exists():
+        return
     inner = getattr(source.model, "model", None)
     generation: Any = getattr(source.model, "generation_config", getattr(inner, "generation_config", None))
     with capture.quiet():
@@ -363,11 +367,19 @@ def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifa
     return adopt_weights(resolved.location, task=resolved.task, config=config or ExportConfig(), hub=resolved.hub)
 
 
+def _base_digest(resolved: Resolved) -> str:
+    """Of the model below an adapter, whose own folder holds the adapter's weights alone; empty for others."""
+    if resolved.kind != "adapter":
+        return ""
+    return folder_digest(capture.base_of_adapter(resolved.location.folder, resolved.hub).folder)
+
+
 def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig) -> Artifact:
     """Export into `ACCEL_HOME`, or find the export made there before from the same files, settings and versions."""
     location = resolved.location
     key = {
         "source": folder_digest(location.folder),
+        "base": _base_digest(resolved),
         "task": resolved.task,
         "exporter": spec.name,
         "config": config.to_dict(),

@@ -16,7 +16,7 @@ from ..artifact.manifest import MANIFEST, Artifact
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError
-from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, read_config, task_spec
+from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, is_adapter, read_config, task_spec
 from .foreign import adopt, beside_config, holds_graphs
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def resolve(
     folder = location.folder
     found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
     has_weights = (folder / "config.json").is_file() and found.has_weights
-    adapter = (folder / "adapter_config.json").is_file()
+    adapter = is_adapter(folder)
     if not (weights and (has_weights or adapter or export)):
         if (folder / MANIFEST).is_file() and variant is None:
             artifact = _holding(file_name, folder)

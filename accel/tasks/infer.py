@@ -13,6 +13,7 @@ from ..errors import IntegrityError, PluginError, TaskError, did_you_mean
 from . import audio, generation, image, text, video
 from .spec import TaskSpec, load
 
+_ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
 _BY_NAME_ALONE = (len("ForConditionalGeneration"), "text2text-generation")
 ENTRY_POINT_GROUP = "accel.tasks"
@@ -158,8 +159,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter, and not a whole model."""
+    return (folder / _ADAPTER).is_file()
+
+
 def infer_adapter_task(folder: Path) -> str:
     """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
-    settings = read_json(folder / "adapter_config.json")
+    settings = read_json(folder / _ADAPTER)
     word = settings.get("task_type") or ""
     return next((spec.name for spec in TASKS.values() if word and spec.adapter == word), "feature-extraction")

@@ -13,6 +13,7 @@ import openvino as ov
 from accel.artifact import Artifact, Component
 from accel.backends.forks import kept_in_children
 from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
+from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.backends.specs import Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, SessionError, TargetMismatchError
@@ -31,6 +32,7 @@ from .runtime import (
     reshape,
     usable_names,
 )
+from .saturating import compute_in_float
 from .session import OpenVinoSession
 
 logger = logging.getLogger(__name__)
@@ -149,6 +151,8 @@ def _compile(
         SessionError: It refuses the graph.
     """
     model = read_model(artifact, component)
+    if device.startswith(("CPU", "AUTO")) and adds_in_16_bits(cpu_flags()):
+        compute_in_float(model, f"{artifact.path.name}/{component.file}")
     if shapes:
         reshape(model, component, shapes)
     try:

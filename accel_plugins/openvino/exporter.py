@@ -10,7 +10,6 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.capture import AXIS_STEPS, Source, capture_openvino, first_lines, graph_name, quiet, split
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
@@ -37,15 +36,6 @@ class OpenVinoExporter:
         """Trace, convert and write; see `accel.backends.interfaces.Exporter`."""
         if config.opset is not None:
             raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
-        if (
-            source.quantization is not None
-            and source.quantization.scheme == "static-int8"
-            and adds_in_16_bits(cpu_flags())
-        ):
-            logger.warning(
-                "OpenVINO adds the 8-bit products of %s in 16 bits on this processor, which may overflow: the integers have their full "
-                "range. Compare its answers, or export it to ONNX.", source.origin.id,
-            )  # fmt: skip
         parts = split(source)
         components = tuple(self._component(part, out, alone=len(parts) == 1) for part in parts)
         step = Step(stage="export", backend="openvino", config=config.to_dict(), versions=tool_versions(*VERSIONS))

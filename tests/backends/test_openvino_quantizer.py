@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, Qu
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import rescale
-from accel_plugins.openvino import quantizer
+from accel_plugins.openvino import backend, quantizer
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +115,25 @@ def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
     read = [{value.get_node().get_type_name() for value in node.input_values()} for node in products]
     assert len(read) == 4
     assert sum("FakeQuantize" in types for types in read) == quantized
+
+
+@pytest.mark.parametrize("made_from", ["openvino_ir", pytest.param("onnx", marks=pytest.mark.thorough)])
+def test_what_was_quantized_for_another_processor_does_not_saturate(
+    made_from: str,
+    ir: Artifact,
+    tiny_artifact: Callable[..., Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """0.15 and 0.34 off on a processor with AVX2 alone, 0.04 so."""
+    artifact = ir if made_from == "openvino_ir" else tiny_artifact()
+    monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2", "avx512_vnni"))
+    made = quantize(artifact, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
+    monkeypatch.setattr(backend, "cpu_flags", lambda: ("avx2",))
+    with caplog.at_level(logging.WARNING):
+        assert difference(made, ir) < 0.1
+    assert "was quantized for another processor" in caplog.text
 
 
 def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:

@@ -1,0 +1,65 @@
+"""8-bit products of graphs that were quantized for other processors, where this one adds them in 16 bits.
+
+Such sums saturate at the full range of weights: silently, and by as much as the answer is large. What would be added so is computed in
+floating point instead, with the same integers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import openvino as ov
+from openvino.passes import ConstantFolding, Manager
+
+logger = logging.getLogger(__name__)
+
+_INTEGERS = (ov.Type.i8, ov.Type.u8)
+_LAYOUTS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
+_DEQUANTIZES = ("Multiply", "Subtract", "Convert")
+# From -64 to 64: weights that keep 7 bits, as all quantizers here write them for such processors.
+_NARROW = 128
+
+
+def compute_in_float(model: ov.Model, name: str) -> None:
+    """Turn weights of 8 bits beside quantized activations into floating-point constants, and leave one side of products of two
+    activations as it is. Graphs whose weights keep 7 bits stay as they are, and weights beside activations that are not quantized.
+
+    Args:
+        model: Changed in place.
+        name: What to call it in the warning.
+    """
+    nodes = model.get_ordered_ops()
+    if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_is_wide, nodes)):
+        return
+    logger.warning(
+        "%s was quantized for another processor: its 8-bit products would saturate here, and are computed in floating point. "
+        "Quantize it on this one for its full speed.", name,
+    )  # fmt: skip
+    for node in nodes:
+        if node.get_type_name() == "MatMul" and all(_rounded(node.input(side)) for side in (0, 1)):
+            reader, source = _rounded(node.input(1)) or (None, None)
+            if reader is not None:
+                reader.replace_source_output(source)
+    folding = Manager()
+    folding.register_pass(ConstantFolding())
+    folding.run_passes(model)
+
+
+def _is_wide(node: ov.Node) -> bool:
+    """Whether a node holds weights of more than 7 bits."""
+    if node.get_type_name() != "Constant" or node.get_element_type() not in _INTEGERS:
+        return False
+    values = node.data
+    return values.ndim > 1 and values.size > 0 and int(np.max(values)) - int(np.min(values)) > _NARROW
+
+
+def _rounded(place: ov.Input) -> tuple[ov.Input, ov.Output] | None:
+    """Where an input's activations were quantized: who reads them, and what they were before; `None` where they are none."""
+    while place.get_source_output().get_node().get_type_name() in _LAYOUTS:
+        place = place.get_source_output().get_node().input(0)
+    node = place.get_source_output().get_node()
+    # A graph from ONNX goes through whole numbers and back.
+    while node.get_type_name() in _DEQUANTIZES:
+        node = node.input_value(0).get_node()
+    return (place, node.input_value(0)) if node.get_type_name() == "FakeQuantize" else None

@@ -1,0 +1,112 @@
+"""PEFT adapters: what is exported is what PEFT computes with the base that the adapter names, and stays so when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel import ORTModelForCausalLM
+from accel.artifact.hub import HubOptions, Location
+from accel.capture import load_source
+from accel.config import ExportConfig
+from accel.errors import ExportError
+from accel.testing.generators import tiny_generator
+from accel.testing.models import rescale, tiny_tokenizer
+
+peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+
+# PEFT's own: of tied tables, and of a name that transformers will drop.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Model has `tie", "ignore:`is_gradient", "ignore:Setting `save", "ignore:Could not find"
+)
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def save_base(folder: Path, seed: int = 0, *, tied: bool = False) -> Path:
+    config = tiny_generator("llama").config
+    config.tie_word_embeddings = tied
+    rescale(transformers.LlamaForCausalLM(config).eval(), seed).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, base: str, targets: list[str], **settings: Any) -> Any:
+    """An adapter that changes much, alone in its folder; the model with it."""
+    hub = {name: settings.pop(name) for name in ("cache_dir",) if name in settings}
+    model = transformers.LlamaForCausalLM.from_pretrained(base, revision=settings.get("revision"), **hub)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, **settings)
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora" in name:
+                parameter.normal_(0, 0.3)
+    adapted.eval().save_pretrained(folder)
+    return adapted
+
+
+def logits(model: Callable[..., Any]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def loaded(folder: Path, hub: HubOptions | None = None) -> torch.nn.Module:
+    where = Location(str(folder), folder)
+    return load_source(where, task="text-generation", config=ExportConfig(), hub=hub or HubOptions()).model
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="-".join
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_that_a_model_shares(tied: bool, targets: list[str], tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path / "adapter", str(save_base(tmp_path / "base", tied=tied)), targets)
+    torch.testing.assert_close(logits(loaded(tmp_path / "adapter")), logits(adapted), atol=1e-4, rtol=1e-4)
+
+
+def test_the_revision_that_an_adapter_names(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--me--base"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit, seed in (("main", "a" * 40, 0), ("v1", "b" * 40, 5)):
+        save_base(repository / "snapshots" / commit, seed)
+        (repository / "refs" / name).write_text(commit)
+    hub = tmp_path / "hub"
+    adapted = save_adapter(tmp_path / "adapter", "me/base", ["q_proj"], revision="v1", cache_dir=hub)
+    found = loaded(tmp_path / "adapter", HubOptions(cache_dir=str(hub)))
+    torch.testing.assert_close(logits(found), logits(adapted), atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(model, prompts).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match="of the kind PROMPT_TUNING") as error:
+        accel.export(tmp_path / "adapter", tmp_path / "out")
+    assert "LoRA" in str(error.value.fix)
+
+
+@pytest.mark.thorough
+def test_an_adapter_is_opened_with_the_base_as_it_is_now(tmp_path: Path) -> None:
+    save_base(tmp_path / "base")
+    adapted = save_adapter(tmp_path / "adapter", str(tmp_path / "base"), ["q_proj"])
+    model = ORTModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits(adapted), atol=1e-4, rtol=1e-4)
+    assert accel.pipeline("text-generation", model=model.path)("hello world", max_new_tokens=2)
+    again = ORTModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert again.path == model.path
+
+    save_base(tmp_path / "base", seed=9)
+    with_another = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    newest = ORTModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(newest), logits(with_another), atol=1e-4, rtol=1e-4)
+    assert (logits(with_another) - logits(adapted)).abs().max() > 0.1, (
+        "the base changes nothing: the test shows nothing"
+    )
