@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There are at least as many workers as processors: more threads for tiny models wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# PyTorch remembers the shapes that operators answer with: models of twelve layers are traced in three quarters of the time so,
-# those of two, as here, in a fifth more.
-os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+if version("torch") >= "2.13":
+    # PyTorch remembers the shapes that operators answer with: models of twelve layers are traced in three quarters of the time so,
+    # those of two, as here, in a fifth more. 2.11 cannot do without for some models.
+    os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # `datasets` reads this when it is imported; files that tests read leave nothing in the user's cache.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-")
 

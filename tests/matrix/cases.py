@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from typing import Any, get_args
 
 from covering import cover, pairs
@@ -451,10 +452,19 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "buckets|pad_to_multiple_of",
     ),
-    # Blocks of 16 do not divide the few channels of the small model's mask decoder.
+    # Blocks of 16 do not divide the few channels of the small model's mask decoder; of graphs from ONNX they leave these layers.
     Refusal(
-        lambda c: c.task == "mask-generation" and c.quantizer == "openvino" and c.scheme == "weight-int4",
+        lambda c: c.task == "mask-generation" and c.format == "openvino_ir" and c.scheme == "weight-int4",
         "block size does not divide",
+        takes_long=True,
+    ),
+    Refusal(
+        lambda c: (
+            (c.task, c.runner, c.device, c.dtype) == ("mask-generation", "inductor", "cpu", "float32")
+            and metadata.version("torch") < "2.12"
+        ),
+        "cannot be compiled",
+        unless="PyTorch's compiler fails at loops of the mask decoder in 2.11 alone",
         takes_long=True,
     ),
     # Answers are looked for in the column with the largest score, and float16 finds another one.

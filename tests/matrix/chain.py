@@ -24,6 +24,7 @@ from accel.stages.validate import validate
 from accel.tasks.infer import TASKS, task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN
 from accel.testing.models import VOCABULARY
+from accel_plugins.pytorch.aotinductor.packages import remember
 
 Tensors = dict[str, torch.Tensor]
 Shared = Callable[..., Path]
@@ -282,7 +283,12 @@ class Chains:
         if name in self._failed:
             raise self._failed[name]
         try:
-            return Artifact.load(self._shared(name, make))
+            artifact = Artifact.load(self._shared(name, make))
+            if artifact.format == "pt2":
+                # By another worker, it may be, whose home is another.
+                for component in artifact.components:
+                    remember(component)
+            return artifact
         except Exception as error:
             self._failed[name] = error
             raise
