@@ -29,15 +29,15 @@ CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 
 @pytest.fixture
-def t5(generator: Callable[..., Artifact]) -> Callable[..., Any]:
+def bart(generator: Callable[..., Artifact]) -> Callable[..., Any]:
     def load(**settings: Any) -> Any:
-        return optimum.ORTModelForSeq2SeqLM.from_pretrained(generator("t5").path, **settings)
+        return optimum.ORTModelForSeq2SeqLM.from_pretrained(generator("bart").path, **settings)
 
     return load
 
 
-def test_each_graph_of_a_model_with_an_encoder_is_read(t5: Callable[..., Any]) -> None:
-    model = t5()
+def test_each_graph_of_a_model_with_an_encoder_is_read(bart: Callable[..., Any]) -> None:
+    model = bart()
     assert isinstance(model.encoder, optimum.ORTEncoder)
     assert isinstance(model.decoder, optimum.ORTDecoderForSeq2Seq)
     for part in model.parts:
@@ -98,8 +98,8 @@ def test_a_sampling_rate_is_not_heard(tiny_folder: Callable[..., Path], caplog: 
     assert hear(sound) == optimum.pipeline("audio-classification", model=model)(sound)
 
 
-def test_encoder_and_decoder_one_after_the_other_are_the_model(t5: Callable[..., Any]) -> None:
-    model = t5()
+def test_encoder_and_decoder_one_after_the_other_are_the_model(bart: Callable[..., Any]) -> None:
+    model = bart()
     hidden = model.encoder(input_ids=IDS).last_hidden_state
     found = model.decoder(START, hidden, torch.ones_like(IDS))
     torch.testing.assert_close(found.logits, model(input_ids=IDS, decoder_input_ids=START).logits, **CLOSE)
@@ -110,9 +110,9 @@ def test_encoder_and_decoder_one_after_the_other_are_the_model(t5: Callable[...,
     [(True, None, True, True), (True, True, False, True), (False, False, False, False), (False, True, False, True)],
 )
 def test_decoders_are_said_to_be_as_they_were_asked_for(
-    t5: Callable[..., Any], use_cache: bool, use_merged: bool | None, second: bool, can: bool
+    bart: Callable[..., Any], use_cache: bool, use_merged: bool | None, second: bool, can: bool
 ) -> None:
-    model = t5(use_cache=use_cache, use_merged=use_merged)
+    model = bart(use_cache=use_cache, use_merged=use_merged)
     assert (model.decoder_with_past is not None) is second
     assert model.decoder.is_merged is model.use_merged is (use_merged is True)
     assert model.can_use_cache is can
@@ -120,13 +120,13 @@ def test_decoders_are_said_to_be_as_they_were_asked_for(
 
 
 def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
-    t5: Callable[..., Any], generator: Callable[..., Artifact]
+    bart: Callable[..., Any], generator: Callable[..., Artifact]
 ) -> None:
-    source = generator("t5").manifest.source.id  # type: ignore[union-attr]
+    source = generator("bart").manifest.source.id  # type: ignore[union-attr]
     original = transformers.AutoModelForSeq2SeqLM.from_pretrained(source)
     with torch.inference_mode():
         wanted = original(input_ids=IDS, decoder_input_ids=START)[CACHE_NAME]
-    found = t5()(input_ids=IDS, decoder_input_ids=START).past_key_values
+    found = bart()(input_ids=IDS, decoder_input_ids=START).past_key_values
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
         for ours, theirs in pairs:
@@ -136,8 +136,8 @@ def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
             torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)
 
 
-def test_settings_of_generate_change_nothing_in_one_call(t5: Callable[..., Any]) -> None:
-    model = t5()
+def test_settings_of_generate_change_nothing_in_one_call(bart: Callable[..., Any]) -> None:
+    model = bart()
     plain = model(input_ids=IDS, decoder_input_ids=START).logits
     assert torch.equal(model(input_ids=IDS, decoder_input_ids=START, num_beams=1, do_sample=True).logits, plain)
     with pytest.raises(InputError, match="output_attentions"):

@@ -358,7 +358,7 @@ def test_pipelines(generator: Artifacts) -> None:
     chat = accel.pipeline("text-generation", model=opened(generator("gpt2")), tokenizer=tiny_tokenizer())
     answer = chat(text, max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert answer.startswith(text)
-    translator = accel.pipeline("translation_en_to_de", model=opened(generator("t5")), tokenizer=tiny_tokenizer())
+    translator = accel.pipeline("translation_en_to_de", model=opened(generator("bart")), tokenizer=tiny_tokenizer())
     assert set(translator(text, max_new_tokens=5)[0]) == {"translation_text"}
     summaries = accel.pipeline("summarization", model=opened(generator("bart")), tokenizer=tiny_tokenizer())
     two = summaries([text, "my phone is slow"], max_new_tokens=5, batch_size=2)
@@ -582,8 +582,8 @@ def test_sounds_and_images_that_are_none(family: str, name: str, generator: Arti
 
 def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:
     """Without one, the decoder reads all of them, as in transformers."""
-    original, model = tiny_generator("t5"), opened(generator("t5"))
-    rows = inputs_of("t5")
+    original, model = tiny_generator("bart"), opened(generator("bart"))
+    rows = inputs_of("bart")
     encoded = model.get_encoder()(**rows)
     start = torch.zeros((3, 1), dtype=torch.int64)
     for mask in (rows["attention_mask"], None):
@@ -646,7 +646,7 @@ def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path
     assert abs(found.comparison.difference) < 1e-3 * found.value
     assert found.comparison.agreement == 1.0
     with pytest.raises(ConfigError, match="cannot measure text2text-generation"):
-        accel.evaluate(generator("t5"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
+        accel.evaluate(generator("bart"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     with pytest.raises(InputError, match="two tokens"):
         accel.evaluate(artifact, [{"text": WORDS[0]}], processor=tokenizer)

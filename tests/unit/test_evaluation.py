@@ -407,6 +407,7 @@ class TestOtherTasks:
         with pytest.raises(InputError, match="all alike"):
             accel.evaluate(tiny_artifact("bert", "sentence-similarity"), rows)
 
+    @pytest.mark.thorough
     def test_masked_language_models_are_not_measured(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(ConfigError, match="cannot measure fill-mask yet"):
             accel.evaluate(tiny_artifact("bert", "fill-mask"), [{"text": "my card"}])
