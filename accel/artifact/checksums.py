@@ -19,8 +19,6 @@ from .home import accel_home
 logger = logging.getLogger(__name__)
 
 _VERIFIED = "verified.json"
-_BLOCKS, _BLOCK = 64, 4096
-"""How many blocks of a large file tell it from others, and their bytes."""
 _KEPT = 2000
 _LARGE = 1 << 20
 _LONGEST_NAME = 1024
@@ -65,8 +63,7 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             raise IntegrityError(
                 f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
             )
-        # The time of the last change of any kind cannot be set back, as that of the content can.
-        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+        key = _unchanged(stat)
         large = stat.st_size > _LARGE
         if large:
             known = recall(_VERIFIED) if known is None else known
@@ -81,6 +78,13 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             found[key] = checksum
     if found:
         remember(_VERIFIED, found)
+
+
+def _unchanged(stat: os.stat_result) -> str:
+    """What stays equal while a file is the same: the time of the last change of any kind cannot be set back, as that of the content
+    can.
+    """
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
@@ -151,19 +155,25 @@ def remember(name: str, found: Mapping[str, object]) -> None:
 
 
 def folder_digest(folder: Path) -> str:
-    """Identifies the model files of a folder by name, size, modification time and blocks from all over them, and its configs by all
-    that they hold.
-
-    Weights that replace others of the same size, with the same time as in images that set every file's, differ in their blocks.
+    """Identifies the files of a folder by their names and all that they hold; of large ones the checksum is remembered by inode, size
+    and times of change.
     """
     digest = hashlib.sha256()
+    known: dict[str, Any] | None = None
+    found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.startswith("."):
-            stat = path.stat()
-            digest.update(f"{path.relative_to(folder)}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-            whole = path.suffix == ".json" and stat.st_size < 1 << 20
-            with path.open("rb") as file:
-                for offset in (0,) if whole else range(0, stat.st_size, max(stat.st_size // _BLOCKS, _BLOCK)):
-                    file.seek(offset)
-                    digest.update(file.read() if whole else file.read(_BLOCK))
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        stat = path.stat()
+        checksum = None
+        if stat.st_size > _LARGE:
+            known = recall(_VERIFIED) if known is None else known
+            checksum = known.get(_unchanged(stat))
+        if checksum is None:
+            checksum = sha256(path)
+            if stat.st_size > _LARGE:
+                found[_unchanged(stat)] = checksum
+        digest.update(f"{path.relative_to(folder)}:{checksum};".encode())
+    if found:
+        remember(_VERIFIED, found)
     return digest.hexdigest()

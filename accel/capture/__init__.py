@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
-from .loading import base_of_adapter, load_source
+from .loading import base_of_adapter, code_elsewhere, load_source
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
 from .quantized import (
@@ -96,6 +96,7 @@ __all__ = [
     "capture_openvino",
     "capture_program",
     "cases_by_part",
+    "code_elsewhere",
     "differences_by_output",
     "drop_unused_inputs",
     "dtype_name",

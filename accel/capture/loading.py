@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.checksums import folder_digest
+from ..artifact.checksums import folder_digest, sha256
 from ..artifact.hub import HubOptions, Location
 from ..artifact.manifest import Origin
 from ..artifact.reading import read_json, read_json_list
@@ -330,6 +330,28 @@ def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
     settings = read_json(folder / "adapter_config.json")
     told = replace(hub, subfolder="", revision=settings.get("revision"))
     return locate(settings["base_model_name_or_path"], told, want_graph=False)
+
+
+def code_elsewhere(folder: Path, hub: HubOptions) -> list[str]:
+    """What identifies the code of a model that lies in other repositories than its own (`auto_map: {...: "OWNER/NAME--FILE.CLASS"}`):
+    the commit that the Hub's cache has, or a folder's modules.
+    """
+    from transformers.utils import cached_file
+
+    told = read_config(folder).get("auto_map") if (folder / "config.json").is_file() else None
+    names = [name for name in (told or {}).values() if isinstance(name, str) and "--" in name]
+    found = []
+    for repository, _, name in sorted({name.partition("--") for name in names}):
+        if Path(repository).is_dir():
+            found += [f"{path.name}:{sha256(path)}" for path in sorted(Path(repository).glob("*.py"))]
+            continue
+        kept = cached_file(
+            repository, f"{name.partition('.')[0]}.py", cache_dir=hub.cache_dir, token=hub.token,
+            local_files_only=hub.local_files_only,
+            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        found.append(f"{repository}:{Path(kept).parent.name if kept else ''}")
+    return found
 
 
 def _give_weights_of_their_own(adapted: Any) -> None:

@@ -367,19 +367,26 @@ def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifa
     return adopt_weights(resolved.location, task=resolved.task, config=config or ExportConfig(), hub=resolved.hub)
 
 
-def _base_digest(resolved: Resolved) -> str:
-    """Of the model below an adapter, whose own folder holds the adapter's weights alone; empty for others."""
-    if resolved.kind != "adapter":
-        return ""
-    return folder_digest(capture.base_of_adapter(resolved.location.folder, resolved.hub).folder)
+def source_digest(resolved: Resolved) -> str:
+    """Identifies all that a model is made of: its folder, the base of an adapter, and code in another repository.
+
+    Raises:
+        ArtifactNotFoundError: The base of an adapter is not to be found.
+    """
+    folder = resolved.location.folder
+    parts = [folder_digest(folder)]
+    if is_adapter(folder):
+        parts.append(folder_digest(capture.base_of_adapter(folder, resolved.hub).folder))
+    if resolved.hub.trust_remote_code:
+        parts += capture.code_elsewhere(folder, resolved.hub)
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest() if len(parts) > 1 else parts[0]
 
 
 def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig) -> Artifact:
     """Export into `ACCEL_HOME`, or find the export made there before from the same files, settings and versions."""
     location = resolved.location
     key = {
-        "source": folder_digest(location.folder),
-        "base": _base_digest(resolved),
+        "source": source_digest(resolved),
         "task": resolved.task,
         "exporter": spec.name,
         "config": config.to_dict(),

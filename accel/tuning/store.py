@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..artifact.cache import alone_with_searches, using_searches
-from ..artifact.checksums import sha256
+from ..artifact.checksums import folder_digest, sha256
 from ..artifact.home import SEARCHES, accel_home, keeping
 from ..artifact.writing import held
 
@@ -86,10 +88,45 @@ def digest(key: Any) -> str:
 
 
 def data_digest(data: Any) -> str:
-    """Identifies data: the content of a file, the rows of a list, the fingerprint of a data set, the name of another."""
+    """Identifies data: the content of a file or a folder, the rows of a list, the fingerprint of a data set, the name of another.
+
+    Files that a file's rows name (images, sounds) are not read.
+    """
     if data is None:
         return ""
     if isinstance(data, str | os.PathLike):
         path = Path(data)
+        if path.is_dir():
+            return folder_digest(path)
         return sha256(path) if path.is_file() else os.fspath(data)
-    return str(getattr(data, "_fingerprint", None) or digest(list(data)))
+    if fingerprint := getattr(data, "_fingerprint", None):
+        return str(fingerprint)
+    found = hashlib.sha256()
+    for row in data:
+        _add(found, row)
+    return found.hexdigest()[:24]
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add a value of a row to a digest: all of an array or an image, which are cut short as texts."""
+    digest.update(f"<{type(value).__name__}>".encode())
+    if isinstance(value, Mapping):
+        for key, one in sorted(value.items(), key=str):
+            digest.update(f"{key}:".encode())
+            _add(digest, one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add(digest, one)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        # NumPy knows neither the GPU nor bfloat16.
+        tensor = value.detach().cpu() if hasattr(value, "detach") else value
+        array = np.ascontiguousarray(tensor.float() if str(value.dtype) == "torch.bfloat16" else tensor)
+        digest.update(f"{value.dtype}{array.shape}".encode())
+        digest.update(array.tobytes())
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):
+        digest.update(f"{value.mode}{value.size}".encode())
+        digest.update(value.tobytes())
+    else:
+        digest.update(str(value).encode())

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..artifact.checksums import folder_digest
 from ..artifact.hub import HubOptions, as_folder
 from ..artifact.writing import check_output, tool_versions
 from ..backends import registry
@@ -17,6 +16,7 @@ from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.workloads import read_texts
 from ..signatures import checked_arguments
+from ..stages.export import source_digest
 from ..stages.resolving import Resolved, original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
@@ -170,7 +170,7 @@ def _subject(model: Resolved, device: str | None) -> Subject:
     return Subject(
         model=model,
         baseline=pytorch_variant(model, device=device),
-        digest=folder_digest(model.location.folder),
+        digest=source_digest(model),
         machine={**here, "devices": sorted(devices)},
         versions=tool_versions(*tools()),
     )

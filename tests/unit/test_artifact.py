@@ -28,6 +28,7 @@ from accel.artifact import (
     RunRecord,
     Step,
     TensorSpec,
+    checksums,
     copy_companions,
     manifest,
     record_files,
@@ -535,14 +536,17 @@ def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
     assert lock.exists()
 
 
-def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
+def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
     weights.write_bytes(bytes(3 << 20))
     os.utime(weights, (1, 1))
-    before = folder_digest(tmp_path)
-    assert folder_digest(tmp_path) == before
+    before = folder_digest(weights.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "sha256", lambda path: pytest.fail(f"{path} is read again"))
+        assert folder_digest(weights.parent) == before
     content = bytearray(weights.read_bytes())
-    content[::16384] = b"\1" * len(content[::16384])
+    content[70_001] = 1
     weights.write_bytes(content)
     os.utime(weights, (1, 1))
-    assert folder_digest(tmp_path) != before
+    assert folder_digest(weights.parent) != before

@@ -1,0 +1,65 @@
+"""What searches and kept exports are found by: all of the data, and all that a model is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel.artifact.hub import HubOptions
+from accel.capture import code_elsewhere
+from accel.tuning.store import data_digest
+
+LONG = np.zeros(16_000, np.float32)
+CHANGED = LONG.copy()
+CHANGED[8_000] = 1
+PICTURE = Image.new("RGB", (64, 64))
+DOTTED = PICTURE.copy()
+DOTTED.putpixel((32, 32), (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (LONG, CHANGED),
+        (torch.from_numpy(LONG), torch.from_numpy(CHANGED)),
+        (torch.tensor([1.00001]), torch.tensor([1.00002])),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)),
+        (PICTURE, DOTTED),
+        ({"array": LONG, "sampling_rate": 16_000}, {"array": CHANGED, "sampling_rate": 16_000}),
+        (["ab", "c"], ["a", "bc"]),
+        (1, "1"),
+    ],
+    ids=["array", "tensor", "digits", "bfloat16", "image", "sound", "texts", "types"],
+)
+def test_rows_that_differ_are_other_data(one: Any, other: Any) -> None:
+    assert data_digest([{"x": one}]) == data_digest([{"x": one}])
+    assert data_digest([{"x": one}]) != data_digest([{"x": other}])
+
+
+def test_a_folder_is_what_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / "rows" / "data.arrow"
+    file.parent.mkdir()
+    file.write_bytes(b"one")
+    before = data_digest(file.parent)
+    file.write_bytes(b"two")
+    assert data_digest(str(file.parent)) != before
+
+
+def test_code_in_another_folder_belongs_to_a_model(tmp_path: Path) -> None:
+    model, code = tmp_path / "model", tmp_path / "code"
+    model.mkdir()
+    code.mkdir()
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": f"{code}--modeling.Model"}}))
+    (code / "modeling.py").write_text("one = 1")
+    before = code_elsewhere(model, HubOptions(trust_remote_code=True))
+    (code / "modeling.py").write_text("one = 2")
+    assert len(before) == 1
+    assert code_elsewhere(model, HubOptions(trust_remote_code=True)) != before
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling.Model"}}))
+    assert code_elsewhere(model, HubOptions(trust_remote_code=True)) == []
