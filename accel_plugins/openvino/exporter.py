@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from .axes_of_one import keep_axes_of_one
 from .divisions import divide_down
 from .stateful import fold_cache
 from .unseeing import zero_unseeing
-
-logger = logging.getLogger(__name__)
 
 GRAPH = "openvino_model.xml"
 WEIGHTS = "openvino_model.bin"
