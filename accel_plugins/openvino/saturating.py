@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 _INTEGERS = (ov.Type.i8, ov.Type.u8)
 _LAYOUTS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-_DEQUANTIZES = ("Multiply", "Subtract", "Convert")
 # From -64 to 64: weights that keep 7 bits, as all quantizers here write them for such processors.
 _NARROW = 128
 
@@ -37,10 +36,11 @@ def compute_in_float(model: ov.Model, name: str) -> None:
         "Quantize it on this one for its full speed.", name,
     )  # fmt: skip
     for node in nodes:
-        if node.get_type_name() == "MatMul" and all(_rounded(node.input(side)) for side in (0, 1)):
-            reader, source = _rounded(node.input(1)) or (None, None)
-            if reader is not None:
-                reader.replace_source_output(source)
+        if node.get_type_name() != "MatMul" or _rounded(node.input(0)) is None:
+            continue
+        if (found := _rounded(node.input(1))) is not None:
+            reader, source = found
+            reader.replace_source_output(source)
     folding = Manager()
     folding.register_pass(ConstantFolding())
     folding.run_passes(model)
@@ -56,10 +56,25 @@ def _is_wide(node: ov.Node) -> bool:
 
 def _rounded(place: ov.Input) -> tuple[ov.Input, ov.Output] | None:
     """Where an input's activations were quantized: who reads them, and what they were before; `None` where they are none."""
-    while place.get_source_output().get_node().get_type_name() in _LAYOUTS:
-        place = place.get_source_output().get_node().input(0)
-    node = place.get_source_output().get_node()
-    # A graph from ONNX goes through whole numbers and back.
-    while node.get_type_name() in _DEQUANTIZES:
+    while True:
+        node = place.get_source_output().get_node()
+        quantized = _quantized_by(node)
+        if quantized is not None:
+            return place, quantized.input_value(0)
+        # A product scales what was quantized, and stays.
+        if node.get_type_name() not in (*_LAYOUTS, "Multiply"):
+            return None
+        place = node.input(0)
+
+
+def _quantized_by(node: ov.Node) -> ov.Node | None:
+    """The `FakeQuantize` that a node is, or with which it goes through whole numbers and back, as graphs from ONNX do."""
+    if node.get_type_name() == "Multiply":
         node = node.input_value(0).get_node()
-    return (place, node.input_value(0)) if node.get_type_name() == "FakeQuantize" else None
+        if node.get_type_name() == "Subtract":
+            node = node.input_value(0).get_node()
+        if node.get_type_name() != "Convert":
+            return None
+        while node.get_type_name() == "Convert":
+            node = node.input_value(0).get_node()
+    return node if node.get_type_name() == "FakeQuantize" else None

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 ov = pytest.importorskip("openvino")
 pytest.importorskip("nncf")
+
+from openvino import opset13 as operators
 
 from accel import ORTModelForSeq2SeqLM, ORTModelForSequenceClassification, export
 from accel.artifact import Artifact
@@ -21,7 +24,7 @@ from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, Qu
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import rescale
-from accel_plugins.openvino import backend, quantizer
+from accel_plugins.openvino import backend, quantizer, saturating
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +137,31 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
     with caplog.at_level(logging.WARNING):
         assert difference(made, ir) < 0.1
     assert "was quantized for another processor" in caplog.text
+
+
+@pytest.mark.parametrize("through_integers", [False, True])
+def test_what_scales_a_product_stays(through_integers: bool) -> None:
+    """Keys that are rounded and then scaled, as attention in graphs from ONNX has them."""
+
+    def rounded(value: ov.Output) -> ov.Node:
+        if not through_integers:
+            return operators.fake_quantize(value, -1.0, 1.0, -1.0, 1.0, levels=256)
+        whole = operators.convert(operators.fake_quantize(value, -1.0, 1.0, 0.0, 255.0, levels=256), "u8")
+        return operators.multiply(
+            operators.subtract(operators.convert(whole, "f32"), np.float32(128)), np.float32(1 / 128)
+        )
+
+    left, right = (operators.parameter([4, 4], ov.Type.f32) for _ in range(2))
+    wide = operators.constant(np.array([[-128, 127]] * 4, np.int8))
+    product = operators.matmul(rounded(left), operators.multiply(rounded(right), np.float32(0.5)), False, True)
+    outcome = operators.matmul(product, operators.convert(wide, "f32"), False, False)
+    model = ov.Model([outcome], [left, right])
+    values = np.random.default_rng(0).uniform(-1, 1, (2, 4, 4)).astype(np.float32)
+    expected = (values[0] @ (0.5 * values[1]).T) @ np.array([[-128, 127]] * 4, np.float32)
+    saturating.compute_in_float(model, "a model")
+    assert sum(node.get_type_name() == "FakeQuantize" for node in model.get_ops()) == 1
+    found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(list(values))[0]
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
 def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:
