@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, Self
 
 from ..errors import ConfigError, IntegrityError
 from .home import accel_home
@@ -53,38 +53,49 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
     Raises:
         IntegrityError: The first file that is missing, truncated or changed, or lies outside the folder.
     """
-    known: dict[str, Any] | None = None
-    found: dict[str, str] = {}
-    for record in records:
-        path = folder / _checked_name(folder, record.name)
-        fix = f"{_REMEDY}." if path.suffix in _GRAPH_SUFFIXES else _ON_PURPOSE
-        stat = check_file(path, folder, fix=fix)
-        if stat.st_size != record.bytes:
-            raise IntegrityError(
-                f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
-            )
-        key = _unchanged(stat)
-        large = stat.st_size > _LARGE
-        if large:
-            known = recall(_VERIFIED) if known is None else known
-            if known.get(key) == record.sha256:
-                continue
-        checksum = sha256(path)
-        if checksum != record.sha256:
-            raise IntegrityError(
-                f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=fix
-            )
-        if large:
-            found[key] = checksum
-    if found:
-        remember(_VERIFIED, found)
+    with _Checksums() as checksums:
+        for record in records:
+            path = folder / _checked_name(folder, record.name)
+            fix = f"{_REMEDY}." if path.suffix in _GRAPH_SUFFIXES else _ON_PURPOSE
+            stat = check_file(path, folder, fix=fix)
+            if stat.st_size != record.bytes:
+                raise IntegrityError(
+                    f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
+                )
+            checksum = checksums.of(path, stat)
+            if checksum != record.sha256:
+                raise IntegrityError(
+                    f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=fix
+                )
 
 
-def _unchanged(stat: os.stat_result) -> str:
-    """What stays equal while a file is the same: the time of the last change of any kind cannot be set back, as that of the content
-    can.
-    """
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+class _Checksums:
+    """Checksums of files, those of large ones remembered from one process to the next by inode, size and times of change."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] | None = None
+        self._found: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._found:
+            remember(_VERIFIED, self._found)
+
+    def of(self, path: Path, stat: os.stat_result) -> str:
+        """The checksum of a file of which the system says that."""
+        if stat.st_size <= _LARGE:
+            return sha256(path)
+        # The time of the last change of any kind cannot be set back, as that of the content can.
+        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+        if self._known is None:
+            self._known = recall(_VERIFIED)
+        known = self._known.get(key)
+        if isinstance(known, str):
+            return known
+        self._found[key] = sha256(path)
+        return self._found[key]
 
 
 def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
@@ -159,21 +170,8 @@ def folder_digest(folder: Path) -> str:
     and times of change.
     """
     digest = hashlib.sha256()
-    known: dict[str, Any] | None = None
-    found: dict[str, str] = {}
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.name.startswith("."):
-            continue
-        stat = path.stat()
-        checksum = None
-        if stat.st_size > _LARGE:
-            known = recall(_VERIFIED) if known is None else known
-            checksum = known.get(_unchanged(stat))
-        if checksum is None:
-            checksum = sha256(path)
-            if stat.st_size > _LARGE:
-                found[_unchanged(stat)] = checksum
-        digest.update(f"{path.relative_to(folder)}:{checksum};".encode())
-    if found:
-        remember(_VERIFIED, found)
+    with _Checksums() as checksums:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and not path.name.startswith("."):
+                digest.update(f"{path.relative_to(folder)}:{checksums.of(path, path.stat())};".encode())
     return digest.hexdigest()
