@@ -95,10 +95,8 @@ class Inputs:
         if not hasattr(text, "max_2d_position_embeddings"):
             # BROS, which has no such table, refuses texts without places.
             own.add("bbox")
-        if kind in _COUNT_PADDING and "attention_mask" in self.names:
-            feeds = (
-                {"attention_mask": _mask_from_padding(feeds, self.config), **feeds} if "input_ids" in feeds else feeds
-            )
+        if kind in _COUNT_PADDING and "attention_mask" in self.names - feeds.keys() and "input_ids" in feeds:
+            feeds = {**feeds, "attention_mask": _mask_from_padding(feeds["input_ids"], self.config)}
         made = with_defaults(feeds, self.names, own)
         missing = [name for name in self.names if name not in made]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
@@ -114,9 +112,9 @@ class Inputs:
         return made
 
 
-def _mask_from_padding(feeds: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+def _mask_from_padding(ids: torch.Tensor, config: Any) -> torch.Tensor:
     """Where the tokens `(batch, sequence)` are that these models attend to when they are given no mask: `(batch, sequence) int64`."""
-    kept: torch.Tensor = feeds["input_ids"] != getattr(config, "pad_index", config.pad_token_id)
+    kept: torch.Tensor = ids != getattr(config, "pad_index", config.pad_token_id)
     if _COUNT_PADDING[config.model_type]:
         kept = torch.arange(kept.shape[-1], device=kept.device) < kept.sum(dim=-1, keepdim=True)
     return kept.to(torch.int64)

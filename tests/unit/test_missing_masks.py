@@ -28,6 +28,6 @@ def test_it_is_the_one_that_the_model_makes(kind: str, side: str) -> None:
     ids[1, {"left": slice(3), "right": slice(4, None), "middle": slice(2, 4)}[side]] = 2
     with torch.inference_mode():
         alone = model(input_ids=ids)[0]
-        masked = model(input_ids=ids, attention_mask=_mask_from_padding({"input_ids": ids}, config))[0]
+        masked = model(input_ids=ids, attention_mask=_mask_from_padding(ids, config))[0]
         torch.testing.assert_close(masked, alone)
         assert (model(input_ids=ids, attention_mask=torch.ones_like(ids))[0] - alone).abs().max() > 1e-3
