@@ -373,12 +373,12 @@ def source_digest(resolved: Resolved) -> str:
     Raises:
         ArtifactNotFoundError: The base of an adapter is not to be found.
     """
-    folder = resolved.location.folder
-    parts = [folder_digest(folder)]
-    if is_adapter(folder):
-        parts.append(folder_digest(capture.base_of_adapter(folder, resolved.hub).folder))
+    folders = [resolved.location.folder]
+    if is_adapter(folders[0]):
+        folders.append(capture.base_of_adapter(folders[0], resolved.hub).folder)
+    parts = [folder_digest(folder) for folder in folders]
     if resolved.hub.trust_remote_code:
-        parts += capture.code_elsewhere(folder, resolved.hub)
+        parts += [code for folder in folders for code in capture.code_elsewhere(folder, resolved.hub)]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest() if len(parts) > 1 else parts[0]
 
 
