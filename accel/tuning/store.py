@@ -109,11 +109,12 @@ def data_digest(data: Any) -> str:
 
 def _add(digest: Any, value: Any) -> None:
     """Add a value of a row to a digest: all of an array or an image, which are cut short as texts."""
-    digest.update(f"<{type(value).__name__}>".encode())
+    size = len(value) if isinstance(value, Mapping | list | tuple | str | bytes) else ""
+    digest.update(f"<{type(value).__name__} {size}>".encode())
     if isinstance(value, Mapping):
-        for key, one in sorted(value.items(), key=str):
+        for key in sorted(value, key=str):
             digest.update(f"{key}:".encode())
-            _add(digest, one)
+            _add(digest, value[key])
     elif isinstance(value, list | tuple):
         for one in value:
             _add(digest, one)

@@ -33,9 +33,10 @@ DOTTED.putpixel((32, 32), (1, 2, 3))
         (PICTURE, DOTTED),
         ({"array": LONG, "sampling_rate": 16_000}, {"array": CHANGED, "sampling_rate": 16_000}),
         (["ab", "c"], ["a", "bc"]),
+        ([["a"], "b"], [["a", "b"]]),
         (1, "1"),
     ],
-    ids=["array", "tensor", "digits", "bfloat16", "image", "sound", "texts", "types"],
+    ids=["array", "tensor", "digits", "bfloat16", "image", "sound", "texts", "lists", "types"],
 )
 def test_rows_that_differ_are_other_data(one: Any, other: Any) -> None:
     assert data_digest([{"x": one}]) == data_digest([{"x": one}])
