@@ -33,6 +33,7 @@ import transformers
 
 import accel
 from accel import ORTModelForSequenceClassification, benchmark, export, optimize
+from accel_plugins.pytorch.graphs import captured
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 logging.getLogger("torch._inductor").setLevel(logging.ERROR)
@@ -94,15 +95,7 @@ def make_inputs(name: str, batch: int, sequence: int, fill: float) -> dict[str, 
 def in_cuda_graph(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
     """The model captured by hand; inputs are copied into its buffers at each call."""
     fixed = {key: value.clone() for key, value in inputs.items()}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model(**fixed)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = model(**fixed).logits
+    graph, result = captured(lambda: model(**fixed).logits, torch.device("cuda"))
 
     def call() -> torch.Tensor:
         torch._foreach_copy_(list(fixed.values()), list(inputs.values()))

@@ -146,7 +146,7 @@ class PytorchBackend:
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """What runs a part without a state."""
-        return CapturedModule(model) if request.options.get("cuda_graph") else model
+        return CapturedModule(model, torch.device(str(request.device))) if request.options.get("cuda_graph") else model
 
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
         """What runs a part with a state."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+import accel.backends.forks  # noqa: F401  # torch's threads are let go before a process forks
 from accel.artifact import Component
 from accel.backends.checks import (
     check_buffer_shape,
@@ -24,6 +25,8 @@ from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.capture import graph_name, named_tensors
 from accel.errors import AccelError, SessionError
+
+from .graphs import Turns, captured
 
 Module = Callable[..., Any]
 RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError, AssertionError)
@@ -129,12 +132,15 @@ class CapturedModule:
 
     Args:
         module: The model on a GPU.
+        device: That GPU.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, device: torch.device) -> None:
         self._module = module
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]] = {}
         self._turn = threading.Lock()
+        self._device = device
+        self._on_device = Turns(device)
 
     def __call__(self, **feeds: Any) -> Any:
         """Replay the graph of these shapes."""
@@ -142,6 +148,7 @@ class CapturedModule:
         settings = {name: value for name, value in feeds.items() if name not in tensors}
         shape = (*((name, tuple(tensor.shape)) for name, tensor in tensors.items()), repr(settings))
         with self._turn:
+            self._on_device.take()
             if shape not in self._graphs:
                 self._graphs[shape] = self._capture(tensors, settings)
             graph, buffers, result = self._graphs[shape]
@@ -152,15 +159,6 @@ class CapturedModule:
     def _capture(
         self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
     ) -> tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]:
-        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture."""
         buffers = {name: tensor.clone() for name, tensor in feeds.items()}
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._module(**buffers, **settings)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = self._module(**buffers, **settings)
+        graph, result = captured(lambda: self._module(**buffers, **settings), self._device)
         return graph, buffers, result

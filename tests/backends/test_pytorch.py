@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +175,7 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
             self.result.copy_(self.buffers["x"] * 2)
 
     @contextlib.contextmanager
-    def graph(made: Graph) -> Iterator[None]:
+    def graph(made: Graph, **options: str) -> Iterator[None]:
         captured.append(made)
         yield
 
@@ -188,15 +189,17 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     captured: list[Graph] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
+        "device": lambda device: contextlib.nullcontext(),
         "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "current_stream": lambda device=None: stream,
         "stream": lambda s: contextlib.nullcontext(),
         "CUDAGraph": Graph,
         "graph": graph,
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    call = CapturedModule(model)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    call = CapturedModule(model, torch.device("cuda"))
     given = torch.tensor([1.0, 2.0])
     assert call(x=given).tolist() == [2.0, 4.0]
     assert call(x=torch.tensor([5.0, 6.0])).tolist() == [10.0, 12.0]
@@ -204,3 +207,53 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     assert len(calls) == 4, "three calls to warm up and the captured one"
     assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert len(captured) == 2
+
+
+@pytest.mark.gpu
+def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
+    """cuBLAS' scratch memory is kept by stream: of a graph that went, until `torch.compile` records one of its own."""
+    device = torch.device("cuda")
+    # Few results of long sums: they are computed in pieces, in scratch memory.
+    weights = [torch.randn(size, 32, dtype=torch.float16, device=device) for size in (8192, 16384, 65536)]
+    inputs = {f"x{i}": torch.randn(8, len(w), dtype=torch.float16, device=device) for i, w in enumerate(weights)}
+
+    def model(**given: torch.Tensor) -> list[torch.Tensor]:
+        return [one @ weight for one, weight in zip(given.values(), weights, strict=True)]
+
+    gone = CapturedModule(model, device)
+    gone(**inputs)
+    del gone
+    gc.collect()
+    kept = CapturedModule(model, device)
+    expected = kept(**inputs)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    of_others = [
+        torch.full((size << 20,), 7, dtype=torch.uint8, device=device) for size in (1, 8, 32) for _ in range(20)
+    ]
+    torch.testing.assert_close(kept(**inputs), expected)
+    assert all(bool((tensor == 7).all()) for tensor in of_others)
+
+
+@pytest.mark.gpu
+def test_callers_on_streams_of_their_own_take_turns() -> None:
+    device = torch.device("cuda")
+    weight = torch.randn(2048, 2048, device=device)
+
+    def model(*, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = torch.tanh(x @ weight / 45)
+        return x
+
+    call = CapturedModule(model, device)
+    inputs = [torch.randn(512, 2048, device=device) for _ in range(8)]
+    expected = [model(x=x) for x in inputs]
+    call(x=inputs[0])
+    torch.cuda.synchronize()
+    found = []
+    for x in inputs:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            found.append(call(x=x))
+    torch.cuda.synchronize()
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)

@@ -76,6 +76,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def until_pending(engine: accel.Engine, wanted: int, port: int) -> None:
+    """Wait until so many inputs wait or are computed; what the server counted is in the message of one that does not come."""
+    try:
+        until(lambda: engine.pending() == wanted)
+    except AssertionError:
+        page = ask(port, "/metrics")[1].decode()
+        counts = re.findall(r"^accel_(?:requests|refused|inputs)_total.*$", page, re.MULTILINE)
+        pytest.fail(f"{engine.pending()} inputs are pending instead of {wanted}: {counts}")
+
+
 def read(connection: socket.socket) -> bytes:
     """All that comes until the server ends the connection."""
     parts = []
@@ -177,12 +187,12 @@ def test_two_thousand_requests_of_sixteen_callers_are_counted_as_they_count_them
         with running(create_app(engine)) as port:
             # Those that leave while the model is busy.
             left = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
-            until(lambda: engine.pending() == 6)
+            until_pending(engine, 6, port)
             statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
             time.sleep(0.1)
             for one in left:
                 one.close()
-            until(lambda: engine.pending() == 0)
+            until_pending(engine, 0, port)
             gate.open()
             callers = [threading.Thread(target=call, args=(port, seed)) for seed in range(16)]
             for caller in callers:

@@ -262,7 +262,7 @@ class Engine:
         compute = self._compute if tokens is None else packed(self._packs, tokens)
         made = compiled(compute, replayed=form.replayed)
         if graphs and cache is None:
-            made = CapturedModule(made)
+            made = CapturedModule(made, self.device)
         form.call = made
         return form
 

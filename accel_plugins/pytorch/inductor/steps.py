@@ -22,6 +22,7 @@ from accel.backends.specs import DeviceSpec
 from accel.capture import CACHE_NAME, Source, first_lines
 
 from ..decoding import CacheState, DecoderSession, KeysAndValues
+from ..graphs import Turns, captured
 from .compiling import compiled, compiling
 from .differences import difference
 from .packing import sharing_copy
@@ -132,9 +133,11 @@ class Slot:
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
+        self._on_device = Turns(device)
 
     def fill(self, layers: Sequence[Any], length: int) -> None:
         """Take keys and values of so many tokens in."""
+        self._on_device.take()
         for layer, keys, values in zip(layers, self._keys, self._values, strict=True):
             keys[:, :, :length].copy_(layer.keys)
             values[:, :, :length].copy_(layer.values)
@@ -157,6 +160,7 @@ class Slot:
     def run(self, tensors: Mapping[str, torch.Tensor], length: int, *, capture: bool = True) -> torch.Tensor:
         """Logits `(rows, 1, vocabulary)` of one more token behind so many; on a GPU as a graph from the second time on, with `capture`."""
         mask = tensors["attention_mask"]
+        self._on_device.take()
         self._mask[:, : mask.shape[1]].copy_(mask)
         if mask.shape[1] < self.capacity:
             # A cache that was cropped left more.
@@ -169,28 +173,13 @@ class Slot:
             return self._logits.clone()
         found = self._call()
         if capture and self._place.device.type == "cuda":
-            self._capture()
+            # A step that runs again writes what it wrote before.
+            self._graph, self._logits = captured(self._call, self._place.device, warm_up=2)
         return found
 
     def _call(self) -> torch.Tensor:
         found: torch.Tensor = self._step(self._inputs, self._mask, self._place, self._keys, self._values)
         return found
-
-    def _capture(self) -> None:
-        """As PyTorch's documentation of CUDA graphs asks for: warm up on a side stream, then capture.
-
-        A step that runs again writes what it wrote before.
-        """
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._logits = self._call()
-        self._graph = graph
 
 
 def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""CUDA graphs of PyTorch's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def captured(
+    call: Callable[[], Result], device: torch.device, *, warm_up: int = 3
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A call as a graph, and what each replay writes its answer to.
+
+    It warms up on a side stream, as PyTorch's documentation of CUDA graphs asks for. The scratch memory of cuBLAS is the
+    graph's own: PyTorch keeps it by stream, for later graphs as well, and gives it back with the first of them that goes, or
+    when `torch.compile` records one, while others still write to it (pytorch/pytorch#193402).
+
+    Args:
+        call: The same each time: no sizes that change, no memory but what stays.
+        device: The GPU that it runs on.
+        warm_up: Calls before the captured one.
+    """
+    with torch.cuda.device(device):
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(warm_up):
+                call()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        _give_scratch_back()
+        try:
+            # Other threads may allocate meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = call()
+        finally:
+            _give_scratch_back()
+    return graph, result
+
+
+def _give_scratch_back() -> None:
+    # PyTorch's own compiler does the same around its graphs; there is no public name for it.
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+
+
+class Turns:
+    """Calls that use the same memory of a GPU, one after another, on whatever streams they come. Not for several threads at once.
+
+    Args:
+        device: The GPU; on a CPU nothing is to be ordered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+
+    def take(self) -> None:
+        """Order the current stream behind the one of the call before."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if self._last is not None and current != self._last:
+                current.wait_stream(self._last)
+            self._last = current
