@@ -235,6 +235,24 @@ def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:
 
 
 @contextmanager
+def one_language(model: torch.nn.Module) -> Iterator[None]:
+    """X-MOD with the adapters of its default language alone, which calls that name none go through: a graph would look for rows of each
+    other language in every call, and find none.
+    """
+    language: Any = getattr(getattr(model, "config", None), "default_language", None)
+    layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "XmodOutput"]
+    all_languages = [layer.adapter_modules for layer in layers]
+    for layer in layers:
+        if language in layer.adapter_modules:
+            layer.adapter_modules = torch.nn.ModuleDict({language: layer.adapter_modules[language]})
+    try:
+        yield
+    finally:
+        for layer, adapters in zip(layers, all_languages, strict=True):
+            layer.adapter_modules = adapters
+
+
+@contextmanager
 def whole_patches(model: torch.nn.Module) -> Iterator[None]:
     """FocalNet with images that are padded to whole patches in every call, where a trace would keep what its sample needed."""
     layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "FocalNetPatchEmbeddings"]

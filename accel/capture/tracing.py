@@ -27,7 +27,7 @@ from .rewrites import divide_sizes, keep_padding, make_rewrites_exact, parse_ope
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
-from .stand_ins import steady_answers, traceable, whole_patches
+from .stand_ins import one_language, steady_answers, traceable, whole_patches
 from .windows import windowed
 from .wrapper import Tensors
 
@@ -162,6 +162,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
             traceable(source.config, answers),
             windowed(source.model),
             whole_patches(source.model),
+            one_language(source.model),
             _without_cache(source),
             _simple_sizes(source),
             _without_stack_traces(),

@@ -46,7 +46,7 @@ class Inputs:
             if name == "return_dict" or value is None:
                 continue
             if name not in self.names:
-                self._refuse(name, value)
+                self._refuse(name, value, given)
                 continue
             numpy = numpy or isinstance(value, np.ndarray)
             feeds[name] = _as_tensor(name, value)
@@ -56,7 +56,7 @@ class Inputs:
             feeds = self._with_defaults(feeds)
         return feeds, numpy, given.get("return_dict") is False
 
-    def _refuse(self, name: str, value: Any) -> None:
+    def _refuse(self, name: str, value: Any, given: Mapping[str, Any]) -> None:
         """An input that the graph does not take: dropped where that changes nothing, else an error."""
         if name in self.ignored or (
             name in _OUTPUT_FLAGS and (not value or name.removeprefix("output_") in self.returned)
@@ -79,9 +79,8 @@ class Inputs:
             raise InputError(
                 f"There is no loss for {name} here.", fix=f"leave {name} out and compute the loss from the outputs."
             )
-        raise InputError(
-            f"The graph takes {names}, not {name!r}.{did_you_mean(name, names)}", fix=f"leave {name!r} out."
-        )
+        likely = did_you_mean(name, self.names - given.keys())
+        raise InputError(f"The graph takes {names}, not {name!r}.{likely}", fix=f"leave {name!r} out.")
 
     def _with_defaults(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """With what a transformers model assumes when it is left out; names what is missing otherwise."""

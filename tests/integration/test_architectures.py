@@ -102,6 +102,19 @@ def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
         assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.thorough
+def test_the_adapters_of_one_language(tmp_path: Path) -> None:
+    """X-MOD's graph with several looked for rows of each in every call; the model keeps them."""
+    languages = ["de_DE", "en_XX", "fr_XX"]
+    original = made(
+        "XmodForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=96, num_labels=3, pad_token_id=1, languages=languages, default_language="en_XX",
+    )  # fmt: skip
+    artifact = export(original, tmp_path / "out", task="text-classification")
+    assert worst(artifact, original, ((1, 3), (2, 40))) <= TOLERANCE
+    assert [*original.roberta.encoder.layer[1].output.adapter_modules] == languages
+
+
 _TEXT = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 256,

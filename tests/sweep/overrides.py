@@ -255,7 +255,7 @@ OVERRIDES: dict[str, Special] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "swin": {"window_size": 2, "image_size": 64},
     "textnet": {"image_size": (64, 64), "stem_out_channels": 16},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"languages": ["de_DE", "en_XX"], "default_language": "en_XX"},
     "encoder-decoder": _encoder_decoder,
     "vision-encoder-decoder": _captioner,
     "speech-encoder-decoder": _speech_encoder_decoder,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -297,6 +298,14 @@ class TestCalibrationBatches:
         assert isinstance(batches, Batches)
         assert {"source": "rows.csv", "n": 2, "total": 4, "seed": 5}.items() <= batches.record.items()
         assert batches.record["columns"] == {"text": "text"}
+
+    def test_a_list_of_arrays_by_the_inputs_names_is_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        ids = np.arange(5, 13).reshape(2, 4)
+        batch = next(
+            iter(calibration_batches(tiny_artifact(), [{"input_ids": ids, "attention_mask": np.ones_like(ids)}]))
+        )
+        assert batch["input_ids"].tolist() == ids.tolist()
+        assert batch["input_ids"].dtype == torch.int64
 
     def test_given_batches_can_be_read_twice(self, tiny_artifact: Callable[..., Artifact]) -> None:
         feeds = {
