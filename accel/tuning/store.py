@@ -127,7 +127,8 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"{value.dtype}{array.shape}".encode())
         digest.update(array.tobytes())
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):
-        digest.update(f"{value.mode}{value.size}".encode())
+        # A palette says what the numbers of a picture mean.
+        digest.update(f"{value.mode}{value.size}{value.getpalette()}".encode())
         digest.update(value.tobytes())
     else:
         digest.update(str(value).encode())

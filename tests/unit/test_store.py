@@ -21,6 +21,7 @@ CHANGED[8_000] = 1
 PICTURE = Image.new("RGB", (64, 64))
 DOTTED = PICTURE.copy()
 DOTTED.putpixel((32, 32), (1, 2, 3))
+RED, BLUE = (Image.new("RGB", (8, 8), color).quantize(4) for color in ("red", "blue"))
 
 
 @pytest.mark.parametrize(
@@ -31,12 +32,13 @@ DOTTED.putpixel((32, 32), (1, 2, 3))
         (torch.tensor([1.00001]), torch.tensor([1.00002])),
         (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)),
         (PICTURE, DOTTED),
+        (RED, BLUE),
         ({"array": LONG, "sampling_rate": 16_000}, {"array": CHANGED, "sampling_rate": 16_000}),
         (["ab", "c"], ["a", "bc"]),
         ([["a"], "b"], [["a", "b"]]),
         (1, "1"),
     ],
-    ids=["array", "tensor", "digits", "bfloat16", "image", "sound", "texts", "lists", "types"],
+    ids=["array", "tensor", "digits", "bfloat16", "image", "palette", "sound", "texts", "lists", "types"],
 )
 def test_rows_that_differ_are_other_data(one: Any, other: Any) -> None:
     assert data_digest([{"x": one}]) == data_digest([{"x": one}])
