@@ -18,10 +18,17 @@ _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_va
 _NAMES_OF_TOWERS = ("vision_model", "audio_model")
 
 
+def rows_of_table(module: Any) -> int | None:
+    """How many rows ids choose from in a table, PyTorch's or a model's own (I-BERT's); `None` of any other module."""
+    own = type(module).__name__.endswith("Embedding") and hasattr(module, "padding_idx")
+    weight = getattr(module, "weight", None) if own or isinstance(module, torch.nn.Embedding) else None
+    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+
+
 def has_position_table(module: torch.nn.Module, limit: int) -> bool:
     """Whether a model looks positions, or which tokens see which, up in a table of `limit` rows."""
     parts = _parts_that_read_text(module)
-    if any(isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name) for name, child in parts.items()):
+    if any(rows_of_table(child) is not None and _POSITIONS.search(name) for name, child in parts.items()):
         return True
     if any(_POSITIONS.search(f"{name}.{own}") for name, child in parts.items() for own in child._parameters):
         return True
@@ -56,20 +63,14 @@ def _is_within(name: str, parts: list[str]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def text_table(module: torch.nn.Module) -> torch.nn.Embedding | None:
-    """Where a model of texts beside images or sounds looks its tokens up."""
+def text_rows(module: torch.nn.Module) -> int | None:
+    """Rows of the table that a model of texts beside images or sounds looks its tokens up in."""
     config: Any = getattr(module, "config", None)
     declared = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     if not isinstance(declared, int):
         return None
-    found = [
-        child
-        for name, child in _parts_that_read_text(module).items()
-        if isinstance(child, torch.nn.Embedding)
-        and name.rpartition(".")[2] in _TABLES
-        and child.num_embeddings >= declared
-    ]
-    return min(found, key=lambda table: table.num_embeddings, default=None)
+    tables = (child for name, child in _parts_that_read_text(module).items() if name.rpartition(".")[2] in _TABLES)
+    return min((rows for rows in map(rows_of_table, tables) if rows is not None and rows >= declared), default=None)
 
 
 def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
@@ -80,7 +81,8 @@ def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
     """
     least, most = 0, _FARTHEST
     for name, child in _parts_that_read_text(module).items():
-        tables = {name: child.weight.shape[0]} if isinstance(child, torch.nn.Embedding) else {}
+        rows_here = rows_of_table(child)
+        tables = {} if rows_here is None else {name: rows_here}
         # Computed once and kept: GPT-J's and CodeGen's buffers, M2M100's and XGLM's modules, CTRL's tensor.
         kept = {**vars(child), **child._buffers}
         for own, held in kept.items():
@@ -103,15 +105,18 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     config: Any = getattr(module, "config", None)
     declared = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     for name, child in _parts_that_read_text(module).items():
-        if isinstance(child, torch.nn.Embedding) and _POSITIONS.search(name):
+        if not _POSITIONS.search(name):
+            continue
+        if (rows := rows_of_table(child)) is not None:
             # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
-            offset = child.padding_idx + 1 if child.padding_idx is not None else 0
-            limits.append(child.num_embeddings - offset)
-            if isinstance(declared, int) and 0 < declared < child.num_embeddings:
+            padding = getattr(child, "padding_idx", None)
+            offset = 0 if padding is None else padding + 1
+            limits.append(rows - offset)
+            if isinstance(declared, int) and 0 < declared < rows:
                 limits.append(declared)
-        elif _POSITIONS.search(name) and isinstance(rows := getattr(child, "weights", None), torch.Tensor):
+        elif isinstance(kept := getattr(child, "weights", None), torch.Tensor):
             # Computed once and kept (M2M100, TIPSv2): a graph has the rows that the model had.
-            limits.append(int(declared or rows.shape[0]))
+            limits.append(int(declared or kept.shape[0]))
     if getattr(config, "attention_type", None) == "block_sparse":
         # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
         limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))

@@ -14,7 +14,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..tasks.infer import task_spec
 from .inner import TracedPlainly
-from .positions import position_bounds, text_table
+from .positions import position_bounds, rows_of_table, text_rows
 from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
 from .wrapper import Tensors, Wrapper
@@ -108,8 +108,8 @@ class Source:
         senses = hasattr(config, "vision_config") or hasattr(config, "audio_config")
         # An encoder reads images by itself (Pix2Struct's): none stand in the decoder's prompt.
         if senses and not (generates and encodes):
-            table = None if generates or _mixes(config) else text_table(model)
-            return others if table is None else others | {"input_ids": (0, table.num_embeddings - 1)}
+            rows = None if generates or _mixes(config) else text_rows(model)
+            return others if rows is None else others | {"input_ids": (0, rows - 1)}
         types = _named_table(model, "token_type_embeddings")
         # Places on a page: left, top, right, bottom.
         places = _named_table(model, "x_position_embeddings")
@@ -118,7 +118,7 @@ class Source:
             tables["decoder_input_ids"] = _table(model.get_decoder())
             if stateful:
                 tables["input_ids"] = tables["decoder_input_ids"]
-        ids = {name: (0, table.num_embeddings - 1) for name, table in tables.items() if table is not None}
+        ids = {name: (0, rows - 1) for name, rows in tables.items() if rows is not None}
         return ids | others
 
     def with_plain_attention(self) -> Source | None:
@@ -144,18 +144,17 @@ def _mixes(config: Any) -> bool:
     return any(re.match(r"(image|video|audio|vision|speech|media)_.*token", name) for name in config.to_dict())
 
 
-def _table(model: Any) -> torch.nn.Embedding | None:
-    """Where a model looks its tokens up; `None` where it computes them, as CANINE does from characters."""
+def _table(model: Any) -> int | None:
+    """Rows of the table that a model looks its tokens up in; `None` where it computes them, as CANINE does from characters."""
     try:
-        found = model.get_input_embeddings()
+        rows = rows_of_table(model.get_input_embeddings())
     # Foreign code: models without such a table raise what they like.
     except Exception:  # noqa: BLE001
         return None
     declared = getattr(model.config.get_text_config(), "vocab_size", None)
-    fits = isinstance(found, torch.nn.Embedding) and isinstance(declared, int) and found.num_embeddings >= declared
-    return found if fits else None
+    return rows if rows is not None and isinstance(declared, int) and rows >= declared else None
 
 
-def _named_table(model: torch.nn.Module, name: str) -> torch.nn.Embedding | None:
-    found = (module for path, module in model.named_modules() if path.split(".")[-1] == name)
-    return next((module for module in found if isinstance(module, torch.nn.Embedding)), None)
+def _named_table(model: torch.nn.Module, name: str) -> int | None:
+    found = (rows_of_table(module) for path, module in model.named_modules() if path.split(".")[-1] == name)
+    return next((rows for rows in found if rows is not None), None)

@@ -58,6 +58,11 @@ class Inputs:
 
     def _refuse(self, name: str, value: Any, given: Mapping[str, Any]) -> None:
         """An input that the graph does not take: dropped where that changes nothing, else an error."""
+        if name == "token_type_ids" and self._has_one_type() and torch.as_tensor(value).any():
+            raise InputError(
+                "The model has one type of tokens, 0, and token_type_ids hold others.",
+                fix="leave token_type_ids out, as the model's own tokenizer does.",
+            )
         if name in self.ignored or (
             name in _OUTPUT_FLAGS and (not value or name.removeprefix("output_") in self.returned)
         ):
@@ -80,7 +85,14 @@ class Inputs:
                 f"There is no loss for {name} here.", fix=f"leave {name} out and compute the loss from the outputs."
             )
         likely = did_you_mean(name, self.names - given.keys())
-        raise InputError(f"The graph takes {names}, not {name!r}.{likely}", fix=f"leave {name!r} out.")
+        raise InputError(
+            f"The graph takes {names}, not {name!r}.{likely}",
+            fix=f"leave {name!r} out; the answer is the model's without it.",
+        )
+
+    def _has_one_type(self) -> bool:
+        text = self.config.get_text_config() if getattr(self.config, "model_type", "") else None
+        return getattr(text, "type_vocab_size", None) == 1
 
     def _with_defaults(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """With what a transformers model assumes when it is left out; names what is missing otherwise."""

@@ -290,8 +290,10 @@ def test_inputs_that_the_graph_does_not_take(tiny_artifact: Callable[..., Artifa
         model(attention_mask=INPUTS["attention_mask"])
     roberta = Classifier(tiny_artifact("roberta"))
     plain = roberta(input_ids=IDS + 1)
-    # RoBERTa has one token type: whatever is passed adds the same, and some tokenizers pass it.
+    # RoBERTa has one token type, and some tokenizers pass it.
     assert torch.equal(roberta(input_ids=IDS + 1, token_type_ids=torch.zeros_like(IDS)).logits, plain.logits)
+    with pytest.raises(InputError, match="has one type of tokens"):
+        roberta(input_ids=IDS + 1, token_type_ids=torch.ones_like(IDS))
 
 
 def test_longer_than_the_positions(artifact: Artifact) -> None:

@@ -22,7 +22,7 @@ from accel.artifact.tensors import TensorSpec
 from accel.capture import CACHE_NAME, Case, Source, split
 from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.loading import load_source
-from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_table
+from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_rows
 from accel.capture.references import own_defaults_of, reference_cases
 from accel.capture.rewrites import divide_sizes, keep_padding
 from accel.capture.samples import resize
@@ -97,7 +97,7 @@ def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
     model = transformers.Ovis2ForConditionalGeneration(config)
     assert max_sizes_of(model, TEXT) == {}
     assert position_bounds(model)[1] > 10**9
-    assert text_table(model) is model.get_input_embeddings()
+    assert text_rows(model) == model.get_input_embeddings().num_embeddings
 
 
 def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
@@ -108,6 +108,18 @@ def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
     assert max_sizes_of(model, TEXT) == {"sequence": 48}
     model.config = transformers.MiniMaxConfig(block_size=32, num_hidden_layers=2, max_position_embeddings=40)
     assert max_sizes_of(model, TEXT) == {"sequence": 32}
+
+
+def test_a_model_s_own_kind_of_table_has_bounds_as_well() -> None:
+    """I-BERT's: OpenVINO reads beyond a table, and ONNX Runtime counts from its end."""
+    model = transformers.IBertForSequenceClassification(
+        transformers.IBertConfig(**{**TINY, "max_position_embeddings": 34})
+    )
+    source = load_source(model, task="text-classification", config=ExportConfig(), hub=HubOptions())
+    bounds = source.bounds()
+    assert [bounds[name] for name in ("input_ids", "token_type_ids", "position_ids")] == [(0, 39), (0, 1), (0, 33)]
+    assert max_sizes_of(model, TEXT) == {"sequence": 32}
+    assert has_position_table(model, 34)
 
 
 def test_bigbird_computes_its_own_token_types() -> None:
