@@ -217,12 +217,25 @@ class OpenVinoState(StateDescription):
         """
         new = self._check_step(tensors, self._batch, self._length)
         request = self._present_request()
+        if not self._length:
+            self._begin()
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
         request.set_tensor(BEAM_INDEX, ov.Tensor(self._order))
         self._infer(new)
         self._order = np.arange(self._batch, dtype=np.int32)
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
+
+    def _begin(self) -> None:
+        """Let the keys and values hold no tokens, in so many words: what OpenVINO (2026.4) begins with by itself may be the tokens of
+        another request of the compiled model (Kimi Linear's and Bailing's).
+        """
+        for state in self._request.query_state():
+            axis = _token_axis(state.name)
+            if axis and _is_cache(state.name):
+                held = state.state
+                sizes = [self._batch if i == 0 else 0 if i == axis else n for i, n in enumerate(held.shape)]
+                state.state = ov.Tensor(held.element_type, sizes)
 
     def _infer(self, new: int) -> None:
         """Compute what is set, for so many tokens; a request that failed is no more asked."""
