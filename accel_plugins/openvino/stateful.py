@@ -115,7 +115,9 @@ class OpenVinoState(StateDescription):
         self._order = np.arange(batch, dtype=np.int32)
         self._outputs = {spec.name: spec for spec in component.outputs}
         # An encoder's keys and values, and for each row the first one with the same.
-        self._encoded = [state.name for state in self._request.query_state() if not _is_cache(state.name)]
+        names = [state.name for state in self._request.query_state()]
+        self._encoded = [name for name in names if not _is_cache(name)]
+        self._recurrent = any(_is_cache(name) and not _token_axis(name) for name in names)
         self._alike: np.ndarray | None = None
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -217,7 +219,7 @@ class OpenVinoState(StateDescription):
         """
         new = self._check_step(tensors, self._batch, self._length)
         request = self._present_request()
-        if not self._length:
+        if self._recurrent and not self._length:
             self._begin()
         for name, tensor in tensors.items():
             request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
@@ -227,8 +229,8 @@ class OpenVinoState(StateDescription):
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
 
     def _begin(self) -> None:
-        """Let the keys and values hold no tokens, in so many words: what OpenVINO (2026.4) begins with by itself may be the tokens of
-        another request of the compiled model (Kimi Linear's and Bailing's).
+        """Let the keys and values hold no tokens, in so many words: beside recurrent states OpenVINO (2026.4) may begin with the tokens
+        of another request of the compiled model (Kimi Linear's and Bailing's).
         """
         for state in self._request.query_state():
             axis = _token_axis(state.name)

@@ -175,3 +175,20 @@ def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: 
     expected = tiny_generator("openai-gpt").generate(rows, max_new_tokens=4, do_sample=False)
     with ORTModelForCausalLM.from_pretrained(made) as model:
         assert torch.equal(model.generate(rows, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.thorough
+def test_a_second_text_begins_with_nothing(rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Kimi Linear's latent keys beside its recurrent states: OpenVINO began with those of the text before."""
+    torch.manual_seed(0)
+    config = transformers.KimiLinearConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, linear_num_heads=4, linear_head_dim=8, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=16, num_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"], pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    original = transformers.KimiLinearForCausalLM(config).eval()
+    model = ORTModelForCausalLM(export(original, tmp_path / "out", task="text-generation", backend="openvino"))
+    for count in (2, 2, 3, 2):
+        given = {name: tensor[:count] for name, tensor in rows.items()} | {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(**given), original.generate(**given))
