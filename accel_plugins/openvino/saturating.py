@@ -15,6 +15,7 @@ from openvino.passes import ConstantFolding, Manager
 logger = logging.getLogger(__name__)
 
 _INTEGERS = (ov.Type.i8, ov.Type.u8)
+_PRODUCTS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
 _LAYOUTS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 # From -64 to 64: weights that keep 7 bits, as all quantizers here write them for such processors.
 _NARROW = 128
@@ -29,7 +30,8 @@ def compute_in_float(model: ov.Model, name: str) -> None:
         name: What to call it in the warning.
     """
     nodes = model.get_ordered_ops()
-    if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_is_wide, nodes)):
+    weights = [_weights_of(place) for node in nodes if node.get_type_name() in _PRODUCTS for place in node.inputs()]
+    if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_are_wide, weights)):
         return
     logger.warning(
         "%s was quantized for another processor: its 8-bit products would saturate here, and are computed in floating point. "
@@ -46,11 +48,19 @@ def compute_in_float(model: ov.Model, name: str) -> None:
     folding.run_passes(model)
 
 
-def _is_wide(node: ov.Node) -> bool:
-    """Whether a node holds weights of more than 7 bits."""
-    if node.get_type_name() != "Constant" or node.get_element_type() not in _INTEGERS:
+def _weights_of(place: ov.Input) -> ov.Node | None:
+    """The integers that an input of a product is made of; `None` where it is computed. Tables that are looked up are no weights."""
+    node = place.get_source_output().get_node()
+    while node.get_type_name() in (*_LAYOUTS, "Convert", "Subtract", "Multiply"):
+        node = node.input_value(0).get_node()
+    return node if node.get_type_name() == "Constant" and node.get_element_type() in _INTEGERS else None
+
+
+def _are_wide(weights: ov.Node | None) -> bool:
+    """Whether weights have more than 7 bits."""
+    if weights is None:
         return False
-    values = node.data
+    values = weights.data
     return values.ndim > 1 and values.size > 0 and int(np.max(values)) - int(np.min(values)) > _NARROW
 
 

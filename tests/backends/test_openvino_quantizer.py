@@ -139,6 +139,26 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
     assert "was quantized for another processor" in caplog.text
 
 
+def test_what_was_quantized_for_this_processor_stays_in_8_bits(
+    ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables of tokens have all 8 bits, which nobody multiplies."""
+    monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2",))
+    made = quantize(ir, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
+    model = ov.Core().read_model(str(made.file()))
+    before = [node.get_type_name() for node in model.get_ops()]
+    tables = [
+        np.ptp(node.get_data().astype(int))
+        for node in model.get_ops()
+        if node.get_type_name() == "Constant" and node.get_output_element_type(0) == ov.Type.i8
+    ]
+    assert max(tables) > 128
+    with caplog.at_level(logging.WARNING):
+        saturating.compute_in_float(model, "a model")
+    assert [node.get_type_name() for node in model.get_ops()] == before
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("through_integers", [False, True])
 def test_what_scales_a_product_stays(through_integers: bool) -> None:
     """Keys that are rounded and then scaled, as attention in graphs from ONNX has them."""
