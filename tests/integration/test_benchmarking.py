@@ -68,8 +68,10 @@ def test_generating_is_timed_to_the_first_and_to_the_last_token(generator: Calla
         first, last = variant.cells
         assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
         assert first.tokens_per_s is None
-        assert last.tokens_per_s == pytest.approx(7000 / (last.latency.median - first.latency.median))
-    assert "tokens/s" in found.variants[1].lines()[1]
+        # On a loaded machine the first token alone may take longer than all eight of other calls, which says nothing.
+        taken = last.latency.median - first.latency.median
+        assert last.tokens_per_s == (pytest.approx(7000 / taken) if taken > 0 else None)
+        assert ("tokens/s" in variant.lines()[1]) == (taken > 0)
     assert found.variants[1].max_abs_difference < found.variants[1].tolerance
     with pytest.raises(ConfigError, match="at least 2"):
         benchmark(artifact, new_tokens=1, **FEW)
