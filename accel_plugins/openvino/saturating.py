@@ -34,8 +34,8 @@ def compute_in_float(model: ov.Model, name: str) -> None:
     if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_are_wide, weights)):
         return
     logger.warning(
-        "%s was quantized for another processor: its 8-bit products would saturate here, and are computed in floating point. "
-        "Quantize it on this one for its full speed.", name,
+        "%s was quantized for another processor, or by Neural Compressor for all: its 8-bit products would saturate here, and are "
+        "computed in floating point. Quantize it for OpenVINO on this one for its full speed.", name,
     )  # fmt: skip
     for node in nodes:
         if node.get_type_name() != "MatMul" or _rounded(node.input(0)) is None:
