@@ -318,18 +318,6 @@ class _GivenBatches:
             yield for_graph(_as_prompts(tensors, self._inputs), self._inputs)
 
 
-def _named_by_inputs(data: Any, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether a list's dictionaries are batches of arrays: rows hold arrays of images or sounds by the names of columns."""
-    if not isinstance(data, Sequence) or not isinstance(data[0], Mapping):
-        return False
-    import numpy as np
-
-    first = data[0]
-    return first.keys() <= {spec.name for spec in inputs} and any(
-        isinstance(value, np.ndarray) for value in first.values()
-    )
-
-
 def calibration_batches(
     artifact: Artifact,
     data: Any,
@@ -366,7 +354,7 @@ def calibration_batches(
     inputs = artifact.components[0].inputs if inputs is None else inputs
     if isinstance(data, Batches | _GivenBatches):
         return data
-    if not is_rows(data) or _named_by_inputs(data, inputs):
+    if not is_rows(data, {spec.name for spec in inputs}):
         # A generator can be read once only; the quantizer may need several passes.
         kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
         if isinstance(kept, Sequence) and not kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -93,14 +93,18 @@ def _no_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def is_rows(data: object) -> bool:
-    """Whether `load_rows` reads this, as opposed to batches of tensors."""
+def is_rows(data: object, inputs: Collection[str] = ()) -> bool:
+    """Whether `load_rows` reads this, as opposed to batches of tensors, or of arrays by the names of a graph's inputs."""
     if isinstance(data, str | os.PathLike):
         return True
     if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
+        import numpy as np
         import torch
 
-        return not any(isinstance(value, torch.Tensor) for value in data[0].values())
+        first = data[0]
+        # Rows hold arrays of images and sounds, by the names of columns.
+        kinds = (torch.Tensor, np.ndarray) if set(first) <= set(inputs) else torch.Tensor
+        return not any(isinstance(value, kinds) for value in first.values())
     return type(data).__module__.partition(".")[0] == "datasets"
 
 
