@@ -70,8 +70,8 @@ class Inputs:
         names = sorted(self.names)
         if name in self.own_defaults:
             raise InputError(
-                f"The graph computes {name} itself, as the model does where they are left out.",
-                fix=f"leave {name} out.",
+                f"The graph was exported without {name}: it answers as the model does where they are left out.",
+                fix=f"leave {name} out, or export with sample={{..., {name!r}: ...}} for a graph that is always given them.",
             )
         if name == "token_type_ids" and not torch.as_tensor(value).any():
             return
