@@ -390,7 +390,7 @@ def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig
         "task": resolved.task,
         "exporter": spec.name,
         "config": config.to_dict(),
-        "versions": tool_versions("torch", "transformers", "onnxscript", *spec.requires),
+        "versions": tool_versions("torch", "transformers", "onnxscript", "peft", "timm", *spec.requires),
         "schema": SCHEMA_VERSION,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
