@@ -31,6 +31,7 @@ from .sounds import SOUND_AXES
 from .source import Source
 from .speech import short_masks, shortened_mask, traced_lengths
 from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .tiles import reads_tiles, tile_features
 from .tracing import first_lines
 from .wrapper import Tensors, Wrapper
 
@@ -127,6 +128,8 @@ class _Vision(_Part):
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """One image: the model's own code makes a list of several."""
         model: Any = self.model
+        if reads_tiles(model.config):
+            return {"image_features": tile_features(model, feeds["pixel_values"]).flatten(0, -2)}
         found = model.get_image_features(pixel_values=feeds["pixel_values"])
         found = getattr(found, "pooler_output", found)
         return {"image_features": (found[0] if isinstance(found, list | tuple) else found).flatten(0, -2)}

@@ -21,6 +21,7 @@ from .generation import (
 from .references import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source
+from .tiles import reads_tiles
 from .tracing import first_lines, graph_name
 from .wrapper import Tensors
 
@@ -101,10 +102,12 @@ class _Image:
         vision, embedding, _ = vision_language(source, None)
         self.token = int(source.config.image_token_id)
         self.around = tokens_around_images(source.config)
-        self.pixels = vision.example["pixel_values"]
+        pixels = vision.example["pixel_values"]
+        # As the whole model takes it.
+        self.pixels = pixels[:, None] if reads_tiles(source.config) else pixels
         self._embedding = embedding.model
         with torch.inference_mode(), quiet():
-            self.features = vision.model(pixel_values=self.pixels)["image_features"].clone()
+            self.features = vision.model(pixel_values=pixels)["image_features"].clone()
 
     @classmethod
     def of(cls, source: Source, part: Source) -> _Image | None:
@@ -147,7 +150,7 @@ def _whole(
         if not isinstance(part.model, CrossDecoder):
             optional = {"position_ids": positions} if "position_ids" in part.example else {}
             if image is not None and bool((ids == image.token).any()):
-                optional["pixel_values"] = image.pixels.repeat(ids.shape[0], 1, 1, 1)
+                optional["pixel_values"] = image.pixels.repeat_interleave(ids.shape[0], 0)
             return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
         sizes = {"batch": ids.shape[0], "sequence": 6}
         inputs = source.sample(sizes, seed=seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -441,9 +442,14 @@ def text_config(config: Any) -> Any:
 
 
 def pad_id(config: Any) -> int:
-    """The padding token's id, or 0."""
-    value = getattr(config, "pad_token_id", None)
-    return value if isinstance(value, int) and value >= 0 else 0
+    """The padding token's id, or that of the texts' config (SmolVLM's own is none of its tokens), or 0."""
+    text = text_config(config)
+    known = getattr(text, "vocab_size", None) or sys.maxsize
+    for one in (config, text):
+        value = getattr(one, "pad_token_id", None)
+        if isinstance(value, int) and 0 <= value < known:
+            return value
+    return 0
 
 
 def _end_id(config: Any) -> int | None:

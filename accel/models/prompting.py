@@ -180,7 +180,8 @@ def _image_prompt(
         marker = processor.image_token
         text = prompt if marker in prompt else f"{marker}\n{prompt}"
         made = processor(images=picture, text=text, return_tensors="pt")
-    return {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+    return {name: made[name] for name in read if name in made}
 
 
 def answer(

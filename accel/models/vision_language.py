@@ -7,14 +7,19 @@ from typing import Any
 import torch
 
 from ..capture.caches import CACHE_NAME
+from ..capture.tiles import reads_tiles, whole_tiles
 from ..errors import InputError
 from .cache import StateCache, one_cache
 from .decoders import Generator
 from .outputs import numpy_too
 
+_IMAGES = ("pixel_values", "pixel_attention_mask")
+
 
 class ORTModelForImageTextToText(Generator):
-    """Text from a prompt with images in it: `input_ids: (batch, sequence)`, `pixel_values: (images, channels, height, width)`."""
+    """Text from a prompt with images in it: `input_ids: (batch, sequence)`, `pixel_values: (images, channels, height, width)`, or
+    `(batch, tiles, channels, height, width)` for models that read images as tiles (Idefics3, SmolVLM).
+    """
 
     task = "image-text-to-text"
     _decoder = "model"
@@ -32,12 +37,12 @@ class ORTModelForImageTextToText(Generator):
         self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
         """Images are read with the prompt `(batch, sequence)`; behind it the cache holds them."""
-        images = kwargs.pop("pixel_values", None)
+        images = {name: kwargs.pop(name) for name in _IMAGES if kwargs.get(name) is not None}
         made: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
-        if images is not None and (is_first_iteration or made.get(CACHE_NAME) is None):
-            made["pixel_values"] = images
+        if is_first_iteration or made.get(CACHE_NAME) is None:
+            made |= images
         return made
 
     @numpy_too
@@ -51,37 +56,60 @@ class ORTModelForImageTextToText(Generator):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: StateCache | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
         **rest: Any,
     ) -> Any:
         """Run the vision tower over the images, if any, then the decoder once.
 
         Args:
             input_ids: `(batch, new)` tokens behind those in the cache, with the image token where images stand.
-            pixel_values: `(images, channels, height, width)`, in the order of their tokens.
+            pixel_values: `(images, channels, height, width)`, in the order of their tokens; `(batch, tiles, channels, height,
+                width)` for models that read tiles, where a tile of zeros is none.
             attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: `(batch, new)`; behind the cached ones when `None`.
             past_key_values: What an earlier call returned; continued in place.
             use_cache: Whether to return the cache (default).
             logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
             cache: `past_key_values` by its name in transformers 5.24.
+            pixel_attention_mask: `(batch, tiles, height, width)`, for models that read tiles: all ones in every tile that is one.
             **rest: Refused where it would change the result.
 
         Raises:
-            InputError: Image tokens that are not as many as the images need, and what `ORTModelForCausalLM` refuses.
+            InputError: Image tokens that are not as many as the images need, padded tiles, and what `ORTModelForCausalLM` refuses.
         """
         ids = self._ids(input_ids, rest)
         embeds = self._embedding.run({"input_ids": ids})["inputs_embeds"]
         if pixel_values is not None:
-            embeds = self._with_images(embeds, ids, pixel_values)
+            embeds = self._with_images(embeds, ids, self._images(pixel_values, pixel_attention_mask))
         tokens = {"inputs_embeds": embeds}
         past = one_cache(past_key_values, cache)
         return self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
 
+    def _images(self, pixel_values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The images, or the tiles that are not empty: `(images, channels, height, width)`."""
+        tiled = reads_tiles(self.config)
+        rank = 5 if tiled else 4
+        if pixel_values.ndim != rank:
+            raise InputError(
+                f"pixel_values have {pixel_values.ndim} axes; a {self.config.model_type} takes {rank}: "
+                f"({'batch, tiles' if tiled else 'images'}, channels, height, width).",
+                fix="make prompt and images with one call of the model's processor.",
+            )
+        if not tiled:
+            self._check_rest({"pixel_attention_mask": mask})
+            return pixel_values
+        tiles, whole = whole_tiles(pixel_values, mask)
+        if not whole:
+            raise InputError(
+                "pixel_attention_mask has zeros: tiles are padded, which the graph does not take.",
+                fix="make prompt and images with one call of the model's processor, which resizes images to whole tiles.",
+            )
+        return tiles
+
     def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """The embeddings with the images' features in the place of the image tokens."""
-        features = torch.cat(
-            [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
-        )
+        read = [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
+        features = torch.cat(read) if read else embeds.new_empty((0, embeds.shape[-1]))
         places = input_ids == self.config.image_token_id
         if int(places.sum()) != len(features):
             raise InputError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.models.auto import modeling_auto
 
+from accel.capture.tiles import reads_tiles
 from accel.tasks.infer import task_spec
 
 from .building import NotBuilt, first_line
@@ -321,7 +322,8 @@ def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
         raise NotBuilt("says no image token")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     batch = ids.shape[0]
-    pixels = torch.randn((batch, *_image_shape(config)), generator=draw)
+    tiles = (1,) if reads_tiles(config) else ()
+    pixels = torch.randn((batch, *tiles, *_image_shape(config)), generator=draw)
     try:
         with torch.inference_mode():
             features = model.get_image_features(pixel_values=pixels[:1])

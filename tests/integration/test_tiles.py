@@ -1,0 +1,97 @@
+"""Models that read images as tiles, several a row: SmolVLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from accel import ORTModelForImageTextToText, export
+from accel.errors import InputError
+from accel.testing.models import VOCABULARY
+
+_TILE = 32
+_TOKENS = 4
+_IMAGE = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A SmolVLM of two layers whose tiles are four tokens each."""
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": _TILE,
+        "patch_size": 8,
+    }  # fmt: skip
+    text = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = transformers.SmolVLMConfig(vision_config=vision, text_config=text, image_token_id=_IMAGE, scale_factor=2)
+    made = transformers.SmolVLMForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def _processed(*, splits: bool = True) -> Any:
+    """A prompt with two pictures, which are cut into tiles, and one with a third, padded to as many."""
+    images = transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 3 * _TILE}, max_image_size={"longest_edge": _TILE}, do_image_splitting=splits
+    )
+    draw = np.random.default_rng(0)
+    shapes = ((20, 70), (40, 30), (50, 50))
+    pictures = [Image.fromarray(draw.integers(1, 255, (*shape, 3), dtype=np.uint8)) for shape in shapes]
+    made = images([pictures[:2], pictures[2:]], return_tensors="pt")
+    rows = []
+    for tiles in made["pixel_values"]:
+        count = int((tiles != 0).flatten(1).any(1).sum())
+        rows.append([5, *[_IMAGE] * (_TOKENS * count), 7, 8])
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        **{name: made[name] for name in ("pixel_values", "pixel_attention_mask")},
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=["cpu", pytest.param("openvino", marks=pytest.mark.thorough)],
+)
+def opened(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tiles") / request.param
+    return ORTModelForImageTextToText.from_pretrained(export(model, folder, backend=request.param).path)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_batches_of_pictures_in_tiles(opened: Any, model: Any, splits: bool) -> None:
+    feeds = _processed(splits=splits)
+    real = feeds["attention_mask"].bool()
+    with torch.inference_mode():
+        expected = model(**feeds).logits
+    assert float((opened(**feeds).logits - expected)[real].abs().max()) < 1e-4 * float(expected.abs().max())
+    for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+        tokens = model.generate(**feeds, max_new_tokens=6, do_sample=False, **options)
+        assert torch.equal(opened.generate(**feeds, max_new_tokens=6, do_sample=False, **options), tokens)
+
+
+def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
+    feeds = _processed()
+    padded = feeds["pixel_attention_mask"].clone()
+    padded[0, 0, :, _TILE // 2 :] = 0
+    with pytest.raises(InputError, match="tiles are padded"):
+        opened(**{**feeds, "pixel_attention_mask": padded})
+    with pytest.raises(InputError, match="a smolvlm takes 5"):
+        opened(**{**feeds, "pixel_values": feeds["pixel_values"][0]})
+    with pytest.raises(InputError, match="image tokens"):
+        opened(**{**feeds, "pixel_values": torch.zeros_like(feeds["pixel_values"])})
