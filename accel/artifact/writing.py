@@ -351,6 +351,11 @@ def is_companion(path: Path) -> bool:
     )
 
 
+def checkpoint_weights(folder: Path) -> list[Path]:
+    """The files of a transformers checkpoint's weights, in PyTorch's formats."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+
+
 def copy_file(source: Path, target: Path) -> None:
     """A file under another name, sharing its blocks on disk where the file system can.
 

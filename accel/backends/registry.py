@@ -241,12 +241,23 @@ def choose(
         remedies = [
             r.remedy for row in selection.table if row.backend == backend or backend is None for r in row.reasons
         ]
-        fix = next((remedy for remedy in remedies if remedy), "run `accel doctor` to see what this machine has.")
+        fix = next((remedy for remedy in remedies if remedy), None) or _way_out(specs, format, backend)
         raise BackendUnavailableError(
             f"{what} {format} ({dtype}, {task}){f' on {device}' if device else ''}. Considered:\n{table}", fix=fix
         )
     logger.info("backend %s on %s for %s (%s)", selection.backend, selection.device, format, dtype)
     return next(spec for spec in specs if spec.name == selection.backend), selection.device
+
+
+def _way_out(specs: Sequence[BackendSpec], format: str, backend: str | None) -> str:
+    """What to do about a format that a backend does not run, where another does."""
+    others = [spec.name for spec in specs if spec.capability("run", format)]
+    if backend is None or backend in others or not others:
+        return "run `accel doctor` to see what this machine has."
+    return (
+        f"name a backend that runs {format} ({', '.join(others)}), or make what {backend} runs of the model's weights: "
+        f"accel.export(model, out, backend={backend!r}), or export=True in from_pretrained."
+    )
 
 
 def _unprobed(spec: BackendSpec) -> Probe:

@@ -97,6 +97,17 @@ def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
     return least, most
 
 
+def longest_at_once(config: Any) -> int | None:
+    """How long texts may be before a model computes them in blocks, which is another graph; `None` where it never does."""
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # BigBird attends to everything in texts up to this length.
+        return (5 + 2 * int(config.num_random_blocks)) * int(config.block_size)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()) and hasattr(config, "block_size"):
+        # MiniMax computes with all of them at once.
+        return int(config.block_size)
+    return None
+
+
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     """How long a sequence the model's learned positions allow."""
     if not any("sequence" in named.values() for named in axes.values()):
@@ -117,12 +128,8 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         elif isinstance(kept := getattr(child, "weights", None), torch.Tensor):
             # Computed once and kept (M2M100, TIPSv2): a graph has the rows that the model had.
             limits.append(int(declared or kept.shape[0]))
-    if getattr(config, "attention_type", None) == "block_sparse":
-        # BigBird attends to everything in texts up to this length, and to blocks of longer ones, which is another graph.
-        limits.append((5 + 2 * int(config.num_random_blocks)) * int(config.block_size))
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()) and hasattr(config, "block_size"):
-        # MiniMax computes with texts of up to this length at once, and with longer ones in blocks, which is another graph.
-        limits.append(int(config.block_size))
+    if (block := longest_at_once(config)) is not None:
+        limits.append(block)
     if isinstance(whole := getattr(config, "max_text_len", None), int):
         # Grounding DINO scores so many tokens.
         limits.append(whole)

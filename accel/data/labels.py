@@ -60,6 +60,13 @@ def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> C
     if names and all(key(name) in by_name for name in names):
         return lambda value: value if value == IGNORED else by_name[key(names[value])]
     if all(isinstance(value, str) for value in flat):
+        if any(key(value) in by_name for value in flat) and any(
+            value.isdecimal() and key(value) not in by_name for value in flat
+        ):
+            raise InputError(
+                f"The labels of {rows.sample.source} are names and numbers mixed: {_some(sorted(set(flat)))}.",
+                fix="use one or the other in the whole column.",
+            )
         unknown = sorted({value for value in flat if key(value) not in by_name})
         if unknown:
             raise InputError(

@@ -202,10 +202,21 @@ def _read_file(path: Path, split: str | None) -> Any:
         if path.suffix.lower() == ".tsv":
             options["sep"] = "\t"
     try:
-        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+        found = datasets.load_dataset(reader, data_files=str(path), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         cause = error.__cause__ or error
+        if "corresponds to no data" in str(cause):
+            raise InputError(f"{path.name} holds no rows.", fix="pass a file with at least one row.") from error
         raise InputError(f"{path.name} cannot be read as {reader}: {cause}", fix="check the file.") from error
+    names = found.column_names
+    separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None) if reader == "csv" else None
+    if separator is not None:
+        kind = "tab" if separator == "\t" else repr(separator)
+        raise InputError(
+            f"The columns of {path.name} are separated by {kind}: {names[0]!r}.",
+            fix="write it with commas, or with tabs as a .tsv file.",
+        )
+    return found
 
 
 def _read_folder(path: Path) -> Any:

@@ -27,7 +27,7 @@ from ..backends.interfaces import Session
 from ..backends.opening import RunSettings, open_artifact
 from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
-from ..errors import ArtifactNotFoundError, ConfigError, InputError, IntegrityError, TaskError
+from ..errors import ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolving import resolve
@@ -42,7 +42,7 @@ from .arguments import (
     without_others_words,
 )
 from .familiar import Familiar
-from .inputs import Inputs
+from .inputs import Inputs, too_long
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .outputs import fast_output, grouped, indexed
@@ -424,10 +424,7 @@ class ORTModel(Familiar, Saveable):
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
         # A single number has no size, as the session will say.
         if self._limited is not None and (shape := inputs[self._limited].shape) and shape[-1] > self._limit:
-            raise InputError(
-                f"{self._limited!r} has {shape[-1]} tokens; the model has {self._limit} positions.",
-                fix=f"truncate: tokenizer(..., truncation=True, max_length={self._limit}).",
-            )
+            raise too_long(self._limited, shape[-1], self._limit, self.config)
         if self._forks != _forks:
             self._reopen_after_fork()
         values: dict[str, Any] = self._session.run(inputs)

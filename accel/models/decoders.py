@@ -339,7 +339,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         for name, value in rest.items():
             if value is None or value is False or name in _IGNORED or name in self._unused:
                 if name in ("output_attentions", "output_hidden_states") and value:
-                    raise InputError(f"The graph does not return what {name} asks for.", fix=f"leave {name} out.")
+                    raise InputError(
+                        f"Graphs that generate do not return what {name} asks for.",
+                        fix=f"leave {name} out, or run the model with transformers.",
+                    )
                 continue
             if name == "token_type_ids" and not torch.as_tensor(value).any():
                 # What models that know types take for no types.

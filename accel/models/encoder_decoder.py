@@ -161,7 +161,8 @@ class EncoderDecoder(Generator):
         """Run the encoder where `encoder_outputs` are not given, then the decoder once.
 
         Args:
-            input_ids: `(batch, encoder_sequence)`; `pixel_values`, `flattened_patches` or `input_features` for other encoders.
+            input_ids: `(batch, encoder_sequence)`; `pixel_values`, `flattened_patches` or `input_features` for other encoders, by name
+                or first.
             attention_mask: `(batch, encoder_sequence)`.
             decoder_input_ids: `(batch, new)` tokens behind those in the cache.
             decoder_attention_mask: `(batch, cached + new)`.
@@ -176,6 +177,9 @@ class EncoderDecoder(Generator):
             InputError: Sizes that do not agree, a foreign cache, encoder outputs without their mask.
         """
         self._check_fork()
+        if input_ids is not None and input_ids.is_floating_point():
+            # Sounds and pixels stand first in their models' signatures, too.
+            rest, input_ids = {self.main_input_name: input_ids, **rest}, None
         inputs = {"input_ids": input_ids, **rest}
         encoder_inputs = {n: v for n, v in inputs.items() if n in self._encoder.names and v is not None}
         self._check_rest({n: v for n, v in rest.items() if n not in self._encoder.names and n != "logits_to_keep"})

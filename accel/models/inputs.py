@@ -123,6 +123,20 @@ class Inputs:
         return made
 
 
+def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
+    """The error for more tokens than the graph reads, and why it does not."""
+    from ..capture.positions import longest_at_once  # a process that only runs graphs traces none
+
+    truncate = f"truncate: tokenizer(..., truncation=True, max_length={limit})"
+    if longest_at_once(config) == limit:
+        return InputError(
+            f"{name!r} has {tokens} tokens; the graph reads {limit}: the model computes longer texts in blocks, which would be another "
+            "graph.",
+            fix=f"run the model with transformers, or {truncate}.",
+        )
+    return InputError(f"{name!r} has {tokens} tokens; the model has {limit} positions.", fix=f"{truncate}.")
+
+
 def _mask_from_padding(ids: torch.Tensor, config: Any) -> torch.Tensor:
     """Where the tokens `(batch, sequence)` are that these models attend to when they are given no mask: `(batch, sequence) int64`."""
     kept: torch.Tensor = ids != getattr(config, "pad_index", config.pad_token_id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.manifest import MANIFEST, Artifact, with_files
-from ..artifact.writing import check_output, copy_companions, is_companion, merging
+from ..artifact.writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..errors import ArtifactError, OutputFolderError
 from ..signatures import checked_arguments
 
@@ -36,7 +36,7 @@ class Saveable:
             push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
 
         Raises:
-            OutputFolderError: The folder is the model's own, or something in it would be replaced.
+            OutputFolderError: The folder is the model's own, or holds a checkpoint, or something in it would be replaced.
         """
         generation = self.generation_config
         target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
@@ -123,8 +123,8 @@ def save_model(
     A tokenizer or processor that is there already is kept, and becomes the model's.
 
     Raises:
-        OutputFolderError: It is the model's own folder; or it holds an artifact or files of the same names, and `overwrite` is
-            false.
+        OutputFolderError: It is the model's own folder, or holds a checkpoint; or it holds an artifact or files of the same names, and
+            `overwrite` is false.
     """
     target = Path(folder).expanduser().absolute()
     if not target.is_dir() or not any(target.iterdir()) or target.resolve() == artifact.path.resolve():
@@ -144,6 +144,13 @@ def save_model(
                 fix="name another folder, or replace them with overwrite=True.",
             )
         old = _graphs_of(target) if overwrite else set()
+        beside = [path.name for path in checkpoint_weights(target) if path.name not in old.union(map(str, names))]
+        if beside:
+            raise OutputFolderError(
+                f"{target} holds a checkpoint ({', '.join(beside)}): an artifact beside it would be opened in its place, and answer "
+                "as before when it is trained again.",
+                fix="name another folder, or one inside it.",
+            )
     for name in old - set(map(str, names)):
         (target / name).unlink(missing_ok=True)
     return target

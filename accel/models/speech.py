@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
+from ..errors import InputError
 from .cache import renamed
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
@@ -34,6 +35,11 @@ class ORTModelForSpeechSeq2Seq(
         if self.config.model_type != _WHISPER:
             return EncoderDecoder.generate(self, input_features, *args, **kwargs)
         self._check_prompt(input_features, kwargs)
+        if kwargs.get("return_token_timestamps"):
+            raise InputError(
+                "The times of words come from the decoder's attention to the sound, which the graphs do not return.",
+                fix="ask for those of segments, return_timestamps=True; or run Whisper with transformers, or a model with a CTC head.",
+            )
         return super().generate(input_features, *args, **renamed(kwargs))
 
     def _open(self) -> None:

@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.writing import checkpoint_weights
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError
@@ -21,6 +23,8 @@ from .foreign import adopt, beside_config, holds_graphs
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _GRAPHS = (".onnx", ".xml")
 Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
@@ -73,7 +77,7 @@ class Resolved:
         if self.kind in ("adapter", "module"):
             return True
         assert self.folder is not None
-        return any(self.folder.glob("*.safetensors")) or any(self.folder.glob("pytorch_model*.bin"))
+        return bool(checkpoint_weights(self.folder))
 
 
 def resolve(
@@ -145,6 +149,7 @@ def resolve(
         if (folder / MANIFEST).is_file() and variant is None:
             artifact = _holding(file_name, folder)
             if artifact is not None:
+                _tell_of_weights(artifact)
                 return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
@@ -166,6 +171,18 @@ def resolve(
         )
     kind: Kind = "adapter" if adapter else "weights"
     return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+
+
+def _tell_of_weights(artifact: Artifact) -> None:
+    """Warn of a checkpoint beside an artifact: nobody knows whether the graphs are still its own."""
+    own = {record.name for component in artifact.components for record in component.files}
+    beside = [path.name for path in checkpoint_weights(artifact.path) if path.name not in own]
+    if beside:
+        logger.warning(
+            "%s holds %s beside its graphs, which are opened; they may be of other weights. export=True takes the checkpoint.",
+            artifact.path,
+            ", ".join(beside),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ..config import available_processors
 from ..errors import AccelError, BudgetError, SessionError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.results import VariantResult
+from ..measuring.latency.workloads import check_sequences
 from .building import Builder
 from .candidates import Candidate, Recipe, Space, combined
 from .grading import Grader
@@ -98,6 +99,8 @@ class Search:
             reasons = {**{one.name: one.reason for one in space.skipped}, **self._builder.failed}
             why = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
             raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
+        if self._work.texts is None:
+            check_sequences(self._work.sequence, exports[0].facts.limits)
         with self._stage("optimize and quantize"):
             made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
         with self._stage("screen"):

@@ -578,6 +578,12 @@ def test_sounds_and_images_that_are_none(family: str, name: str, generator: Arti
         assert error.value.fix
     expected = model.generate(right, max_new_tokens=2)
     assert np.array_equal(model.generate(**{name: right.numpy()}, max_new_tokens=2), expected.numpy())
+    start = torch.zeros((len(right), 1), dtype=torch.int64)
+    by_name = model(**{name: right}, decoder_input_ids=start).logits
+    assert torch.equal(model(right, decoder_input_ids=start).logits, by_name), "first, as in its model's signature"
+    if family == "whisper":
+        with pytest.raises(InputError, match="times of words"):
+            model.generate(right, return_timestamps=True, return_token_timestamps=True)
 
 
 def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:

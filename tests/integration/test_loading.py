@@ -215,6 +215,26 @@ def test_saved_beside_a_tokenizer_that_is_there(artifact: Artifact, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
 
 
+def test_a_checkpoint_is_not_hidden_behind_an_artifact(
+    artifact: Artifact, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trained again, it would be answered for by graphs of the weights before."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for overwrite in (False, True):
+        with pytest.raises(OutputFolderError, match=r"holds a checkpoint \(model\.safetensors\)"):
+            Classifier(artifact).save_pretrained(tmp_path, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    Classifier(artifact).save_pretrained(tmp_path / "onnx")
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "onnx" / "model.safetensors")
+    Classifier.from_pretrained(tmp_path / "onnx")
+    assert "they may be of other weights. export=True takes the checkpoint" in caplog.text
+
+
+def test_a_format_that_the_named_backend_does_not_run(copy: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"Fix: name a backend that runs onnx \(.*cpu.*export=True"):
+        Classifier.from_pretrained(copy, backend="pytorch")
+
+
 def test_a_save_that_is_interrupted_leaves_nothing_that_opens(
     artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

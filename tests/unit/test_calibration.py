@@ -95,9 +95,16 @@ class TestLoading:
 
     @pytest.mark.parametrize("content", ["", "text,label\n"])
     def test_empty_file(self, tmp_path: Path, content: str) -> None:
-        path = tmp_path / "empty.csv"
+        path = tmp_path / "rows.csv"
         path.write_text(content, encoding="utf-8")
-        with pytest.raises(InputError, match=r"empty|no rows"):
+        with pytest.raises(InputError, match=r"rows\.csv (is empty|holds no rows)"):
+            load_rows(path)
+
+    @pytest.mark.parametrize(("separator", "word"), [(";", "';'"), ("\t", "tab")])
+    def test_columns_that_no_comma_separates(self, tmp_path: Path, separator: str, word: str) -> None:
+        path = tmp_path / "rows.csv"
+        path.write_text(f"text{separator}label\nhelp{separator}0\n", encoding="utf-8")
+        with pytest.raises(InputError, match=f"separated by {word}"):
             load_rows(path)
 
     def test_no_rows(self) -> None:
@@ -241,6 +248,10 @@ class TestLabels:
             InputError, match="'perhaps' in rows are labels that the model does not know; it knows 'no'"
         ):
             ids([{"text": "a", "label": "perhaps"}])
+
+    def test_names_and_numbers_in_one_column(self) -> None:
+        with pytest.raises(InputError, match="names and numbers mixed: '1', 'no'"):
+            ids([{"text": "a", "label": "no"}, {"text": "b", "label": "1"}])
 
     def test_unknown_number(self) -> None:
         with pytest.raises(InputError, match="it has 3, from 0"):

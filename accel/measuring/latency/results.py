@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...artifact.manifest import MANIFEST, Artifact
+from ...artifact.writing import checkpoint_weights
 from ..statistics import Ratio, Summary, geometric_mean, ratio, summarize
 from .rounds import Measured
 from .variants import Variant, Workload
@@ -206,5 +207,4 @@ def _bytes(variant: Variant) -> int | None:
     """Size of the weights and graphs on disk."""
     if (variant.path / MANIFEST).is_file():
         return Artifact.load(variant.path).bytes
-    weights = [*variant.path.glob("*.safetensors"), *variant.path.glob("pytorch_model*.bin")]
-    return sum(path.stat().st_size for path in weights) or None
+    return sum(path.stat().st_size for path in checkpoint_weights(variant.path)) or None

@@ -17,6 +17,20 @@ from .worker import Worker
 _CASES_OF_TEXTS = 64
 
 
+def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None:
+    """Refuse more tokens a row than a model reads.
+
+    Raises:
+        ConfigError: A sequence longer than the model's positions.
+    """
+    limit = limits.get("sequence")
+    if limit is not None and max(sequences) > limit:
+        raise ConfigError(
+            f"The model has {limit} positions, not {max(sequences)}.",
+            fix=f"name sequences up to {limit}: sequence=({limit},), or --sequence {limit}.",
+        )
+
+
 def grid(
     worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequence[int], new_tokens: int = 0
 ) -> list[Workload]:
@@ -27,11 +41,8 @@ def grid(
     Raises:
         ConfigError: A sequence longer than the model's positions.
     """
-    limit = loaded.limits.get("sequence")
-    if limit is not None and "sequence" in loaded.axes and max(sequences) > limit:
-        raise ConfigError(
-            f"The model has {limit} positions, not {max(sequences)}.", fix=f"use sequences up to {limit}."
-        )
+    if "sequence" in loaded.axes:
+        check_sequences(sequences, loaded.limits)
     shapes: list[tuple[int, int | None]] = [(b, s) for b in batches for s in sequences]
     if "sequence" not in loaded.axes:
         shapes = [(b, None) for b in batches]
