@@ -316,7 +316,11 @@ def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Sour
     model: Any = source.model
     vision = getattr(source.config, "vision_config", None)
     size = getattr(vision, "image_size", None)
-    if getattr(source.config, "image_token_id", None) is None or not isinstance(size, int):
+    # InternVL's is a pair.
+    height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
+    if getattr(source.config, "image_token_id", None) is None or not (
+        isinstance(height, int) and isinstance(width, int)
+    ):
         raise ExportError(
             f"{source.architecture} does not put images of one size into the prompt; only such models can be exported.",
             fix="run it with transformers.",
@@ -328,7 +332,7 @@ def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Sour
             fix="run it with transformers.",
         )
     pixels = torch.randn(
-        (1, getattr(vision, "num_channels", 3), size, size), generator=torch.Generator().manual_seed(3)
+        (1, getattr(vision, "num_channels", 3), height, width), generator=torch.Generator().manual_seed(3)
     )
     tokens = {"input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64)}
     parts: list[tuple[str, _Part, Tensors, dict[str, dict[int, str]]]] = [

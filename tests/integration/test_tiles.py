@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,3 +96,31 @@ def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
         opened(**{**feeds, "pixel_values": feeds["pixel_values"][0]})
     with pytest.raises(InputError, match="image tokens"):
         opened(**{**feeds, "pixel_values": torch.zeros_like(feeds["pixel_values"])})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_sizes_that_a_config_gives_as_pairs(backend: str, tmp_path: Path) -> None:
+    """InternVL's: its tiles are images one behind the other."""
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": [_TILE, _TILE],
+        "patch_size": [8, 8],
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
+    }  # fmt: skip
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=text, image_token_id=_IMAGE, downsample_ratio=0.5, image_seq_length=_TOKENS
+    )
+    original = transformers.InternVLForConditionalGeneration(config).eval()
+    original.generation_config.eos_token_id = None
+    opened = ORTModelForImageTextToText.from_pretrained(export(original, tmp_path / "out", backend=backend).path)
+    ids = torch.tensor([[5, *[_IMAGE] * (2 * _TOKENS), 7, 8], [9, 6, 6, 6, 6, *[_IMAGE] * _TOKENS, 7, 8]])
+    feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(3, 3, _TILE, _TILE)}
+    with torch.inference_mode():
+        expected = original(**feeds).logits
+    assert float((opened(**feeds).logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    tokens = original.generate(**feeds, max_new_tokens=6, do_sample=False)
+    assert torch.equal(opened.generate(**feeds, max_new_tokens=6, do_sample=False), tokens)

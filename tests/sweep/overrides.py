@@ -205,6 +205,7 @@ OVERRIDES: dict[str, Special] = {
         "auxiliary_in_channels": 32,
         "pool_scales": [1, 2],
     },
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "yolos": {"image_size": [64, 64], "num_detection_tokens": 8},
     "bit": {"num_groups": 4, "embedding_size": 16},
     "data2vec-audio": {name: value for name, value in _WAVES.items() if not name.startswith("num_")},
