@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..errors import InputError
+
 _KINDS = frozenset(("idefics3", "smolvlm"))
 
 
@@ -30,7 +32,15 @@ def whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.
     Args:
         pixels: `(batch, tiles, channels, height, width)`; a tile of zeros is none.
         mask: `(batch, tiles, height, width)`, 0 for padding; no padding when `None`.
+
+    Raises:
+        InputError: A mask of other tiles.
     """
+    if mask is not None and mask.shape != (*pixels.shape[:2], *pixels.shape[3:]):
+        raise InputError(
+            f"pixel_attention_mask is {tuple(mask.shape)}, and pixel_values are {tuple(pixels.shape)}.",
+            fix="make both with one call of the model's processor, or leave the mask out where no tile is padded.",
+        )
     tiles = pixels.flatten(0, 1)
     there = (tiles != 0).flatten(1).any(1)
     return tiles[there], mask is None or bool(mask.flatten(0, 1)[there].all())

@@ -8,6 +8,7 @@ transformers' own `generate`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, ClassVar
@@ -349,7 +350,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 continue
             if name == "labels":
                 raise InputError("No loss is computed here.", fix="leave labels out, and compute it from the logits.")
-            raise InputError(f"The graph takes {sorted(self._takes)}, not {name!r}.", fix=f"leave {name!r} out.")
+            # Not the graph's inputs: the embeddings of images and texts are made here.
+            parameters = inspect.signature(self.forward).parameters.values()
+            known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+            raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
 
 
 def _places(new: int, asked: torch.Tensor) -> torch.Tensor:

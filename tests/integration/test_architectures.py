@@ -13,6 +13,7 @@ from PIL import Image
 
 from accel import (
     ORTModelForCausalLM,
+    ORTModelForFeatureExtraction,
     ORTModelForImageClassification,
     ORTModelForImageTextToText,
     ORTModelForQuestionAnswering,
@@ -353,6 +354,24 @@ def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
     assert artifact.component().max_sizes == {"sequence": 28}
     with pytest.raises(InputError, match="reads 28: the model computes longer texts in blocks"):
         ORTModelForSequenceClassification.from_pretrained(artifact.path)(input_ids=torch.ones(1, 29, dtype=torch.int64))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["T5", "UMT5"])
+def test_a_checkpoint_of_an_encoder_alone(family: str, tmp_path: Path) -> None:
+    """Sentence-t5's and GTR's: the auto class of features makes a decoder, too, whose weights they lack."""
+    original = made(
+        f"{family}EncoderModel", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
+    )
+    original.save_pretrained(tmp_path / "model")
+    opened = ORTModelForFeatureExtraction.from_pretrained(tmp_path / "model", export=True)
+    ids = torch.randint(3, 120, (3, 11))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    with torch.inference_mode():
+        expected = original(input_ids=ids, attention_mask=mask).last_hidden_state
+    found = opened(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert float((found - expected)[mask.bool()].abs().max()) <= 1e-4
 
 
 @pytest.mark.thorough

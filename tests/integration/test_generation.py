@@ -716,7 +716,12 @@ def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     pipe = transformers.pipeline("image-text-to-text", model=opened(artifact), processor=processor)
     answer = pipe(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", max_new_tokens=6)
     assert answer[0]["generated_text"].endswith(found["text"])
+    ours = accel.pipeline("image-text-to-text", model=artifact.path)
+    again = ours(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", max_new_tokens=6)
+    assert again[0]["generated_text"] == answer[0]["generated_text"]
     model = opened(artifact)
+    with pytest.raises(InputError, match="takes input_ids, pixel_values, .*, not 'inputs_embeds'"):
+        model(inputs_embeds=torch.zeros((1, 2, 64)))
     with pytest.raises(InputError, match="8 image tokens; 1 images need 4"):
         ids = torch.full((1, 8), IMAGE_TOKEN)
         model(input_ids=ids, pixel_values=feeds["pixel_values"])

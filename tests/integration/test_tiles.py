@@ -22,14 +22,14 @@ _IMAGE = 40
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A SmolVLM of two layers whose tiles are four tokens each."""
+    """A small SmolVLM whose tiles are four tokens each."""
     torch.manual_seed(0)
     vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": _TILE,
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": _TILE,
         "patch_size": 8,
     }  # fmt: skip
     text = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
@@ -92,6 +92,8 @@ def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
     padded[0, 0, :, _TILE // 2 :] = 0
     with pytest.raises(InputError, match="tiles are padded"):
         opened(**{**feeds, "pixel_attention_mask": padded})
+    with pytest.raises(InputError, match="pixel_attention_mask is .* and pixel_values are"):
+        opened(**{**feeds, "pixel_attention_mask": padded[:, :1]})
     with pytest.raises(InputError, match="a smolvlm takes 5"):
         opened(**{**feeds, "pixel_values": feeds["pixel_values"][0]})
     with pytest.raises(InputError, match="image tokens"):

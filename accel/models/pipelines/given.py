@@ -13,6 +13,7 @@ _LOADERS = {
     "tokenizer": "AutoTokenizer",
     "image_processor": "AutoImageProcessor",
     "feature_extractor": "AutoFeatureExtractor",
+    "processor": "AutoProcessor",
 }
 
 

@@ -113,7 +113,10 @@ def pipeline(
     impl: Any = pipeline_class(task)
     check_words(task, impl, kwargs)
     given = opened_processors(
-        {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor},
+        {
+            "tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
+            "processor": kwargs.pop("processor", None),
+        },
         token=token, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if isinstance(model, ORTModel):
@@ -154,6 +157,9 @@ def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) ->
     """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them, and the
     caller gave none.
     """
+    if getattr(impl, "_load_processor", False) is True:
+        # One for images and texts together.
+        return {} if "processor" in given else {"processor": companion_of(model, "AutoProcessor")}
     needed = {}
     main, reads = model.main_input_name, model.input_names
     sounds = {"input_values", "input_features"} & {main, *reads}
