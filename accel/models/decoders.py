@@ -293,14 +293,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         self._check_fork()
         if rest:
             self._check_rest(rest)
-        if not isinstance(input_ids, torch.Tensor):
-            raise InputError(
-                f"input_ids is a {type(input_ids).__name__}; models that generate take torch tensors.",
-                fix="pass the tokenizer's output, made with return_tensors='pt'.",
-            )
-        if input_ids.ndim != 2:
+        ids = tensor_of("input_ids", input_ids)
+        if ids.ndim != 2:
             raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
-        return input_ids
+        return ids
 
     def _continued(
         self,
@@ -354,6 +350,20 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             parameters = inspect.signature(self.forward).parameters.values()
             known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
             raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
+
+
+def tensor_of(name: str, value: Any) -> torch.Tensor:
+    """The value, which is a tensor.
+
+    Raises:
+        InputError: It is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"{name} is a {type(value).__name__}; models that generate take torch tensors.",
+            fix="pass the tokenizer's or processor's output, made with return_tensors='pt'.",
+        )
+    return value
 
 
 def _places(new: int, asked: torch.Tensor) -> torch.Tensor:

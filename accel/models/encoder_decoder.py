@@ -15,7 +15,7 @@ from ..backends.interfaces import Session
 from ..capture.caches import CACHE_NAME
 from ..errors import InputError
 from .cache import StateCache, one_cache
-from .decoders import Generator
+from .decoders import Generator, tensor_of
 from .outputs import fast_output, numpy_too
 
 _ENCODER_MASK = "encoder_attention_mask"
@@ -177,16 +177,17 @@ class EncoderDecoder(Generator):
             InputError: Sizes that do not agree, a foreign cache, encoder outputs without their mask.
         """
         self._check_fork()
-        if input_ids is not None and input_ids.is_floating_point():
+        if isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point():
             # Sounds and pixels stand first in their models' signatures, too.
             rest, input_ids = {self.main_input_name: input_ids, **rest}, None
         inputs = {"input_ids": input_ids, **rest}
-        encoder_inputs = {n: v for n, v in inputs.items() if n in self._encoder.names and v is not None}
+        encoder_inputs = {n: tensor_of(n, v) for n, v in inputs.items() if n in self._encoder.names and v is not None}
         self._check_rest({n: v for n, v in rest.items() if n not in self._encoder.names and n != "logits_to_keep"})
         if decoder_input_ids is None:
             raise InputError(
                 "decoder_input_ids are missing.", fix="pass them, or call generate(), which starts the decoder."
             )
+        tensor_of("decoder_input_ids", decoder_input_ids)
         past = one_cache(past_key_values, cache)
         cache = self.new_cache() if past is None else self._own(past)
         if cache.state is None:

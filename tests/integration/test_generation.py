@@ -581,6 +581,9 @@ def test_sounds_and_images_that_are_none(family: str, name: str, generator: Arti
     start = torch.zeros((len(right), 1), dtype=torch.int64)
     by_name = model(**{name: right}, decoder_input_ids=start).logits
     assert torch.equal(model(right, decoder_input_ids=start).logits, by_name), "first, as in its model's signature"
+    for nothing in ("sound", 5, [[1]]):
+        with pytest.raises(InputError):
+            model(nothing, decoder_input_ids=start)
     if family == "whisper":
         with pytest.raises(InputError, match="times of words"):
             model.generate(right, return_timestamps=True, return_token_timestamps=True)
