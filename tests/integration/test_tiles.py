@@ -15,6 +15,8 @@ from accel import ORTModelForImageTextToText, export
 from accel.errors import InputError
 from accel.testing.models import VOCABULARY
 
+pytestmark = pytest.mark.thorough
+
 _TILE = 32
 _TOKENS = 4
 _IMAGE = 40
@@ -65,10 +67,7 @@ def _processed(*, splits: bool = True) -> Any:
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=["cpu", pytest.param("openvino", marks=pytest.mark.thorough)],
-)
+@pytest.fixture(scope="module", params=["cpu", "openvino"])
 def opened(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tiles") / request.param
     return ORTModelForImageTextToText.from_pretrained(export(model, folder, backend=request.param).path)
@@ -100,7 +99,6 @@ def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
         opened(**{**feeds, "pixel_values": torch.zeros_like(feeds["pixel_values"])})
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 def test_sizes_that_a_config_gives_as_pairs(backend: str, tmp_path: Path) -> None:
     """InternVL's: its tiles are images one behind the other."""

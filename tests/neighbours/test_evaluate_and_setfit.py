@@ -92,6 +92,7 @@ def test_our_evaluator_of_texts(given: str, share: Any, tmp_path: Path) -> None:
     assert found["samples_per_second"] > 0
 
 
+@pytest.mark.thorough
 def test_our_evaluator_of_images(share: Any, tmp_path: Path) -> None:
     import datasets
     from PIL import Image
