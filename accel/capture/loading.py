@@ -141,8 +141,6 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             model_config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=hub.trust_remote_code, local_files_only=True
             )
-            if spec.embeds and (encoder := _encoder_alone(model_config)) is not None:
-                return _load_complete(encoder, folder, spec, **kwargs)
             loader = loader_for(spec, model_config)
             if type(model_config) not in loader._model_mapping and not hasattr(model_config, "auto_map"):
                 raise TaskError(
@@ -182,16 +180,6 @@ def _classes(loader: Any, config: Any) -> set[str]:
     """Names of the classes that an auto class has for a config."""
     found = loader._model_mapping.get(type(config), None)
     return {cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None}
-
-
-def _encoder_alone(config: Any) -> Any:
-    """The class of a checkpoint that is the encoder alone of a model with a decoder, as sentence-t5 and GTR are; the auto class of
-    features makes the whole model.
-    """
-    import transformers
-
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
-    return getattr(transformers, name, None) if name.endswith("EncoderModel") else None
 
 
 def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:

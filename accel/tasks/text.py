@@ -145,6 +145,8 @@ SPECS = (
         name="feature-extraction",
         model="accel.models.encoders:ORTModelForFeatureExtraction",
         auto_model="AutoModel",
+        # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+        more_auto_models=("AutoModelForTextEncoding",),
         output="BaseModelOutput",
         suffixes=("Model",),
         synonyms=("default",),
@@ -159,6 +161,8 @@ SPECS = (
         name="sentence-similarity",
         model="accel.models.encoders:ORTModelForFeatureExtraction",
         auto_model="AutoModel",
+        # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+        more_auto_models=("AutoModelForTextEncoding",),
         output="BaseModelOutput",
         synonyms=("embedding", "embeddings"),
         pipelines=("feature-extraction",),
