@@ -10,7 +10,7 @@ from ..capture.caches import CACHE_NAME
 from ..capture.tiles import reads_tiles, whole_tiles
 from ..errors import InputError
 from .cache import StateCache, one_cache
-from .decoders import Generator
+from .decoders import Generator, tensor_of
 from .outputs import numpy_too
 
 _IMAGES = ("pixel_values", "pixel_attention_mask")
@@ -87,6 +87,7 @@ class ORTModelForImageTextToText(Generator):
 
     def _images(self, pixel_values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The images, or the tiles that are not empty: `(images, channels, height, width)`."""
+        pixel_values = tensor_of("pixel_values", pixel_values)
         tiled = reads_tiles(self.config)
         rank = 5 if tiled else 4
         if pixel_values.ndim != rank:

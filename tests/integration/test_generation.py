@@ -725,6 +725,8 @@ def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     model = opened(artifact)
     with pytest.raises(InputError, match="takes input_ids, pixel_values, .*, not 'inputs_embeds'"):
         model(inputs_embeds=torch.zeros((1, 2, 64)))
+    with pytest.raises(InputError, match="pixel_values is a str"):
+        model(input_ids=feeds["input_ids"], pixel_values="picture")
     with pytest.raises(InputError, match="8 image tokens; 1 images need 4"):
         ids = torch.full((1, 8), IMAGE_TOKEN)
         model(input_ids=ids, pixel_values=feeds["pixel_values"])
