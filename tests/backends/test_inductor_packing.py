@@ -13,7 +13,7 @@ import transformers
 from accel.config import AccelerateConfig
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.inductor import engine, packing
-from accel_plugins.pytorch.inductor.packing import packable, packed, packed_tokens
+from accel_plugins.pytorch.inductor.packing import packable, packed, packed_tokens, unmasked
 from accel_plugins.pytorch.inductor.sizes import Sizes
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -102,25 +102,53 @@ def test_float32_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("real", "tokens"), [(2048, 2048), (2049, 2560), (1, 512), (3686, 4096), (3687, None)], ids=str
+    ("real", "tokens"), [(2048, 2048), (2049, 2304), (1, 256), (3841, 4096), (4095, 4096), (4096, "all")], ids=str
 )
-def test_how_many_tokens_are_computed(real: int, tokens: int | None) -> None:
+def test_how_many_tokens_are_computed(real: int, tokens: int | str) -> None:
     mask = torch.zeros(4096, dtype=torch.int64)
     mask[:real] = 1
     sizes = Sizes(16, 256)
     assert packed_tokens({"attention_mask": mask.view(16, 256)}, sizes, sizes) == tokens
 
 
-def test_small_calls_and_those_without_a_mask_are_not_packed() -> None:
+def test_small_calls_are_not_looked_at() -> None:
     sizes = Sizes(1, 128)
     assert packed_tokens({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
-    assert packed_tokens({"input_ids": torch.zeros(16, 256)}, Sizes(16, 256), Sizes(16, 256)) is None
+    assert packed_tokens({"input_ids": torch.zeros(1, 128)}, sizes, sizes) is None
+    pairs = {"attention_mask": torch.ones(16, 1, 256, 256)}
+    assert packed_tokens(pairs, Sizes(16, 256), Sizes(16, 256)) is None
+
+
+@pytest.mark.parametrize(
+    ("have", "tokens"), [(Sizes(16, 256), "all"), (Sizes(16, 200), 3328), (Sizes(12, 256), "all")], ids=str
+)
+def test_calls_without_a_mask_are_full_but_for_what_is_padded_here(have: Sizes, tokens: int | str) -> None:
+    assert packed_tokens({"input_ids": torch.zeros(have.batch, have.length)}, have, Sizes(16, 256)) == tokens
 
 
 def test_rows_that_fill_a_batch_count_as_full() -> None:
     mask = torch.zeros(24, 128, dtype=torch.int64)
     mask[:, :10] = 1
-    assert packed_tokens({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1536
+    assert packed_tokens({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1280
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)),
+        transformers.RobertaForTokenClassification(transformers.RobertaConfig(**SMALL)),
+        transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**DISTILBERT)),
+    ],
+    ids=["bert", "roberta", "distilbert"],
+)
+def test_full_batches_without_their_mask_are_what_they_were(model: Any) -> None:
+    model = model.eval()
+    inputs = {name: one[:, :20] for name, one in ragged().items()}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        torch.testing.assert_close(unmasked(model)(**inputs)[0], model(**inputs)[0], atol=2e-6, rtol=0)
+        inputs["attention_mask"][0, 3:] = 0
+        assert not torch.allclose(unmasked(model)(**inputs)[0][0], model(**inputs)[0][0]), "no mask is read"
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
@@ -142,5 +170,5 @@ def test_what_differs_without_padding_is_computed_with_it(
     inputs = ragged()
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
         torch.testing.assert_close(made(**inputs).logits, model(**inputs).logits)
-    assert "compute padding: without it" in caplog.text
+    assert "compute padding, by its mask: without it" in caplog.text
     assert made._packs is None

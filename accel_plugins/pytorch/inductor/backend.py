@@ -89,7 +89,7 @@ class InductorBackend(PytorchBackend):
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """The model through compiled code."""
-        return Engine(model, model.forward, _config(request))
+        return Engine(model, model.forward, _config(request), owned=True)
 
 
 def _check_steps(artifact: Artifact, request: OpenRequest) -> None:

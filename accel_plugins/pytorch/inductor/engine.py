@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,8 +23,9 @@ from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
 from .differences import compare, difference
-from .packing import packable, packed, packed_tokens, sharing_copy
+from .packing import Tokens, packable, packed, packed_tokens, sharing_copy, unmasked
 from .precision import computing_copy
+from .products import HALF, FewerProducts, join_projections
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,24 @@ _ROUNDS, _MORE_ROUNDS = 5, 20
 _SECONDS = 4.0
 # Of two ways that take the same time, clocks on a busy machine find either faster.
 _EQUAL = 1.02
+# So many are remembered at most.
+_PLANS = 4096
+
+
+class Plan(NamedTuple):
+    """How calls of some names, types and sizes are computed.
+
+    Attributes:
+        why: Why they run as the model is; empty where they do not.
+        have: Their sizes.
+        kind: What compiled code depends on besides its sizes.
+        want: The sizes that they are padded to.
+    """
+
+    why: str
+    have: Sizes
+    kind: Any
+    want: Sizes
 
 
 @dataclass(slots=True)
@@ -52,7 +71,7 @@ class CompiledForm:
         checked: Kinds of padding that were compared.
         cuts: For each tensor of the answer, which axes are cut.
         replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
-        tokens: What layers compute of it, where they leave padding out.
+        tokens: What layers compute of it.
     """
 
     name: str
@@ -66,7 +85,7 @@ class CompiledForm:
     checked: set[tuple[bool, bool]] = field(default_factory=set)
     cuts: list[dict[int, str]] = field(default_factory=list)
     replayed: bool = False
-    tokens: int | None = None
+    tokens: Tokens = None
 
     @property
     def state(self) -> Literal["compiled", "eager"]:
@@ -81,21 +100,30 @@ class Engine:
         model: The model, for inference; its weights stay as they are.
         forward: Computes a call as the model is.
         config: How.
+        owned: Whether nobody else holds the model, so that its parameters may become views of others.
     """
 
-    def __init__(self, model: Any, forward: Callable[..., Any], config: AccelerateConfig) -> None:
+    def __init__(
+        self, model: Any, forward: Callable[..., Any], config: AccelerateConfig, *, owned: bool = False
+    ) -> None:
         self.model, self.eager, self.config = model, forward, config
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.own_dtype = own
         self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else own
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.signature = inspect.signature(forward)
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._named = {name for name, one in self.signature.parameters.items() if one.kind in kinds}
         self._computing = computing_copy(model, dtype=self.dtype, quantization=config.quantization)
+        self._fuses = self.device.type == "cuda" and self.dtype in HALF
+        if self._fuses and (owned or self._computing is not model):
+            join_projections(self._computing)
         # Only the model itself answers by the method that was there before; a copy has its class's.
         self._compute = forward if self._computing is model else self._computing.forward
         rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
         self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
+        self._plans: dict[Any, Plan] = {}
         self.compilations = 0
         self.uncompiled_calls = 0
         self._told: set[str] = set()
@@ -135,7 +163,8 @@ class Engine:
             InputError: Labels (compiled code computes no loss), or inputs that have no name.
         """
         call: dict[str, Any] = {}
-        for name, value in self.signature.bind_partial(*args, **kwargs).arguments.items():
+        plain = not args and self._named.issuperset(kwargs)
+        for name, value in (kwargs if plain else self.signature.bind_partial(*args, **kwargs).arguments).items():
             kind = self.signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
                 call.update(value)
@@ -155,11 +184,11 @@ class Engine:
 
     def answer(self, call: dict[str, Any]) -> Any:
         """The answer to a call by name."""
-        why = self._why_eager(call)
-        have = self._sizes(call)
-        form = None if why else self._form(call, have)
+        plan = self._plan(call)
+        have = plan.have
+        form = None if plan.why else self._form(call, plan)
         if form is None:
-            self._tell(why)
+            self._tell(plan.why)
             return self.eager(**call)
         kind = (have.batch != form.sizes.batch, have.length != form.sizes.length)
         if form.call is not None and kind not in form.checked:
@@ -192,11 +221,35 @@ class Engine:
             return Sizes(None if first is None else int(first.shape[0]), None)
         return sizes_of(call, maskable=self._maskable)
 
-    def _form(self, call: Mapping[str, Any], have: Sizes) -> CompiledForm | None:
+    def _plan(self, call: Mapping[str, Any]) -> Plan:
+        """How a call is computed; remembered, as it costs more than the launch of a graph."""
+        if not all(isinstance(value, (torch.Tensor, bool, int, float, str)) for value in call.values()):
+            return self._planned(call)
+        seen = (
+            self._pads,
+            *(
+                (name, value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (name, repr(value))
+                for name, value in call.items()
+            ),
+        )
+        plan = self._plans.get(seen)
+        if plan is None:
+            if len(self._plans) >= _PLANS:
+                self._plans = {}
+            plan = self._plans[seen] = self._planned(call)
+        return plan
+
+    def _planned(self, call: Mapping[str, Any]) -> Plan:
+        have = self._sizes(call)
+        if why := self._why_eager(call):
+            return Plan(why, have, None, have)
+        return Plan("", have, *self._key(call, have))
+
+    def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""
-        kind, want = self._key(call, have)
-        tokens = packed_tokens(call, have, want) if self._packs is not None and cache_of(call) is None else None
-        kind = (kind, tokens)
+        want = plan.want
+        tokens = packed_tokens(call, plan.have, want) if self._packs is not None and cache_of(call) is None else None
+        kind = (plan.kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
             with self._turn:
@@ -253,14 +306,17 @@ class Engine:
             shape[1] = "length"
         return (leaf.dtype, leaf.device, tuple(shape))
 
-    def _new_form(self, call: Mapping[str, Any], want: Sizes, tokens: int | None) -> CompiledForm:
+    def _new_form(self, call: Mapping[str, Any], want: Sizes, tokens: Tokens) -> CompiledForm:
         cache = cache_of(call)
         name = str(want) if cache is None else f"one token behind {shape_of(cache)}"
         form = CompiledForm(name if tokens is None else f"{name}, {tokens} of them computed", want, tokens=tokens)
         graphs = self.device.type == "cuda" and self.config.cuda_graph
         form.replayed = graphs and cache is not None
-        compute = self._compute if tokens is None else packed(self._packs, tokens)
-        made = compiled(compute, replayed=form.replayed)
+        compute = self._compute
+        if tokens is not None:
+            compute = unmasked(self._packs) if tokens == "all" else packed(self._packs, tokens)
+        options = {"pre_grad_custom_pass": FewerProducts()} if self._fuses else None
+        made = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
             made = CapturedModule(made, self.device)
         form.call = made
@@ -307,10 +363,12 @@ class Engine:
             seen.add(id(made))
             return made
 
-        return {
-            name: value if value is cache else pytree.tree_map_only(torch.Tensor, own, value)
-            for name, value in call.items()
-        }
+        def each(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return own(value)
+            return value if value is cache else pytree.tree_map_only(torch.Tensor, own, value)
+
+        return {name: each(value) for name, value in call.items()}
 
     def _first(self, form: CompiledForm, call: dict[str, Any], have: Sizes, kind: tuple[bool, bool]) -> Any:
         """Compile where that is still to be done, compare with the model as it was, and time both.
@@ -406,7 +464,7 @@ class Engine:
     def _unpacked(self, call: dict[str, Any], why: str) -> Any:
         """The answer to a call whose padding could not be left out, and is not any more."""
         self._packs = None
-        logger.warning("The layers of %s compute padding: without it %s.", type(self.model).__name__, why)
+        logger.warning("The layers of %s compute padding, by its mask: without it %s.", type(self.model).__name__, why)
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:

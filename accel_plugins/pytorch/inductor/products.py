@@ -1,0 +1,158 @@
+"""Products that the compiler leaves apart on GPUs: several of one input, and what is computed of a product alone.
+
+A kernel of cuBLAS can add the bias and apply the activation while it holds the result; the compiler makes a second kernel
+of both, which reads and writes the widest tensors of a layer again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.nn.functional import linear, relu
+
+HALF = (torch.float16, torch.bfloat16)
+"""The types that products apply activations in."""
+
+_LINEAR = torch._C._nn.linear
+_GELU = torch._C._nn.gelu
+# Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.
+_ACTIVATIONS = {_GELU: True, relu: False, torch.relu: False}
+
+
+def join_projections(model: torch.nn.Module) -> None:
+    """Keep the weights of linear layers that stand side by side and read equally many features in one tensor.
+
+    Values and results stay as they are. It replaces parameters by views, so nobody else may hold the model's.
+    """
+    holders = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    for parent in model.modules():
+        alike: dict[tuple[int, bool], list[torch.nn.Linear]] = defaultdict(list)
+        for layer in parent.children():
+            # Layers with a `forward` of their own, and weights of other kinds (quantized ones), are left.
+            plain = type(layer) is torch.nn.Linear and "forward" not in vars(layer)
+            if plain and all(type(one) is torch.nn.Parameter and holders[id(one)] == 1 for one in layer.parameters()):
+                alike[layer.in_features, layer.bias is None].append(layer)
+        for layers in alike.values():
+            if len(layers) > 1 and len({(one.weight.dtype, one.weight.device) for one in layers}) == 1:
+                _join(layers)
+
+
+def _join(layers: list[torch.nn.Linear]) -> None:
+    weight = torch.cat([one.weight.detach() for one in layers])
+    bias = None if layers[0].bias is None else torch.cat([one.bias.detach() for one in layers])
+    start = 0
+    for layer in layers:
+        rows = slice(start, start + layer.out_features)
+        start = rows.stop
+        layer.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            layer.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
+        layer.forward = _Rows(weight, bias, rows)  # type: ignore[method-assign]
+
+
+class _Rows:
+    """A linear layer by some rows of a weight, said so that `FewerProducts` sees which."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> None:
+        self.weight, self.bias, self.rows = weight, bias, rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
+        return self
+
+
+class FewerProducts(CustomGraphPass):
+    """One product for neighbouring rows of a weight that read one input, and activations inside of products."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph, which is of functions as models call them."""
+        join_products(graph)
+        activate_in_products(graph)
+
+    def uuid(self) -> Any:
+        """What the compiler's cache knows this version by."""
+        return get_hash_for_files((__file__,))
+
+
+def join_products(graph: Graph) -> None:
+    """Make one product of those that read one input and neighbouring rows of one weight."""
+    groups: dict[tuple[Node, Node, Node | None], list[tuple[int, int, Node]]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=_LINEAR):
+        x, weight, bias = (*node.args, None)[:3]
+        rows, others = _rows(weight), _rows(bias)
+        if rows is not None and (bias is None or rows == others):
+            groups[x, weight.args[0], None if bias is None else bias.args[0]].append((rows.start, rows.stop, node))
+    for (x, weight, bias), found in groups.items():
+        for run in _runs(sorted(found, key=lambda one: one[:2])):
+            _one_product(graph, x, weight, bias, run)
+
+
+def _rows(node: Any) -> slice | None:
+    """Which rows of a tensor a node takes."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return None
+    taken = node.args[1]
+    return taken if isinstance(taken, slice) and taken.step is None and isinstance(taken.start, int) else None
+
+
+def _runs(found: list[tuple[int, int, Node]]) -> list[list[tuple[int, int, Node]]]:
+    """Neighbours, two at least."""
+    runs: list[list[tuple[int, int, Node]]] = []
+    for one in found:
+        if runs and runs[-1][-1][1] == one[0]:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return [run for run in runs if len(run) > 1]
+
+
+def _one_product(graph: Graph, x: Node, weight: Node, bias: Node | None, run: list[tuple[int, int, Node]]) -> None:
+    nodes = {node for _, _, node in run}
+    first, start, stop = next(node for node in graph.nodes if node in nodes), run[0][0], run[-1][1]
+    with graph.inserting_before(first):
+        rows = [None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop))) for one in (weight, bias)]
+        product = graph.call_function(_LINEAR, (x, *rows))
+        if (value := _value(first)) is not None:
+            product.meta["example_value"] = value.new_empty(*value.shape[:-1], stop - start)
+        for begin, end, node in run:
+            part = graph.call_function(operator.getitem, (product, (..., slice(begin - start, end - start))))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def activate_in_products(graph: Graph, device: str = "cuda") -> None:
+    """Let products of half precision apply the activation that is all that reads them."""
+    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS]:
+        product, value = node.args[0], _value(node)
+        if not isinstance(product, Node) or product.target is not _LINEAR or len(product.users) > 1 or value is None:
+            continue
+        x, weight, bias = (*product.args, None)[:3]
+        if bias is None or value.dtype not in HALF or value.device.type != device or node.kwargs.get("inplace"):
+            continue
+        if not all(isinstance(size, int) for size in value.shape):
+            continue
+        with graph.inserting_before(node):
+            turned = graph.call_method("t", (weight,))
+            flat = graph.call_method("reshape", (x, -1, _value(x).shape[-1])) if value.ndim != 2 else x
+            made = graph.call_function(
+                torch._addmm_activation, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]}
+            )
+            whole = graph.call_method("reshape", (made, *value.shape)) if value.ndim != 2 else made
+        whole.meta = dict(node.meta)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        graph.erase_node(product)
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    found = node.meta.get("example_value") if isinstance(node, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
