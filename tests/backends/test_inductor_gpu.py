@@ -15,6 +15,7 @@ from accel.artifact import Artifact
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
+from accel.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -68,3 +69,31 @@ def test_attention_that_the_steps_do_not_know(
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
     assert "attention with sliding_window" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> None:
+    model = tiny_model(family).cuda()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    padded = (
+        (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().cuda()
+    )
+    calls = [{"attention_mask": mask}, {}, {"attention_mask": padded}, {"attention_mask": padded.flip(1)}]
+    with torch.no_grad():
+        expected = [model(input_ids=ids, **call).logits for call in calls]
+        accel.accelerate(model, dtype=dtype, keep_slower=True)
+        found = [model(input_ids=ids, **call).logits for call in calls]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, atol=float(other.abs().max()) * (0.01 if dtype == "float16" else 0.05), rtol=0
+        )
+    forms = model.acceleration.engine.forms.values()
+    step = ids.numel() // 16
+    real = -(-int(padded.sum()) // step) * step
+    assert [form.tokens for form in forms] == ["all", "all", real, None], "rows that begin with padding are not packed"
+    assert all(form.state == "compiled" for form in forms)
+    model.restore()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())

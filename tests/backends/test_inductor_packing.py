@@ -102,13 +102,21 @@ def test_float32_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("real", "tokens"), [(2048, 2048), (2049, 2304), (1, 256), (3841, 4096), (4095, 4096), (4096, "all")], ids=str
+    ("real", "tokens"), [(2048, 2048), (2049, 2304), (16, 256), (3841, 4096), (4095, 4096), (4096, "all")], ids=str
 )
 def test_how_many_tokens_are_computed(real: int, tokens: int | str) -> None:
     mask = torch.zeros(4096, dtype=torch.int64)
     mask[:real] = 1
     sizes = Sizes(16, 256)
-    assert packed_tokens({"attention_mask": mask.view(16, 256)}, sizes, sizes) == tokens
+    assert packed_tokens({"attention_mask": mask.view(256, 16).t()}, sizes, sizes) == tokens
+
+
+def test_rows_that_begin_with_padding_are_computed_with_it() -> None:
+    sizes = Sizes(16, 256)
+    mask = torch.ones(16, 256, dtype=torch.int64)
+    mask[3, :100] = 0
+    assert packed_tokens({"attention_mask": mask}, sizes, sizes) is None
+    assert packed_tokens({"attention_mask": mask.flip(1)}, sizes, sizes) == 4096
 
 
 def test_small_calls_are_not_looked_at() -> None:

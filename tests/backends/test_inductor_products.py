@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.inductor import products
@@ -109,7 +108,9 @@ def two_readers(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (2, 2, 3, 8)], ids=str)
-@pytest.mark.parametrize("after", [nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu, torch.relu, nn.ReLU()], ids=str)
+@pytest.mark.parametrize(
+    "after", [nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu, torch.relu, nn.ReLU()], ids=str
+)
 def test_activations_go_into_products(after: Any, shape: tuple[int, ...]) -> None:
     model, inputs = Block(after).to(torch.bfloat16), {"x": torch.rand(shape, dtype=torch.bfloat16)}
     called, found = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])

@@ -45,13 +45,13 @@ class Plan(NamedTuple):
     Attributes:
         why: Why they run as the model is; empty where they do not.
         have: Their sizes.
-        kind: What compiled code depends on besides its sizes.
+        kind: A number for what compiled code depends on besides its sizes.
         want: The sizes that they are padded to.
     """
 
     why: str
     have: Sizes
-    kind: Any
+    kind: int
     want: Sizes
 
 
@@ -124,6 +124,7 @@ class Engine:
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
         self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
         self._plans: dict[Any, Plan] = {}
+        self._kinds: dict[Any, int] = {}
         self.compilations = 0
         self.uncompiled_calls = 0
         self._told: set[str] = set()
@@ -228,7 +229,9 @@ class Engine:
         seen = (
             self._pads,
             *(
-                (name, value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (name, repr(value))
+                (name, value.shape, value.dtype, value.device)
+                if isinstance(value, torch.Tensor)
+                else (name, repr(value))
                 for name, value in call.items()
             ),
         )
@@ -242,8 +245,10 @@ class Engine:
     def _planned(self, call: Mapping[str, Any]) -> Plan:
         have = self._sizes(call)
         if why := self._why_eager(call):
-            return Plan(why, have, None, have)
-        return Plan("", have, *self._key(call, have))
+            return Plan(why, have, -1, have)
+        kind, want = self._key(call, have)
+        # A number: what it stands for is long, and would be hashed in each call.
+        return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
     def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""

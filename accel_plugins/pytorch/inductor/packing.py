@@ -39,18 +39,33 @@ _FASTEST_FIRST = [
 
 
 def packed_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Tokens:
-    """How many tokens the layers of a call compute. `None` where it is not worth looking at the mask, which is waited for."""
+    """How many tokens the layers of a call compute. `None` where it is not worth looking at the mask, which is waited for, and
+    where a row begins with padding: many heads read the first token, which is not computed then.
+    """
     mask = call.get(MASK)
     if have.batch is None or have.length is None or want.batch is None or want.length is None:
         return None
     whole = want.batch * want.length
     if whole < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
-    real = have.batch * have.length if mask is None else int(mask.count_nonzero())
+    real = have.batch * have.length
+    if mask is not None:
+        held = _on_host(mask)
+        real = int(held.count_nonzero())
+        if int(held[:, 0].count_nonzero()) < have.batch:
+            return None
     # Rows that fill up a batch are the last one again.
     real += (want.batch - have.batch) * have.length
     step = whole // _PARTS
     return "all" if real == whole else min(-(-real // step) * step, whole)
+
+
+def _on_host(mask: torch.Tensor) -> torch.Tensor:
+    """The mask on the host: one copy takes less than kernels that count, and a copy of what they counted."""
+    held = mask.to("cpu", non_blocking=True)
+    if mask.is_cuda:
+        torch.cuda.current_stream(mask.device).synchronize()
+    return held
 
 
 def packable(model: Any, dtype: torch.dtype) -> bool:
@@ -119,7 +134,9 @@ def unmasked(model: Any) -> Callable[..., Any]:
 
 
 def packed(model: Any, tokens: int) -> Callable[..., Any]:
-    """What computes calls of a packable model with so many tokens in its layers; to be compiled."""
+    """What computes calls of a packable model with so many tokens in its layers; to be compiled. Of tokens that are not
+    computed, layers return zeros.
+    """
     made = sharing_copy(model)
     layers = _layers(made)
     assert layers is not None, "it is packable"

@@ -33,9 +33,10 @@ def join_projections(model: torch.nn.Module) -> None:
     for parent in model.modules():
         alike: dict[tuple[int, bool], list[torch.nn.Linear]] = defaultdict(list)
         for layer in parent.children():
-            # Layers with a `forward` of their own, and weights of other kinds (quantized ones), are left.
-            plain = type(layer) is torch.nn.Linear and "forward" not in vars(layer)
-            if plain and all(type(one) is torch.nn.Parameter and holders[id(one)] == 1 for one in layer.parameters()):
+            # Other kinds of layers and weights (quantized ones), and layers with a `forward` of their own, are left.
+            if not isinstance(layer, torch.nn.Linear) or type(layer) is not torch.nn.Linear or "forward" in vars(layer):
+                continue
+            if all(type(one) is torch.nn.Parameter and holders[id(one)] == 1 for one in layer.parameters()):
                 alike[layer.in_features, layer.bias is None].append(layer)
         for layers in alike.values():
             if len(layers) > 1 and len({(one.weight.dtype, one.weight.device) for one in layers}) == 1:
@@ -52,7 +53,7 @@ def _join(layers: list[torch.nn.Linear]) -> None:
         layer.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
             layer.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
-        layer.forward = _Rows(weight, bias, rows)  # type: ignore[method-assign]
+        layer.forward = _Rows(weight, bias, rows)  # type: ignore[method-assign, assignment]
 
 
 class _Rows:
@@ -117,12 +118,16 @@ def _one_product(graph: Graph, x: Node, weight: Node, bias: Node | None, run: li
     nodes = {node for _, _, node in run}
     first, start, stop = next(node for node in graph.nodes if node in nodes), run[0][0], run[-1][1]
     with graph.inserting_before(first):
-        rows = [None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop))) for one in (weight, bias)]
+        rows = [
+            None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop)))
+            for one in (weight, bias)
+        ]
         product = graph.call_function(_LINEAR, (x, *rows))
         if (value := _value(first)) is not None:
             product.meta["example_value"] = value.new_empty(*value.shape[:-1], stop - start)
         for begin, end, node in run:
-            part = graph.call_function(operator.getitem, (product, (..., slice(begin - start, end - start))))
+            columns: Any = (..., slice(begin - start, end - start))
+            part = graph.call_function(operator.getitem, (product, columns))
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)
     for node in nodes:
@@ -136,13 +141,14 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         if not isinstance(product, Node) or product.target is not _LINEAR or len(product.users) > 1 or value is None:
             continue
         x, weight, bias = (*product.args, None)[:3]
-        if bias is None or value.dtype not in HALF or value.device.type != device or node.kwargs.get("inplace"):
+        read = _value(x)
+        if bias is None or read is None or value.dtype not in HALF or value.device.type != device:
             continue
-        if not all(isinstance(size, int) for size in value.shape):
+        if node.kwargs.get("inplace") or not all(isinstance(size, int) for size in value.shape):
             continue
         with graph.inserting_before(node):
             turned = graph.call_method("t", (weight,))
-            flat = graph.call_method("reshape", (x, -1, _value(x).shape[-1])) if value.ndim != 2 else x
+            flat = graph.call_method("reshape", (x, -1, read.shape[-1])) if value.ndim != 2 else x
             made = graph.call_function(
                 torch._addmm_activation, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]}
             )
