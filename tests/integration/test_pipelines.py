@@ -18,7 +18,9 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.models.log_filter import FILTER
 from accel.models.pipelines.opening import pipeline_class
+from accel.models.pipelines.sorting import WINDOW_BATCHES
 from accel.models.pipelines.words import check_words, loading_words
+from accel.testing.models import tiny_model, tiny_tokenizer
 
 TEXTS = [
     "where is my card",
@@ -154,6 +156,82 @@ def test_batches_hold_like_lengths(tiny_artifact: Callable[..., Artifact], monke
     )
     classify(["card", "card " * 30] * 8, batch_size=4)
     assert [shape[1] for shape in shapes] == [3, 3, 32, 32]
+
+
+MANY = [f"{TEXTS[i % 7]} {'card ' * (i * 7 % 11)}".strip() for i in range(70)]
+PAIRS = [{"text": text, "text_pair": text[::3]} for text in MANY]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "settings"),
+    [
+        (MANY, {}),
+        (MANY, {"top_k": 1}),
+        (MANY, {"top_k": 2}),
+        (MANY, {"top_k": None}),
+        (MANY, {"top_k": None, "function_to_apply": "sigmoid"}),
+        (MANY, {"function_to_apply": "none"}),
+        (MANY, {"truncation": True, "max_length": 6}),
+        (MANY, {"add_special_tokens": False}),
+        (MANY, {"padding": True}),
+        (MANY, {"padding": "max_length", "max_length": 20, "truncation": True}),
+        (MANY, {"num_workers": 1}),
+        (PAIRS, {}),
+        (PAIRS, {"truncation": "only_first", "max_length": 24}),
+        ([*MANY, *PAIRS], {}),
+        ([*MANY, "", " "], {}),
+    ],
+    ids=lambda one: ",".join(one) if isinstance(one, dict) else None,
+)
+def test_windows_are_classified_as_one_by_one(
+    inputs: list[Any],
+    settings: dict[str, Any],
+    tiny_folder: Callable[..., Path],
+    tiny_artifact: Callable[..., Artifact],
+) -> None:
+    ours = accel.pipeline("text-classification", model=tiny_artifact().path)
+    theirs = transformers.pipeline("text-classification", model=str(tiny_folder()))
+    assert close(ours(inputs, batch_size=4, **settings), theirs(inputs, **settings))
+    assert close(list(ours((one for one in inputs), batch_size=4, **settings)), theirs(inputs, **settings))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"problem_type": "regression", "num_labels": 1},
+        {"num_labels": 1},
+        {"problem_type": "multi_label_classification"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_windows_of_other_heads(config: dict[str, Any], side: str) -> None:
+    model, tokenizer = tiny_model("bert", **config), tiny_tokenizer()
+    tokenizer.padding_side = side
+    ours = accel.pipeline("text-classification", model=model, tokenizer=tokenizer)
+    theirs = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
+    assert type(theirs.model) is type(ours.model)
+    # PyTorch's own padding is the same in both: BERT's first token is masked where padding stands on the left.
+    assert close(ours(MANY, batch_size=len(MANY)), theirs(MANY, batch_size=len(MANY)))
+
+
+def test_windows_of_one_row(tiny_artifact: Callable[..., Artifact]) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    many = [*MANY, *PAIRS][: 2 * WINDOW_BATCHES + 1]
+    expected = [classify(one) for one in many]
+    assert close(classify(many, batch_size=2), [one[0] if isinstance(one, list) else one for one in expected])
+    assert close(classify(many[:-1] + many[:1], batch_size=2)[-1:], classify(many[0]))
+
+
+def test_a_window_that_cannot_be_classified_is_told_as_ever(tiny_artifact: Callable[..., Artifact]) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    with pytest.raises(ValueError, match="text pairs"):
+        classify([["a", "b"], ["c", "d"]], batch_size=2)
+    with pytest.raises(ValueError, match="Unrecognized"):
+        classify(MANY, batch_size=4, function_to_apply=7)
+    classify.tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="without pad_token"):
+        classify(MANY, batch_size=4)
 
 
 # Question answering, which transformers 5 removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pkgutil
@@ -22,8 +23,9 @@ from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
 from ..companions import companion_of
+from .classifying import ClassifiesWindows, classifies_windows
 from .given import check_given, opened_processors
-from .sorting import sorted_class
+from .sorting import LengthSorted
 from .words import check_words, loading_words
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,13 @@ def pipeline(
         return ours(model=model, task=task, **given, **kwargs)
     made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
     return made
+
+
+@functools.cache
+def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
+    """The stock pipeline with sorted batches, under its own name."""
+    how = ClassifiesWindows if classifies_windows(impl) else LengthSorted
+    return type(impl.__name__, (how, impl), {"__module__": __name__, "__doc__": impl.__doc__})
 
 
 def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:

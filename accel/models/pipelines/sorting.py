@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.pipelines.base import Pipeline
 
 from .given import check_count
 
@@ -55,14 +53,19 @@ class LengthSorted:
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Any]:
         while window := list(itertools.islice(items, size * WINDOW_BATCHES)):
-            order = sorted(range(len(window)), key=lambda i: _length(window[i]))
-            found = super().__call__([window[i] for i in order], *args, **kwargs)  # type: ignore[misc]
-            # Some pipelines unwrap a list of one.
-            results = found if len(window) > 1 or isinstance(found, list) else [found]
-            restored: list[Any] = [None] * len(window)
-            for i, result in zip(order, results, strict=True):
-                restored[i] = result
-            yield from restored
+            yield from by_length(window, lambda sorted_: super(LengthSorted, self).__call__(sorted_, *args, **kwargs))  # type: ignore[misc]
+
+
+def by_length(window: list[Any], compute: Callable[[list[Any]], Any]) -> list[Any]:
+    """Results of inputs that are computed sorted by length, in the order of the inputs."""
+    order = sorted(range(len(window)), key=lambda i: _length(window[i]))
+    found = compute([window[i] for i in order])
+    # Some pipelines unwrap a list of one.
+    results = found if len(window) > 1 or isinstance(found, list) else [found]
+    restored: list[Any] = [None] * len(window)
+    for i, result in zip(order, results, strict=True):
+        restored[i] = result
+    return restored
 
 
 def _length(item: Any) -> int:
@@ -72,9 +75,3 @@ def _length(item: Any) -> int:
     if isinstance(item, Mapping):
         return sum(len(value) for value in item.values() if isinstance(value, str))
     return 0
-
-
-@functools.cache
-def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
-    """The stock pipeline with sorted batches, under its own name."""
-    return type(impl.__name__, (LengthSorted, impl), {"__module__": __name__, "__doc__": impl.__doc__})
