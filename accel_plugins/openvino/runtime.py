@@ -17,6 +17,7 @@ from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
 
 from .axes_of_one import keep_axes_of_one
+from .one_token import compute_one_token
 from .stateful import fold_cache
 
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
@@ -127,6 +128,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
     try:
         model = core().read_model(str(path))
         keep_axes_of_one(model)
+        compute_one_token(model)
         pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
         if pairs:
             fold_cache(model, pairs, component.inputs)

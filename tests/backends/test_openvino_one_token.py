@@ -1,0 +1,145 @@
+"""The one token that a head reads, taken before the last layer's products: the same answers with less arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.opset13 as operators
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+from accel.testing.models import tiny_model
+from accel_plugins.openvino.one_token import compute_one_token
+from accel_plugins.openvino.runtime import core, read_model
+
+HEADS = [
+    ("bert", "text-classification"),
+    ("distilbert", "text-classification"),
+    ("roberta", "text-classification"),
+    ("deberta-v2", "text-classification"),
+    ("vit", "image-classification"),
+]
+
+
+def inputs_of(model: ov.Model, size: int) -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    for value in model.inputs:
+        name = value.get_any_name()
+        if name == "pixel_values":
+            found[name] = generator.standard_normal((2, 3, size, size), np.float32)
+            continue
+        found[name] = generator.integers(3, 90, (3, 12)) if name == "input_ids" else np.zeros((3, 12), np.int64)
+        if name == "attention_mask":
+            found[name] = (np.arange(12) < np.array([[12], [7], [1]])).astype(np.int64)
+    return found
+
+
+def answers(model: ov.Model, feeds: dict[str, Any]) -> Any:
+    return core().compile_model(model, "CPU")(feeds)[0]
+
+
+def rows_of_products(model: ov.Model) -> int:
+    """How many products read one token of three axes."""
+    kinds = [node for node in model.get_ops() if node.get_type_name() == "MatMul"]
+    shapes = [node.input_value(0).get_partial_shape() for node in kinds]
+    return sum(len(shape) == 3 and shape[1] == 1 for shape in shapes)
+
+
+@pytest.mark.parametrize("format", ["openvino", "onnx"])
+@pytest.mark.parametrize(("family", "task"), HEADS, ids=[family for family, _ in HEADS])
+def test_answers_stay(
+    family: str, task: str, format: str, tiny_artifact: Callable[..., Artifact], shared: Callable[..., Path]
+) -> None:
+    if format == "onnx":
+        artifact = tiny_artifact(family, task)
+    else:
+        made = shared(
+            f"one-token-{family}",
+            lambda folder: accel.export(tiny_model(family, task), folder, backend="openvino", task=task),
+        )
+        artifact = Artifact.load(made)
+    component = artifact.components[0]
+    plain = core().read_model(str(artifact.path / component.file))
+    model = read_model(artifact, component)
+    feeds = inputs_of(model, getattr(tiny_model(family, task).config, "image_size", 0))
+    assert rows_of_products(plain) == 0
+    # The product behind attention, and the two of the feed-forward part.
+    assert rows_of_products(model) == 3
+    np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)
+
+
+def test_models_whose_tokens_are_all_read_stay(tiny_artifact: Callable[..., Artifact]) -> None:
+    for task in ("feature-extraction", "token-classification"):
+        artifact = tiny_artifact("bert", task)
+        assert rows_of_products(read_model(artifact, artifact.components[0])) == 0
+
+
+def graph(build: Callable[[Any, Any], Any], *, tokens: int = -1, index: int = 0, more: bool = False) -> ov.Model:
+    """A token of what `build` makes of hidden states `(rows, tokens, 4)`, and, with `more`, all of them."""
+    hidden = operators.parameter([-1, tokens, 4], np.float32, name="hidden")
+    weight = operators.constant(np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32))
+    made = build(hidden, weight)
+    token = operators.gather(made, operators.constant(index), operators.constant(1))
+    return ov.Model([token, made] if more else [token], [hidden], "graph")
+
+
+def product(hidden: Any, weight: Any) -> Any:
+    return operators.matmul(hidden, weight, False, False)
+
+
+def norm(hidden: Any, axis: int) -> Any:
+    return operators.mvn(hidden, operators.constant([axis]), True, 1e-5, "inside_sqrt")
+
+
+MOVED = {
+    "product": product,
+    "residual": lambda h, w: operators.add(product(operators.gelu(h, "ERF"), w), h),
+    "norm": lambda h, w: product(norm(h, -1), w),
+    "rounded": lambda h, w: product(operators.fake_quantize(h, *(np.float32(v) for v in (-2, 2, -2, 2)), 256), w),
+    "bias": lambda h, w: operators.add(product(h, w), operators.constant(np.ones((1, 1, 4), np.float32))),
+}
+KEPT = {
+    "norm-of-tokens": lambda h, w: product(norm(h, 1), w),
+    "position": lambda h, w: operators.add(product(h, w), operators.constant(np.ones((5, 4), np.float32))),
+    "tokens-among-themselves": lambda h, _: operators.matmul(h, h, False, True),
+    "softmax": lambda h, w: operators.softmax(product(h, w), 1),
+    "mean": lambda h, w: operators.add(product(h, w), operators.reduce_mean(h, operators.constant([1]), True)),
+}
+
+
+@pytest.mark.parametrize("index", [0, 2, -1])
+@pytest.mark.parametrize("name", [*MOVED, *KEPT])
+def test_what_treats_tokens_alike_is_moved(name: str, index: int) -> None:
+    build = {**MOVED, **KEPT}[name]
+    plain, model = graph(build, index=index), graph(build, index=index)
+    compute_one_token(model)
+    moved = sum(node.get_type_name() == "Gather" for node in model.get_ops()) > 1
+    # A product is moved behind a norm of tokens, and a mean of all tokens is added to each alike.
+    assert moved == (name in MOVED or name in {"mean", "norm-of-tokens"})
+    feeds = {"hidden": np.random.default_rng(1).standard_normal((2, 5, 4)).astype(np.float32)}
+    np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)
+
+
+def test_what_another_output_needs_stays() -> None:
+    model = graph(product, more=True)
+    compute_one_token(model)
+    assert sum(node.get_type_name() == "Gather" for node in model.get_ops()) == 1
+
+
+def test_the_model_answers_as_pytorch(shared: Callable[..., Path]) -> None:
+    model = tiny_model("bert")
+    path = shared(
+        "one-token-bert", lambda folder: accel.export(model, folder, backend="openvino", task="text-classification")
+    )
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    found = accel.ORTModelForSequenceClassification.from_pretrained(path, backend="openvino")(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
