@@ -168,9 +168,9 @@ def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
     for position in _TOKENWISE.get((node.domain, node.op_type), ()):
         value = node.inputs[position] if position < len(node.inputs) else None
         sizes = dims(value)
-        if value is None or sizes is None or (constant(value) is not None and len(sizes) <= 1):
+        if value is None or (constant(value) is not None and len(sizes or ()) <= 1):
             continue
-        if len(sizes) != 3:
+        if sizes is None or len(sizes) != 3:
             return []
         positions.append(position)
     if node.op_type == "MatMul" and (constant(node.inputs[1]) is None or len(dims(node.inputs[1]) or ()) != 2):
