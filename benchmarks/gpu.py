@@ -178,12 +178,16 @@ def measure(
     for mode in modes:
         builders[f"torch.compile {mode}"] = lambda mode=mode: compiled(models["float16"], mode, inputs)  # type: ignore[misc]
     if in_place:
-        builders["accel.accelerate"] = lambda: accelerated(models["float16"], inputs)
+        half = {"dtype": "float16"}
+        builders["accel.accelerate"] = lambda: accelerated(models["float32"], inputs, **half)
         if shape[2] < 1:
-            builders["accel.accelerate, packing=False"] = lambda: accelerated(models["float16"], inputs, packing=False)
-        builders["accel.accelerate float8"] = lambda: accelerated(
-            models["float16"], inputs, dtype="bfloat16", quantization="float8"
-        )
+            builders["accel.accelerate, packing=False"] = lambda: accelerated(
+                models["float32"], inputs, **half, packing=False
+            )
+        elif shape[0] > 1:
+            builders["accel.accelerate float8"] = lambda: accelerated(
+                models["float32"], inputs, dtype="bfloat16", quantization="float8"
+            )
     for label, build in builders.items():
         try:
             variants[label] = build()
