@@ -97,3 +97,22 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
     assert all(form.state == "compiled" for form in forms)
     model.restore()
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "float8"])
+def test_quantized_layers_compute_near_the_same(quantization: str) -> None:
+    pytest.importorskip("torchao", reason="it is torchao's")
+    if quantization == "float8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU computes in no float8")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = tiny_model("bert", seed=1, **sizes).cuda()
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().cuda()
+    with torch.no_grad():
+        for given in (torch.ones_like(mask), mask):
+            expected = model(input_ids=ids, attention_mask=given).logits
+            accel.accelerate(model, dtype="bfloat16", quantization=quantization, keep_slower=True)
+            found = model(input_ids=ids, attention_mask=given).logits
+            assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
+            model.restore()
+            assert 0 < (found - expected).abs().max() <= 0.25 * expected.abs().max()

@@ -137,5 +137,15 @@ def test_other_activations_stay(model: nn.Module, dtype: torch.dtype, device: st
     assert called.count(LINEAR) == 1
 
 
+def test_quantized_weights_keep_their_products() -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="int8 is torchao's")
+    model, inputs = Block(nn.functional.gelu).to(torch.bfloat16), {"x": torch.rand(2, 3, 8, dtype=torch.bfloat16)}
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    join_projections(model)
+    called, found = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
+    assert torch._addmm_activation not in called
+    torch.testing.assert_close(found, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
+
+
 def test_the_compilers_cache_knows_the_pass() -> None:
     assert products.FewerProducts().uuid() == products.FewerProducts().uuid() is not None

@@ -14,6 +14,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.nn.functional import linear, relu
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 HALF = (torch.float16, torch.bfloat16)
 """The types that products apply activations in."""
@@ -141,8 +142,11 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         if not isinstance(product, Node) or product.target is not _LINEAR or len(product.users) > 1 or value is None:
             continue
         x, weight, bias = (*product.args, None)[:3]
-        read = _value(x)
+        read, weights = _value(x), _value(weight)
         if bias is None or read is None or value.dtype not in HALF or value.device.type != device:
+            continue
+        # Quantized weights have products of their own.
+        if weights is None or is_traceable_wrapper_subclass(weights):
             continue
         if node.kwargs.get("inplace") or not all(isinstance(size, int) for size in value.shape):
             continue
