@@ -109,7 +109,9 @@ def two_readers(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (2, 2, 3, 8)], ids=str)
 @pytest.mark.parametrize(
-    "after", [nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu, torch.relu, nn.ReLU()], ids=str
+    "after",
+    [nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu, torch.relu, nn.ReLU()],
+    ids=["gelu", "tanh", "relu", "torch.relu", "ReLU"],
 )
 def test_activations_go_into_products(after: Any, shape: tuple[int, ...]) -> None:
     model, inputs = Block(after).to(torch.bfloat16), {"x": torch.rand(shape, dtype=torch.bfloat16)}
