@@ -11,9 +11,11 @@ import openvino as ov
 import openvino.opset13 as operators
 import pytest
 import torch
+import transformers
 
 import accel
 from accel.artifact import Artifact
+from accel.errors import SessionError
 from accel.testing.models import tiny_model
 from accel_plugins.openvino.one_token import compute_one_token
 from accel_plugins.openvino.runtime import core, read_model
@@ -143,3 +145,11 @@ def test_the_model_answers_as_pytorch(shared: Callable[..., Path]) -> None:
         expected = model(input_ids=ids).logits
     found = accel.ORTModelForSequenceClassification.from_pretrained(path, backend="openvino")(input_ids=ids).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_fourier_transforms_from_onnx_are_refused(tmp_path: Path) -> None:
+    config = transformers.FNetConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2, intermediate_size=48)
+    model = transformers.FNetForSequenceClassification(config).eval()
+    accel.export(model, tmp_path / "onnx", task="text-classification")
+    with pytest.raises(SessionError, match="Fourier"):
+        accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "onnx", backend="openvino")

@@ -180,6 +180,7 @@ PAIRS = [{"text": text, "text_pair": text[::3]} for text in MANY]
         (PAIRS, {"truncation": "only_first", "max_length": 24}),
         ([*MANY, *PAIRS], {}),
         ([*MANY, "", " "], {}),
+        ([*PAIRS, {"text": "my card", "text_pair": ""}], {}),
     ],
     ids=lambda one: ",".join(one) if isinstance(one, dict) else None,
 )
@@ -221,6 +222,47 @@ def test_windows_of_one_row(tiny_artifact: Callable[..., Artifact]) -> None:
     expected = [classify(one) for one in many]
     assert close(classify(many, batch_size=2), [one[0] if isinstance(one, list) else one for one in expected])
     assert close(classify(many[:-1] + many[:1], batch_size=2)[-1:], classify(many[0]))
+
+
+class Numbered(torch.utils.data.Dataset[str]):
+    """A data set that has a length, and no end of its own."""
+
+    def __len__(self) -> int:
+        return len(MANY)
+
+    def __getitem__(self, i: int) -> str:
+        return MANY[i % len(MANY)]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
+def test_data_sets_end_at_their_length(task: str, tiny_artifact: Callable[..., Artifact]) -> None:
+    found = list(accel.pipeline(task, model=tiny_artifact("bert", task).path)(Numbered(), batch_size=4))
+    assert len(found) == len(MANY)
+
+
+def test_what_a_generator_gave_before_it_failed_is_answered(tiny_artifact: Callable[..., Artifact]) -> None:
+    def failing() -> Any:
+        yield from MANY[:5]
+        raise OSError("the disk is gone")
+
+    for task in ("text-classification", "token-classification"):
+        found = []
+        with pytest.raises(OSError, match="the disk is gone"):
+            for one in accel.pipeline(task, model=tiny_artifact("bert", task).path)(failing(), batch_size=2):
+                found.append(one)  # noqa: PERF402  # what came before the error
+        assert len(found) == 5
+
+
+def test_methods_that_were_replaced_are_called(tiny_artifact: Callable[..., Artifact]) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    classify.postprocess = lambda *_, **__: "mine"
+    assert classify(MANY, batch_size=4) == ["mine"] * len(MANY)
+
+
+def test_empty_texts_among_themselves() -> None:
+    classify = accel.pipeline("text-classification", model=tiny_model("bert"), tokenizer=tiny_tokenizer())
+    found = classify([*MANY, "", "", "", ""], batch_size=4, add_special_tokens=False)
+    assert [entry["label"] in classify.model.config.label2id for entry in found] == [True] * (len(MANY) + 4)
 
 
 def test_a_window_that_cannot_be_classified_is_told_as_ever(tiny_artifact: Callable[..., Artifact]) -> None:

@@ -11,11 +11,15 @@ import torch
 from transformers import TextClassificationPipeline
 from transformers.pipelines.text_classification import ClassificationFunction, sigmoid, softmax
 
-from .sorting import WINDOW_BATCHES, LengthSorted, by_length
+from .sorting import WINDOW_BATCHES, LengthSorted, by_length, windows
 
 # What a tokenizer is told that means the same for one text and for a window of them.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
+
+
+# Methods that are done here in another way, where they are the stock class's.
+_STOCK = ("preprocess", "postprocess", "get_iterator")
 
 
 class Window(NamedTuple):
@@ -67,11 +71,10 @@ class ClassifiesWindows(LengthSorted):
             )
             return found
 
-        if batch_size == 1 or num_workers:
+        if batch_size == 1 or num_workers or not vars(self).keys().isdisjoint(_STOCK):
             yield from by_rows(inputs)
             return
-        items = iter(inputs)
-        while rows := list(itertools.islice(items, batch_size * WINDOW_BATCHES)):
+        for rows in windows(iter(inputs), batch_size * WINDOW_BATCHES):
             window = self._tokenized(rows, preprocess_params)
             if window is None:
                 yield from by_length(rows, lambda ordered: list(by_rows(ordered)))
@@ -111,9 +114,11 @@ class ClassifiesWindows(LengthSorted):
     def _batch(self, window: Window, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
         """Rows padded to the longest of them, as the stock pipeline pads."""
         lengths = window.lengths[rows]
-        place = np.arange(lengths[-1])
+        # Of empty texts alone a model would compute nothing; beside others they are padding.
+        longest = max(lengths[-1], 1)
+        place = np.arange(longest)
         left = self.tokenizer.padding_side == "left"
-        held = place >= lengths[-1] - lengths[:, None] if left else place < lengths[:, None]
+        held = place >= longest - lengths[:, None] if left else place < lengths[:, None]
         tokens = slice(ends[rows.start] - lengths[0], ends[rows.stop - 1])
         batch = {}
         for name, values in window.values.items():
@@ -146,7 +151,10 @@ def _texts(rows: list[Any]) -> dict[str, list[str]] | None:
         return {"text": rows}
     names = ("text", "text_pair")
     pairs = all(isinstance(row, Mapping) and row.keys() == set(names) for row in rows)
-    if pairs and all(isinstance(row[name], str) for row in rows for name in names):
+    # An empty second text of one row is no text to a tokenizer, and one of many is.
+    if pairs and all(
+        isinstance(row["text"], str) and isinstance(row["text_pair"], str) and row["text_pair"] for row in rows
+    ):
         return {name: [row[name] for row in rows] for name in names}
     return None
 
@@ -178,6 +186,4 @@ def _scores(logits: np.ndarray, function: Any) -> np.ndarray:
 def classifies_windows(impl: type) -> bool:
     """Whether a pipeline class reads and answers texts as the stock one does."""
     stock = TextClassificationPipeline
-    return issubclass(impl, stock) and all(
-        getattr(impl, name) is getattr(stock, name) for name in ("preprocess", "postprocess", "get_iterator")
-    )
+    return issubclass(impl, stock) and all(getattr(impl, name) is getattr(stock, name) for name in _STOCK)

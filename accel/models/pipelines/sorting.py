@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +43,7 @@ class LengthSorted:
             if isinstance(inputs, list) and len(inputs) > size:
                 return list(self._windows(iter(inputs), size, args, kwargs))
             if isinstance(inputs, types.GeneratorType | torch.utils.data.Dataset):
-                return self._windows(iter(inputs), size, args, kwargs)
+                return self._windows(_items(inputs), size, args, kwargs)
         elif batch_size is not None:
             kwargs["batch_size"] = batch_size
         return super().__call__(*(() if inputs is _NONE else (inputs,)), *args, **kwargs)  # type: ignore[misc]
@@ -52,8 +51,32 @@ class LengthSorted:
     def _windows(
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Any]:
-        while window := list(itertools.islice(items, size * WINDOW_BATCHES)):
+        for window in windows(items, size * WINDOW_BATCHES):
             yield from by_length(window, lambda sorted_: super(LengthSorted, self).__call__(sorted_, *args, **kwargs))  # type: ignore[misc]
+
+
+def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Items in lists of so many. What was read before `items` fails is handed over first."""
+    window: list[Any] = []
+    try:
+        for item in items:
+            window.append(item)
+            if len(window) == size:
+                yield window
+                window = []
+    except Exception:
+        if window:
+            yield window
+        raise
+    if window:
+        yield window
+
+
+def _items(inputs: Any) -> Iterator[Any]:
+    """As the stock pipeline reads them: data sets with a length by their numbers."""
+    if isinstance(inputs, torch.utils.data.IterableDataset) or not hasattr(inputs, "__len__"):
+        return iter(inputs)
+    return (inputs[i] for i in range(len(inputs)))
 
 
 def by_length(window: list[Any], compute: Callable[[list[Any]], Any]) -> list[Any]:
