@@ -22,10 +22,15 @@ from accel_plugins.openvino.runtime import core, read_model
 
 HEADS = [
     ("bert", "text-classification"),
-    ("distilbert", "text-classification"),
-    ("roberta", "text-classification"),
-    ("deberta-v2", "text-classification"),
-    ("vit", "image-classification"),
+    *(
+        pytest.param(family, task, marks=pytest.mark.thorough)
+        for family, task in (
+            ("distilbert", "text-classification"),
+            ("roberta", "text-classification"),
+            ("deberta-v2", "text-classification"),
+            ("vit", "image-classification"),
+        )
+    ),
 ]
 
 
@@ -55,7 +60,7 @@ def rows_of_products(model: ov.Model) -> int:
 
 
 @pytest.mark.parametrize("format", ["openvino", "onnx"])
-@pytest.mark.parametrize(("family", "task"), HEADS, ids=[family for family, _ in HEADS])
+@pytest.mark.parametrize(("family", "task"), HEADS)
 def test_answers_stay(
     family: str, task: str, format: str, tiny_artifact: Callable[..., Artifact], shared: Callable[..., Path]
 ) -> None:

@@ -8,8 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,10 +23,11 @@ from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
 from .differences import compare, difference
+from .forms import CompiledForm, Plan
 from .packing import Tokens, packable, packed, packed_tokens, sharing_copy, unmasked
 from .precision import computing_copy
 from .products import HALF, FewerProducts, join_projections
-from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, padded, sizes_of, step_up
+from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, longest, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
 
@@ -38,60 +38,6 @@ _SECONDS = 4.0
 _EQUAL = 1.02
 # So many are remembered at most.
 _PLANS = 4096
-
-
-class Plan(NamedTuple):
-    """How calls of some names, types and sizes are computed.
-
-    Attributes:
-        why: Why they run as the model is; empty where they do not.
-        have: Their sizes.
-        kind: A number for what compiled code depends on besides its sizes.
-        want: The sizes that they are padded to.
-    """
-
-    why: str
-    have: Sizes
-    kind: int
-    want: Sizes
-
-
-@dataclass(slots=True)
-class CompiledForm:
-    """Calls of one kind and size.
-
-    Attributes:
-        name: For messages.
-        sizes: What calls are padded to.
-        call: The compiled code; `None` where such calls run as the model is.
-        why: Why they do.
-        compile_s: How long compiling took, with the first call.
-        difference: Largest difference from the model as it was, as a share of the largest value.
-        eager_ms: Fastest call of the model as it was, in milliseconds.
-        ms: Fastest call of the compiled code, with padding and cutting.
-        checked: Kinds of padding that were compared.
-        cuts: For each tensor of the answer, which axes are cut.
-        replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
-        tokens: What layers compute of it.
-    """
-
-    name: str
-    sizes: Sizes
-    call: Any = None
-    why: str = ""
-    compile_s: float = 0.0
-    difference: float = 0.0
-    eager_ms: float | None = None
-    ms: float | None = None
-    checked: set[tuple[bool, bool]] = field(default_factory=set)
-    cuts: list[dict[int, str]] = field(default_factory=list)
-    replayed: bool = False
-    tokens: Tokens = None
-
-    @property
-    def state(self) -> Literal["compiled", "eager"]:
-        """What answers."""
-        return "compiled" if self.call is not None else "eager"
 
 
 class Engine:
@@ -137,7 +83,7 @@ class Engine:
         self._maskable = MASK in self.signature.parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
         )
-        self.longest = _longest(model)
+        self.longest = longest(model)
         self._turn = threading.RLock()
 
     @property
@@ -535,15 +481,3 @@ class Engine:
             }
             for form in [*self.forms.values()]
         ]
-
-
-def _longest(model: Any) -> int | None:
-    """How many tokens a model has positions for; `None` where there is no limit."""
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0:
-        return None
-    # RoBERTa's positions start behind the padding's.
-    table = next((m for p, m in model.named_modules() if p.endswith("position_embeddings")), None)
-    start = getattr(table, "padding_idx", None)
-    return limit - start - 1 if isinstance(start, int) else limit

@@ -116,3 +116,15 @@ def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: Sizes) -> torch.Ten
         if tensor.shape[axis] != size:
             tensor = tensor.narrow(axis, 0, size)
     return tensor
+
+
+def longest(model: Any) -> int | None:
+    """How many tokens a model has positions for; `None` where there is no limit."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    # RoBERTa's positions start behind the padding's.
+    table = next((m for p, m in model.named_modules() if p.endswith("position_embeddings")), None)
+    start = getattr(table, "padding_idx", None)
+    return limit - start - 1 if isinstance(start, int) else limit
