@@ -26,6 +26,7 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.inductor import backend, engine
+from accel_plugins.pytorch.inductor.precision import check_quantization
 from accel_plugins.pytorch.inductor.sizes import BATCHES, LENGTHS, Sizes, padded, sizes_of, step_up
 
 _model_logger: Any = logging.getLogger(f"{__name__}.model")
@@ -679,3 +680,9 @@ def test_generating_tasks_are_refused_with_the_way_to_go(shared: Callable[..., P
     with pytest.raises(ConfigError, match="decoders on NVIDIA GPUs"):
         accel.ORTModelForCausalLM.from_pretrained(folder, backend="inductor")
     assert "accelerate" in registry.describe("inductor").capability("prepare").schemes
+
+
+def test_integers_are_refused_on_gpus() -> None:
+    pytest.importorskip("torchao", reason="int8 is torchao's")
+    with pytest.raises(ConfigError, match="no fewer than 17 rows"):
+        check_quantization("int8", torch.device("cuda"))

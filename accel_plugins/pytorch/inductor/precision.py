@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +57,12 @@ def check_quantization(scheme: str, device: torch.device) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"quantization={scheme!r} is done by torchao, which is not installed.", fix=_EXTRA)
+    if scheme == "int8" and device.type == "cuda":
+        raise ConfigError(
+            "torchao's product of 8-bit integers on GPUs takes no fewer than 17 rows, and sizes that are multiples of 8: heads cannot "
+            "be compiled.",
+            fix="use quantization='float8', or dtype='float16' (compute_dtype), which is faster than both.",
+        )
     if scheme == "float8":
         if device.type != "cuda":
             raise ConfigError(f"float8 is for NVIDIA GPUs, not for {device}.", fix="use quantization='int8'.")
@@ -65,22 +70,7 @@ def check_quantization(scheme: str, device: torch.device) -> None:
             raise ConfigError("This GPU computes in no float8 (it came with sm_89).", fix="use quantization='int8'.")
 
 
-def _in_layers(model: Any) -> Callable[[torch.nn.Module, str], bool]:
-    """Which layers a GPU computes in 8-bit integers: of sizes that its product takes, and among the model's layers, whose products
-    have a row for each token. Heads have one for each text, and the product takes no fewer than 17.
-    """
-    stacks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
-
-    def fits(module: torch.nn.Module, name: str) -> bool:
-        if not isinstance(module, torch.nn.Linear) or not name.startswith(stacks):
-            return False
-        return module.in_features % 8 == 0 and module.out_features % 8 == 0
-
-    return fits
-
-
 def _quantize(model: Any, scheme: str) -> None:
-    on_gpu = next(model.parameters()).is_cuda
     try:
         with quiet():
             # Importing it prints and warns about kernels of other devices.
@@ -91,6 +81,6 @@ def _quantize(model: Any, scheme: str) -> None:
                 if scheme == "int8"
                 else quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
             )
-            quantization.quantize_(model, how, _in_layers(model) if scheme == "int8" and on_gpu else None)
+            quantization.quantize_(model, how)
     except Exception as error:
         raise PrepareError(f"torchao cannot quantize {type(model).__name__} to {scheme}: {error}") from error
