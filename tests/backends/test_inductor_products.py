@@ -41,7 +41,9 @@ def texts() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "vit"])
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("roberta", "distilbert", "vit"))]
+)
 def test_projections_of_one_input_are_one_product(family: str) -> None:
     model = tiny_model(family, "image-classification" if family == "vit" else "text-classification")
     size = getattr(model.config, "image_size", 0)
