@@ -25,8 +25,8 @@ from .compiling import compiled, compiling
 from .differences import compare, difference
 from .forms import CompiledForm, Plan
 from .packing import Tokens, packable, packed, packed_tokens, sharing_copy, unmasked
-from .precision import computing_copy
-from .products import HALF, FewerProducts, join_projections
+from .precision import HALF, computing_copy
+from .products import FewerProducts, join_projections
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, longest, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from accel.capture import CACHE_NAMES
 
-from .products import HALF
+from .precision import HALF
 from .sizes import MASK, Sizes
 
 Tokens = int | Literal["all"] | None

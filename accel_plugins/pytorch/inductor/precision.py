@@ -11,6 +11,9 @@ import torch
 from accel.capture import quiet
 from accel.errors import ConfigError, PrepareError
 
+HALF = (torch.float16, torch.bfloat16)
+"""The types of 16 bits."""
+
 _EXTRA = 'pip install "accel-transformers[inductor]"'
 
 
@@ -61,13 +64,15 @@ def check_quantization(scheme: str, device: torch.device) -> None:
         raise ConfigError(
             "torchao's product of 8-bit integers on GPUs takes no fewer than 17 rows, and sizes that are multiples of 8: heads cannot "
             "be compiled.",
-            fix="use quantization='float8', or dtype='float16' (compute_dtype), which is faster than both.",
+            fix="use quantization='float8', or leave it out and compute in float16.",
         )
     if scheme == "float8":
         if device.type != "cuda":
             raise ConfigError(f"float8 is for NVIDIA GPUs, not for {device}.", fix="use quantization='int8'.")
         if torch.cuda.get_device_capability(device) < (8, 9):
-            raise ConfigError("This GPU computes in no float8 (it came with sm_89).", fix="use quantization='int8'.")
+            raise ConfigError(
+                "This GPU computes in no float8 (it came with sm_89).", fix="leave it out and compute in float16."
+            )
 
 
 def _quantize(model: Any, scheme: str) -> None:

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
-from torch.nn.functional import linear, relu
+from torch.nn.functional import gelu, linear, relu
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-HALF = (torch.float16, torch.bfloat16)
-"""The types that products apply activations in."""
+from .precision import HALF
 
-_LINEAR = torch._C._nn.linear
-_GELU = torch._C._nn.gelu
 # Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.
-_ACTIVATIONS = {_GELU: True, relu: False, torch.relu: False}
+_ACTIVATIONS = {gelu: True, relu: False, torch.relu: False}
 
 
 def join_projections(model: torch.nn.Module) -> None:
@@ -35,7 +32,7 @@ def join_projections(model: torch.nn.Module) -> None:
         alike: dict[tuple[int, bool], list[torch.nn.Linear]] = defaultdict(list)
         for layer in parent.children():
             # Other kinds of layers and weights (quantized ones), and layers with a `forward` of their own, are left.
-            if not isinstance(layer, torch.nn.Linear) or type(layer) is not torch.nn.Linear or "forward" in vars(layer):
+            if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
                 continue
             if all(type(one) is torch.nn.Parameter and holders[id(one)] == 1 for one in layer.parameters()):
                 alike[layer.in_features, layer.bias is None].append(layer)
@@ -86,7 +83,7 @@ class FewerProducts(CustomGraphPass):
 def join_products(graph: Graph) -> None:
     """Make one product of those that read one input and neighbouring rows of one weight."""
     groups: dict[tuple[Node, Node, Node | None], list[tuple[int, int, Node]]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=_LINEAR):
+    for node in graph.find_nodes(op="call_function", target=linear):
         x, weight, bias = (*node.args, None)[:3]
         rows, others = _rows(weight), _rows(bias)
         if rows is not None and (bias is None or rows == others):
@@ -123,7 +120,7 @@ def _one_product(graph: Graph, x: Node, weight: Node, bias: Node | None, run: li
             None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop)))
             for one in (weight, bias)
         ]
-        product = graph.call_function(_LINEAR, (x, *rows))
+        product = graph.call_function(linear, (x, *rows))
         if (value := _value(first)) is not None:
             product.meta["example_value"] = value.new_empty(*value.shape[:-1], stop - start)
         for begin, end, node in run:
@@ -139,7 +136,7 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
     """Let products of half precision apply the activation that is all that reads them."""
     for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS]:
         product, value = node.args[0], _value(node)
-        if not isinstance(product, Node) or product.target is not _LINEAR or len(product.users) > 1 or value is None:
+        if not isinstance(product, Node) or product.target is not linear or len(product.users) > 1 or value is None:
             continue
         x, weight, bias = (*product.args, None)[:3]
         read, weights = _value(x), _value(weight)
