@@ -1,4 +1,4 @@
-"""Texts classified window by window: tokenized at once, cut into batches of as many tokens, scored without a loop of rows."""
+"""Texts classified window by window: tokenized at once, cut into batches of like lengths, scored without a loop of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from .sorting import WINDOW_BATCHES, LengthSorted, by_length, windows
 # What a tokenizer is told that means the same for one text and for a window of them.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
-
-
 # Methods that are done here in another way, where they are the stock class's.
 _STOCK = ("preprocess", "postprocess", "get_iterator")
 
@@ -167,8 +165,8 @@ def _one_for_many(settings: Mapping[str, Any]) -> bool:
 def _usual_function(config: Any) -> ClassificationFunction:
     if config.problem_type == "regression":
         return ClassificationFunction.NONE
-    several = config.problem_type == "multi_label_classification" or config.num_labels == 1
-    return ClassificationFunction.SIGMOID if several else ClassificationFunction.SOFTMAX
+    each_alone = config.problem_type == "multi_label_classification" or config.num_labels == 1
+    return ClassificationFunction.SIGMOID if each_alone else ClassificationFunction.SOFTMAX
 
 
 def _scores(logits: np.ndarray, function: Any) -> np.ndarray:
