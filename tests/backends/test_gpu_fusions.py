@@ -28,6 +28,7 @@ from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, p
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, Target, chosen_fusions, fusions_for
+from accel_plugins.ortkit.optimization.one_token import compute_one_token
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
 
 Fused = Callable[..., Artifact]
@@ -433,3 +434,19 @@ def test_every_fusion_has_a_summary_and_stands_once_for_a_target(target: Target)
     fusions = fusions_for(target)
     assert all(fusion.summary for fusion in fusions)
     assert len({fusion.name for fusion in fusions}) == len(fusions)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_tokens_beside_a_value_of_unknown_size_are_all_computed(known: bool) -> None:
+    hidden, other = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("h", "o"))
+    index = ir.Value(name="i", const_value=ir.tensor(0, ir.DataType.INT64), shape=ir.Shape([]))
+    hidden.shape, other.shape = ir.Shape(["batch", "sequence", 4]), ir.Shape(["batch", "sequence", 4])
+    relu = ir.node("Relu", [other])
+    add = ir.node("Add", [hidden, relu.outputs[0]])
+    add.outputs[0].shape = ir.Shape(["batch", "sequence", 4])
+    relu.outputs[0].shape = ir.Shape(["batch", "sequence", 4]) if known else None
+    gather = ir.node("Gather", [add.outputs[0], index], {"axis": 1})
+    graph = ir.Graph(
+        [hidden, other], gather.outputs, nodes=[relu, add, gather], initializers=[index], opset_imports={"": 21}
+    )
+    assert (compute_one_token(ir.Model(graph, ir_version=10)) > 0) == known

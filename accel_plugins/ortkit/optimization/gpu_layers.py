@@ -1,4 +1,4 @@
-"""Normalisations and activations as single operators, and work that no output reads left out."""
+"""Normalisations and activations as single operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
-from ..graph.editing import MICROSOFT, constant, nodes, replace_node, replace_value, root_graph, scalar
+from ..graph.editing import MICROSOFT, constant, nodes, replace_node, replace_value, root_graph
 
 
 def _like(value: ir.Value, other: ir.Value) -> None:
@@ -117,130 +117,3 @@ def approximate_gelus(model: ir.Model) -> int:
         replace_node(node, ir.node("FastGelu", list(node.inputs), domain=MICROSOFT, name=f"{node.name}.fast"))
         count += 1
     return count
-
-
-# Work that no output reads
-
-_TOKENWISE = {
-    ("", "LayerNormalization"): (0,),
-    ("", "MatMul"): (0,),
-    ("", "Add"): (0, 1),
-    **{("", name): (0, 1) for name in ("Sub", "Mul", "Div", "Pow")},
-    **{
-        ("", name): (0,) for name in ("Gelu", "Tanh", "Relu", "Erf", "Sigmoid", "Exp", "Sqrt", "Neg", "Abs", "Softplus")
-    },
-    **{("", name): (0,) for name in ("Swish", "Mish", "HardSigmoid", "HardSwish", "Elu", "Selu", "LeakyRelu", "Cast")},
-    (MICROSOFT, "SkipLayerNormalization"): (0, 1),
-    **{(MICROSOFT, name): (0,) for name in ("BiasGelu", "FastGelu", "QuickGelu", "Gelu")},
-}
-"""Operators that treat every token alike, and which of their inputs hold tokens."""
-
-
-def compute_one_token(model: ir.Model) -> int:
-    """Take the token that a head reads before the last layer's products instead of after them.
-
-    Where only one token of the last hidden state is read (`[CLS]`), what follows the last attention is computed for
-    that token alone: 6 % of the arithmetic of a 12-layer encoder, 12 % of one with 6 layers.
-    """
-    count = 0
-    for gather in nodes(model, "Gather"):
-        value, index = gather.inputs[0], scalar(gather.inputs[1])
-        if value is None or index is None or gather.attributes.get_int("axis", 0) != 1:
-            continue
-        if len(dims(value) or ()) != 3 or dims(gather.inputs[1]) != []:
-            continue
-        moved = _movable(gather)
-        if moved:
-            _move(gather, moved)
-            count += len(moved)
-    passes.RemoveUnusedNodesPass()(model)
-    return count
-
-
-def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
-    """Positions of the inputs that hold one vector for each token; empty when the node mixes tokens.
-
-    Args:
-        node: The node.
-        more_outputs: Whether outputs other than the first may be read.
-    """
-    positions = []
-    for position in _TOKENWISE.get((node.domain, node.op_type), ()):
-        value = node.inputs[position] if position < len(node.inputs) else None
-        sizes = dims(value)
-        if value is None or (constant(value) is not None and len(sizes or ()) <= 1):
-            continue
-        if sizes is None or len(sizes) != 3:
-            return []
-        positions.append(position)
-    if node.op_type == "MatMul" and (constant(node.inputs[1]) is None or len(dims(node.inputs[1]) or ()) != 2):
-        return []
-    if node.op_type == "LayerNormalization" and node.attributes.get_int("axis", -1) not in (-1, 2):
-        return []
-    if not more_outputs and any(output.uses() for output in node.outputs[1:]):
-        return []
-    result = dims(node.outputs[0])
-    if any((dims(node.inputs[p]) or [])[:2] != (result or [])[:2] for p in positions):
-        return []
-    return positions
-
-
-def _movable(gather: ir.Node) -> dict[int, ir.Node]:
-    """The nodes before `gather`, by identity, of which nothing but `gather` needs the other tokens."""
-    candidates: dict[int, ir.Node] = {}
-    waiting = [gather.inputs[0]]
-    while waiting:
-        value = waiting.pop()
-        node = value.producer() if value is not None else None
-        if node is None or id(node) in candidates:
-            continue
-        positions = token_inputs(node)
-        if positions:
-            candidates[id(node)] = node
-            waiting += [node.inputs[p] for p in positions]
-    while True:
-        outside = [
-            key
-            for key, node in candidates.items()
-            if node.outputs[0].is_graph_output()
-            or any(use.node is not gather and id(use.node) not in candidates for use in node.outputs[0].uses())
-        ]
-        if not outside:
-            return candidates
-        for key in outside:
-            del candidates[key]
-
-
-def _move(gather: ir.Node, moved: dict[int, ir.Node]) -> None:
-    graph = root_graph(gather)
-    index = gather.inputs[1]
-    taken: dict[int, ir.Value] = {}
-
-    def one_token(value: ir.Value) -> ir.Value:
-        if id(value) in taken:
-            return taken[id(value)]
-        node = value.producer()
-        if node is not None and id(node) in moved:
-            inputs: list[ir.Value | None] = list(node.inputs)
-            for position in token_inputs(node):
-                source = inputs[position]
-                assert source is not None
-                inputs[position] = one_token(source)
-            attributes = [
-                ir.AttrInt64("axis", -1) if a.name == "axis" and node.op_type == "LayerNormalization" else a
-                for a in node.attributes.values()
-            ]
-            made = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=1, name=f"{node.name}.token")
-        else:
-            made = ir.node("Gather", [value, index], {"axis": 1}, name=f"{value.name}.token")
-        result = made.outputs[0]
-        result.type = value.type
-        assert value.shape is not None
-        result.shape = ir.Shape([value.shape[0], value.shape[2]])
-        graph.insert_before(gather, made)
-        taken[id(value)] = result
-        return result
-
-    assert gather.inputs[0] is not None
-    replace_value(gather.outputs[0], one_token(gather.inputs[0]))
-    graph.remove(gather, safe=True)
