@@ -17,6 +17,7 @@ from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig
 from .specs import DeviceSpec, Probe
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ..capture import Source
@@ -26,7 +27,7 @@ Batches = Iterable[Feeds]
 Names = Sequence[str]
 Evaluate = Callable[[Artifact], float]
 Shapes = Mapping[str, int]
-TokenStep = Callable[["torch.Tensor"], "torch.Tensor"]
+TokenStep = Callable[[Sequence[int]], "np.ndarray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,8 @@ class SteppingSession(Session, Protocol):
             calls: How many come, at most.
 
         Returns:
-            A function of the new tokens `(batch, 1) int64` that returns the logits behind them, `(batch, vocabulary)`, which the next
-            call may write over; `None` where `run` has to be called.
+            A function of each row's new token that returns the logits behind them, `(batch, vocabulary) float32`, which the next call
+            may write over; `None` where `run` has to be called.
         """
 
 

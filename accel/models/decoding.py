@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     EosTokenCriteria,
@@ -27,6 +28,8 @@ from .tokens import drawn, likeliest
 # Modules whose way to prepare a call is as described above.
 _KNOWN = ("accel.models.decoders", "accel.models.vision_language")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+# Tensors for a streamer that are made at once.
+_TOLD = 64
 
 
 def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
@@ -71,12 +74,10 @@ def decode(
         kwargs: What transformers keeps between calls, the cache among it.
     """
     ends = {end for one in criteria if isinstance(one, EosTokenCriteria) for end in one.eos_token_id.tolist()}
-    padding = int(config._pad_token_tensor) if ends else 0
-    live = [True] * len(ids)
-    left = criteria.max_length - ids.shape[1]
+    rows = _Rows(len(ids), ends, int(config._pad_token_tensor) if ends else 0, criteria.max_length - ids.shape[1])
     made = [ids]
     outputs = model._prefill(ids, config, kwargs)
-    calls = _Calls(model, outputs, kwargs, padding)
+    calls = _Calls(model, outputs, kwargs, rows.padding)
     logits = outputs.logits[:, -1]
     # Neither they nor the outputs are kept: those of a whole prompt are large.
     del outputs
@@ -91,19 +92,70 @@ def decode(
         tokens = (drawn(scores) if config.do_sample else likeliest(scores)).unsqueeze(1)
         del scores
         if ends:
-            values = tokens[:, 0].tolist()
-            if not all(live):
-                values = [value if lives else padding for value, lives in zip(values, live, strict=True)]
-                tokens = tokens.new_tensor(values).unsqueeze(1)
-            if not ends.isdisjoint(values):
-                live = [lives and value not in ends for value, lives in zip(values, live, strict=True)]
+            tokens = tokens.new_tensor(rows.go_on(tokens[:, 0].tolist())).unsqueeze(1)
         made.append(tokens)
-        left -= 1
+        rows.left -= 1
         if streamer is not None:
             streamer.put(tokens[:, 0].cpu())
-        if left <= 0 or not any(live):
+        if rows.done:
             return torch.cat(made, dim=1)
-        logits = calls.after(tokens, left)
+        logits = calls.after(tokens, rows.left)
+        if calls.steps is not None and not processors and not config.do_sample:
+            made.append(_likeliest(calls.steps, logits, rows, streamer))
+            return torch.cat(made, dim=1)
+
+
+def _likeliest(step: TokenStep, logits: torch.Tensor, rows: _Rows, streamer: Any) -> torch.Tensor:
+    """The likeliest tokens `(batch, new)` from some logits on.
+
+    Between two steps torch is not called: behind a run, which goes through all weights, its code is in no cache of the processor.
+    """
+    scores: np.ndarray = logits.float().numpy()
+    made: list[list[int]] = []
+    told: list[tuple[torch.Tensor, np.ndarray]] = []
+    while True:
+        values = rows.go_on(scores.argmax(axis=-1).tolist())
+        made.append(values)
+        rows.left -= 1
+        if streamer is not None:
+            if not told:
+                several = torch.empty((_TOLD, len(values)), dtype=torch.int64)
+                told = [(tokens, tokens.numpy()) for tokens in several.unbind()]
+            tokens, memory = told.pop()
+            memory[:] = values
+            streamer.put(tokens)
+        if rows.done:
+            return torch.tensor(made).T
+        scores = step(values)
+
+
+class _Rows:
+    """Which rows go on, and for how long.
+
+    Args:
+        count: Of them.
+        ends: Tokens that end a row.
+        padding: What a row goes on with when it has ended.
+        left: Tokens that can still come.
+    """
+
+    def __init__(self, count: int, ends: set[int], padding: int, left: int) -> None:
+        self._ends, self.padding, self.left = ends, padding, left
+        self._live = [True] * count
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.left <= 0 or not any(self._live)
+
+    def go_on(self, values: list[int]) -> list[int]:
+        """What rows go on with where these are their next tokens."""
+        if not all(self._live):
+            values = [value if lives else self.padding for value, lives in zip(values, self._live, strict=True)]
+        if not self._ends.isdisjoint(values):
+            live = zip(values, self._live, strict=True)
+            self._live = [lives and value not in self._ends for value, lives in live]
+        return values
 
 
 class _Calls:
@@ -114,6 +166,9 @@ class _Calls:
         outputs: Of the call before.
         kwargs: What transformers keeps between calls.
         padding: The token that rows go on with when they have ended.
+
+    Attributes:
+        steps: What makes the calls in place, where the session has a shorter way for them.
     """
 
     def __init__(self, model: Any, outputs: Any, kwargs: dict[str, Any], padding: int) -> None:
@@ -129,17 +184,17 @@ class _Calls:
         # The mask of the longest text: each call sees the first columns of it.
         self._longest: torch.Tensor | None = None
         self._padding = padding
-        self._steps: TokenStep | None = None
+        self.steps: TokenStep | None = None
 
     def after(self, tokens: torch.Tensor, left: int) -> torch.Tensor:
         """The logits `(batch, vocabulary)` behind new tokens `(batch, 1)`; at most `left` calls come, this one among them."""
-        if self._steps is not None:
-            return self._steps(tokens)
+        if self.steps is not None:
+            return torch.from_numpy(self.steps(tokens[:, 0].tolist()))
         first = not self._inputs
         logits: torch.Tensor = self._model(**self._inputs_with(tokens, left)).logits[:, -1]
         # Without a check of its own for each token: the likeliest is one of the vocabulary, padding is what a config says.
         if first and 0 <= self._padding < logits.shape[-1]:
-            self._steps = self._cache.steps(left - 1)
+            self.steps = self._cache.steps(left - 1)
         return logits
 
     def _inputs_with(self, tokens: torch.Tensor, left: int) -> dict[str, Any]:

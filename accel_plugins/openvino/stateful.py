@@ -315,27 +315,33 @@ class OpenVinoSteps:
         failed: Callable[[Exception, Mapping[str, tuple[int, ...]]], Exception],
     ) -> None:
         self._state, self._failed = state, failed
-        self._inputs = SingleTokens(state._component, feeds, calls)
+        self._inputs = SingleTokens(state._component, feeds, calls, _shared)
         self._request: ov.InferRequest | None = None
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits `(batch, vocabulary)` behind the next tokens `(batch, 1)`."""
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits `(batch, vocabulary)` behind each row's next token."""
         state, inputs = self._state, self._inputs
         mask = inputs.write(tokens)
         request = state._present_request()
         if request is not self._request:
             for name, tensor in inputs.feeds.items():
-                request.set_tensor(name, ov.Tensor(tensor.numpy(), shared_memory=True))
+                request.set_tensor(name, _shared(tensor))
             request.set_tensor(BEAM_INDEX, ov.Tensor(state._order))
             self._request = request
         if mask is not None:
-            request.set_tensor(inputs.mask_name, ov.Tensor(mask.numpy(), shared_memory=True))
+            request.set_tensor(inputs.mask_name, mask)
         try:
             state._infer(1)
         except RuntimeError as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in inputs.feeds.items()}
             raise self._failed(error, shapes) from error
-        return torch.from_numpy(request.get_tensor("logits").data)[:, -1]
+        logits: np.ndarray = request.get_tensor("logits").data[:, -1]
+        return logits
+
+
+def _shared(tensor: torch.Tensor) -> ov.Tensor:
+    """OpenVINO's tensor over the memory of a torch tensor on the host."""
+    return ov.Tensor(tensor.numpy(), shared_memory=True)
 
 
 def _is_cache(variable: str) -> bool:

@@ -400,6 +400,26 @@ def test_half_quadratic_loses_less_of_most_values() -> None:
     assert loss("hqq") < loss("rtn")
 
 
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_steps_around_zero_lose_no_more_than_zero_points(block_size: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((256, 300)).astype(np.float32)
+    # Blocks of nothing, and of what float32 can barely hold.
+    weight[:128, 0], weight[:, 1] = 0, weight[:, 1] * 1e-38
+
+    def loss(**more: Any) -> float:
+        made = quantize_blocks(weight, bits=4, block_size=block_size, **more)
+        assert np.isfinite(made.scales).all()
+        return float(((made.dequantized(256) - weight) ** 2).sum())
+
+    extreme = np.abs(weight.T.reshape(300, -1, block_size)).max(axis=-1, keepdims=True)
+    step = np.where(extreme > 0, extreme, 1) / 7
+    blocks = weight.T.reshape(300, -1, block_size)
+    plain = float(((np.rint(blocks / step) * step - blocks) ** 2).sum())
+    found = loss(symmetric=True)
+    assert found < 0.85 * plain
+    assert found < 1.05 * loss(symmetric=False)
+
+
 def test_pack() -> None:
     assert pack(np.array([[1, 2, 3]], np.uint8), 4).tolist() == [[0x21, 0x03]]
 

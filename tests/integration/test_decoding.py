@@ -113,18 +113,21 @@ def test_padding_that_the_model_does_not_have_is_refused_at_each_step(generator:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_streamer_is_given_each_token(generator: Artifacts) -> None:
-    model, seen = model_of(generator("llama")), []
+def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) -> None:
+    model, seen, ended = model_of(generator("llama")), [], []
 
     class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
         def put(self, value: torch.Tensor) -> None:
-            seen.extend(value.flatten().tolist())
+            seen.append(value)
 
         def end(self) -> None:
-            seen.append("end")
+            ended.append(len(seen))
 
-    found = model.generate(**ONE, max_new_tokens=5, eos_token_id=None, streamer=Streamer())
-    assert seen == [*found[0].tolist(), "end"]
+    # More than are made at once.
+    found = model.generate(**ONE, max_new_tokens=70, eos_token_id=None, streamer=Streamer())
+    assert [value.shape for value in seen] == [(1, 4), *[(1,)] * 70]
+    assert torch.cat([value.flatten() for value in seen]).tolist() == found[0].tolist()
+    assert ended == [71]
 
 
 @pytest.mark.usefixtures("alone")

@@ -193,8 +193,8 @@ def _static(
 def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, Any]:
     """Put the layers' weights into blocks of 4 or 8 bits. Returns what the report says of it."""
     four = config.scheme == WEIGHT_4
-    # Zero points matter at 16 steps; at 256 they do not.
-    symmetric = config.symmetric if config.symmetric is not None else not four
+    # Zero points take a twentieth of a decoding step; only `hqq` gains by them.
+    symmetric = config.symmetric if config.symmetric is not None else not (four and config.algorithm == "hqq")
     bits = [4 if four else 8] * len(layers)
     if four and config.ratio < 1:
         errors = [relative_error(layer, block_size=config.block_size, symmetric=symmetric) for layer in layers]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel.artifact import TensorSpec
@@ -12,7 +13,7 @@ from accel.backends.interfaces import Feeds
 from accel.backends.stepping import SingleTokens
 
 from .state import HOST, LENGTHS, OrtState
-from .values import RUN_ERRORS
+from .values import RUN_ERRORS, native_value
 
 _ONE = {"sequence": 1, "kept": 1}
 
@@ -33,13 +34,14 @@ class OrtSteps:
         self, state: OrtState, feeds: Feeds, calls: int, failed: Callable[[Exception, Feeds], Exception]
     ) -> None:
         self._state, self._failed = state, failed
-        self._inputs = SingleTokens(state._component, feeds, calls)
+        self._inputs = SingleTokens(state._component, feeds, calls, native_value)
         sizes = {"batch": state._batch, **_ONE}
         self._results = {
             spec.name: torch.empty(_shape(spec, sizes), dtype=getattr(torch, spec.dtype)) for spec in state._results
         }
-        self._logits = self._results["logits"][:, -1]
+        self._logits: np.ndarray = self._results["logits"][:, -1].numpy()
         self._binding: Any = None
+        self._last: np.ndarray | None = None
 
     @staticmethod
     def fits(state: OrtState, feeds: Feeds, calls: int) -> bool:
@@ -53,8 +55,8 @@ class OrtSteps:
             and SingleTokens.fits(state._component, feeds, calls, state._length)
         )
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits `(batch, vocabulary)` behind the next tokens `(batch, 1)`."""
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits `(batch, vocabulary)` behind each row's next token."""
         state, inputs = self._state, self._inputs
         total = state._length + 1
         mask = inputs.write(tokens)
@@ -65,13 +67,14 @@ class OrtSteps:
                 binding.read(name, tensor)
             if state._lengths:
                 binding.read(LENGTHS, state._last)
+                self._last = state._last.numpy()
             for name, result in self._results.items():
                 binding.write(name, result)
             self._binding = binding
-        if state._lengths:
-            state._last.fill_(total - 1)
+        if self._last is not None:
+            self._last.fill(total - 1)
         if mask is not None and inputs.mask_name is not None:
-            binding.read(inputs.mask_name, mask)
+            binding.read_native(inputs.mask_name, mask)
         try:
             binding.run()
         except (*RUN_ERRORS, RuntimeError) as error:

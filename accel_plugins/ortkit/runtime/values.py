@@ -25,7 +25,7 @@ _BOOLS_ARE_BYTES = VERSION < (1, 32)
 
 def as_ort_value(tensor: torch.Tensor) -> Any:
     """The memory of a torch tensor of any shape as an `OrtValue`; it must outlive the value."""
-    return ort.OrtValue(_native(tensor))
+    return ort.OrtValue(native_value(tensor))
 
 
 def ort_value_as_tensor(value: Any) -> torch.Tensor:
@@ -39,7 +39,8 @@ def native_as_tensor(value: Any) -> torch.Tensor:
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
-def _native(tensor: torch.Tensor) -> Any:
+def native_value(tensor: torch.Tensor) -> Any:
+    """What `OrtValue` wraps, over the memory of a torch tensor."""
     if not _BOOLS_ARE_BYTES:
         return ort_native.OrtValue.from_dlpack(to_dlpack(tensor))
     is_bool = tensor.dtype is torch.bool
@@ -73,13 +74,18 @@ class Binding:
         before = self._read.get(name)
         if before is not None and self._stays and before[0] is tensor and before[1] == address and before[2] == shape:
             return
-        self._native.bind_ortvalue_input(name, _native(tensor))
+        self._native.bind_ortvalue_input(name, native_value(tensor))
         self._read[name] = (tensor, address, shape)
+
+    def read_native(self, name: str, value: Any) -> None:
+        """Read an input from what `native_value` made of such a tensor, which must outlive the runs."""
+        self._native.bind_ortvalue_input(name, value)
+        self._read.pop(name, None)
 
     def write(self, name: str, tensor: torch.Tensor | None = None) -> None:
         """Write an output to a contiguous tensor of its type and size, or to memory that ONNX Runtime makes for it."""
         if tensor is not None:
-            self._native.bind_ortvalue_output(name, _native(tensor))
+            self._native.bind_ortvalue_output(name, native_value(tensor))
         else:
             self._native.bind_output(name, self._where)
         if name not in self._written:
