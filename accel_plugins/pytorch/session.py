@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import accel.backends.forks  # noqa: F401  # torch's threads are let go before a process forks
 from accel.artifact import Component
@@ -124,6 +124,22 @@ def failed(error: Exception, tensors: Feeds) -> SessionError:
     )
 
 
+class Captured(NamedTuple):
+    """A call's graph.
+
+    Attributes:
+        graph: What is replayed.
+        inputs: What it reads, by name.
+        leaves: What each replay writes, in the order of `spec`, and what is no tensor.
+        spec: How an answer is made of them.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, torch.Tensor]
+    leaves: list[Any]
+    spec: Any
+
+
 class CapturedModule:
     """A module on a GPU, replayed from a CUDA graph: eager kernels without the host's part in launching them.
 
@@ -137,7 +153,7 @@ class CapturedModule:
 
     def __init__(self, module: Module, device: torch.device) -> None:
         self._module = module
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]] = {}
+        self._graphs: dict[Any, Captured] = {}
         self._turn = threading.Lock()
         self._device = device
         self._on_device = Turns(device)
@@ -145,20 +161,50 @@ class CapturedModule:
     def __call__(self, **feeds: Any) -> Any:
         """Replay the graph of these shapes."""
         tensors = {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
-        settings = {name: value for name, value in feeds.items() if name not in tensors}
-        shape = (*((name, tuple(tensor.shape)) for name, tensor in tensors.items()), repr(settings))
         with self._turn:
-            self._on_device.take()
-            if shape not in self._graphs:
-                self._graphs[shape] = self._capture(tensors, settings)
-            graph, buffers, result = self._graphs[shape]
-            torch._foreach_copy_(list(buffers.values()), list(tensors.values()))
-            graph.replay()
-            return tree_map_only(torch.Tensor, torch.Tensor.clone, result)
+            captured = self.captured(feeds)
+            if captured is None:
+                self._on_device.take()
+                settings = {name: value for name, value in feeds.items() if name not in tensors}
+                captured = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
+            return self._replayed(captured, tensors, None)
 
-    def _capture(
-        self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], Any]:
-        buffers = {name: tensor.clone() for name, tensor in feeds.items()}
-        graph, result = captured(lambda: self._module(**buffers, **settings), self._device)
-        return graph, buffers, result
+    def captured(self, feeds: Mapping[str, Any]) -> Captured | None:
+        """The graph of a call, if there is one."""
+        return self._graphs.get(_shapes(feeds))
+
+    def replay(self, captured: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+        """The answer to a call whose graph is known.
+
+        Args:
+            captured: From `captured`.
+            feeds: Inputs of the same names and shapes, and others.
+            dtype: Of the answer's floating-point numbers.
+        """
+        with self._turn:
+            return self._replayed(captured, feeds, dtype)
+
+    def _replayed(self, captured: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+        self._on_device.take()
+        torch._foreach_copy_(list(captured.inputs.values()), [feeds[name] for name in captured.inputs])
+        captured.graph.replay()
+        copies = [
+            leaf.to(dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype, copy=True)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in captured.leaves
+        ]
+        return tree_unflatten(copies, captured.spec)
+
+    def _capture(self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Captured:
+        inputs = {name: tensor.clone() for name, tensor in feeds.items()}
+        graph, result = captured(lambda: self._module(**inputs, **settings), self._device)
+        return Captured(graph, inputs, *tree_flatten(result))
+
+
+def _shapes(feeds: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a graph depends on."""
+    return tuple(
+        (name, tuple(value.shape)) if isinstance(value, torch.Tensor) else (name, repr(value))
+        for name, value in feeds.items()
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import accel
+import accel.errors
 from accel import SessionOptions
 from accel.artifact import Artifact
 from accel.config import AccelerateConfig, PrepareConfig
@@ -97,6 +98,47 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
     assert all(form.state == "compiled" for form in forms)
     model.restore()
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own values, whatever mode they are made in; what is another kind of call is looked at."""
+    model = tiny_model("bert").cuda()
+    random = torch.Generator().manual_seed(0)
+    calls: list[dict[str, Any]] = []
+    for rows, tokens, filled in ((1, 16, 16), (64, 32, 32), (64, 32, 20), (64, 32, 19), (1, 16, 9)):
+        ids = torch.randint(5, 90, (rows, tokens), generator=random).cuda()
+        mask = (torch.arange(tokens) < filled).long().expand(rows, tokens).cuda()
+        calls += [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids.flip(0), "attention_mask": mask}]
+    with torch.no_grad():
+        expected = [model(**call).logits for call in calls]
+        accel.accelerate(model, dtype="float16", keep_slower=True)
+        engine = model.acceleration.engine
+        for _ in range(2):
+            [model(**call) for call in calls]
+        bind = engine.bind
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("it was looked at")
+
+        monkeypatch.setattr(engine, "bind", refuse)
+        for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cuda", torch.bfloat16)):
+            with mode:
+                found = [model(**call) for call in calls]
+            for one, other in zip(found, expected, strict=True):
+                assert type(one).__name__ == "SequenceClassifierOutput"
+                assert (one.logits.dtype, one.logits.requires_grad) == (torch.float32, False)
+                torch.testing.assert_close(one.logits, other, atol=float(other.abs().max()) * 0.01, rtol=0)
+                assert not one.logits.is_inference()
+        for other in ({"output_hidden_states": True}, {"token_type_ids": torch.zeros_like(calls[0]["input_ids"])}):
+            with pytest.raises(AssertionError, match="looked at"):
+                model(**calls[0], **other)
+        monkeypatch.setattr(engine, "bind", bind)
+        shown = model(**calls[0], output_hidden_states=True)
+        assert len(shown.hidden_states) == model.config.num_hidden_layers + 1
+        model.classifier.bias.add_(1)
+        with pytest.raises(accel.errors.PrepareError, match="weights were changed"):
+            model(**calls[0])
+    model.restore()
 
 
 def test_float8_computes_near_the_same() -> None:

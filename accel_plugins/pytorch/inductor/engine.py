@@ -27,6 +27,7 @@ from .forms import CompiledForm, Plan
 from .packing import Tokens, packable, packed, packed_tokens, sharing_copy, unmasked
 from .precision import HALF, computing_copy
 from .products import FewerProducts, join_projections
+from .repeating import MOST, Repeats, seen_of
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, longest, padded, sizes_of, step_up
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ _ROUNDS, _MORE_ROUNDS = 5, 20
 _SECONDS = 4.0
 # Of two ways that take the same time, clocks on a busy machine find either faster.
 _EQUAL = 1.02
-# So many are remembered at most.
-_PLANS = 4096
 
 
 class Engine:
@@ -72,6 +71,7 @@ class Engine:
         self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
         self._plans: dict[Any, Plan] = {}
         self._kinds: dict[Any, int] = {}
+        self._repeats = Repeats()
         self.compilations = 0
         self.uncompiled_calls = 0
         self._told: set[str] = set()
@@ -101,6 +101,11 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a call, computed without gradients."""
+        seen = None if args else seen_of(kwargs)
+        if (known := self._repeats.get(seen)) is not None:
+            replay = known.replays.get(self._tokens(kwargs, known.plan))
+            if replay is not None:
+                return replay(kwargs)
         call = self.bind(args, kwargs)
         with contextlib.ExitStack() as stack:
             # A cache is written to, which PyTorch allows only in the mode that it was made in.
@@ -110,7 +115,7 @@ class Engine:
             if torch.is_autocast_enabled(self.device.type):
                 # What code computes in is settled when it is compiled.
                 stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            return self.answer(call)
+            return self.answer(call, seen)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name, those that are `None` left out.
@@ -138,8 +143,13 @@ class Engine:
             )
         return call
 
-    def answer(self, call: dict[str, Any]) -> Any:
-        """The answer to a call by name."""
+    def answer(self, call: dict[str, Any], seen: Any = None) -> Any:
+        """The answer to a call by name.
+
+        Args:
+            call: The inputs.
+            seen: What the next call like this one is known by, if it can be.
+        """
         plan = self._plan(call)
         have = plan.have
         form = None if plan.why else self._form(call, plan)
@@ -155,7 +165,12 @@ class Engine:
                 if form.call is not None and kind not in form.checked:
                     return self._first(form, call, have, kind)
         code = form.call
-        return self.eager(**call) if code is None else self._run(form, code, call, have, form.cuts)
+        if code is None:
+            return self.eager(**call)
+        found = self._run(form, code, call, have, form.cuts)
+        if seen is not None and not any(kind) and not any(form.cuts):
+            self._repeats.remember(seen, plan, form.tokens, code, call, self.own_dtype)
+        return found
 
     def _tell(self, why: str) -> None:
         """Say once why calls of a kind are computed as the model is; those beyond the limit are counted."""
@@ -179,20 +194,13 @@ class Engine:
 
     def _plan(self, call: Mapping[str, Any]) -> Plan:
         """How a call is computed; remembered, as it costs more than the launch of a graph."""
-        if not all(isinstance(value, (torch.Tensor, bool, int, float, str)) for value in call.values()):
+        seen = seen_of(call)
+        if seen is None:
             return self._planned(call)
-        seen = (
-            self._pads,
-            *(
-                (name, value.shape, value.dtype, value.device)
-                if isinstance(value, torch.Tensor)
-                else (name, repr(value))
-                for name, value in call.items()
-            ),
-        )
+        seen = (self._pads, seen)
         plan = self._plans.get(seen)
         if plan is None:
-            if len(self._plans) >= _PLANS:
+            if len(self._plans) >= MOST:
                 self._plans = {}
             plan = self._plans[seen] = self._planned(call)
         return plan
@@ -205,10 +213,14 @@ class Engine:
         # A number: what it stands for is long, and would be hashed in each call.
         return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
+    def _tokens(self, call: Mapping[str, Any], plan: Plan) -> Tokens:
+        """What layers compute of a call."""
+        packs = self._packs is not None and cache_of(call) is None
+        return packed_tokens(call, plan.have, plan.want) if packs else None
+
     def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""
-        want = plan.want
-        tokens = packed_tokens(call, plan.have, want) if self._packs is not None and cache_of(call) is None else None
+        want, tokens = plan.want, self._tokens(call, plan)
         kind = (plan.kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
@@ -424,11 +436,13 @@ class Engine:
     def _unpacked(self, call: dict[str, Any], why: str) -> Any:
         """The answer to a call whose padding could not be left out, and is not any more."""
         self._packs = None
+        self._repeats.forget()
         logger.warning("The layers of %s compute padding, by its mask: without it %s.", type(self.model).__name__, why)
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:
         self.forms = {key: one for key, one in self.forms.items() if one is not form}
+        self._repeats.forget()
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> None:
         """Both ways in turns, fastest calls; what is slower runs as the model was, and is told."""

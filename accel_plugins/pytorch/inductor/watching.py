@@ -79,7 +79,12 @@ class Watch:
             # Made inside `inference_mode`, where PyTorch counts no changes.
             versions = -1
         ends = [(tensor.device, tensor.dtype) for tensor in (*weights[:1], *weights[-1:])]
-        return (versions, sum(map(_address, weights)), *ends)
+        try:
+            addresses = sum(map(torch.Tensor.data_ptr, weights))
+        # Kinds of tensors that keep their values elsewhere.
+        except (RuntimeError, NotImplementedError):
+            addresses = sum(map(_address, weights))
+        return (versions, addresses, *ends)
 
     def _other_settings(self) -> str:
         try:
