@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,8 +52,8 @@ def packed_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Tokens:
     real = have.batch * have.length
     if mask is not None:
         held = _on_host(mask)
-        real = int(held.count_nonzero())
-        if int(held[:, 0].count_nonzero()) < have.batch:
+        real = int(np.count_nonzero(held))
+        if np.count_nonzero(held[:, 0]) < have.batch:
             return None
     # Rows that fill up a batch are the last one again.
     real += (want.batch - have.batch) * have.length
@@ -60,12 +61,14 @@ def packed_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Tokens:
     return "all" if real == whole else min(-(-real // step) * step, whole)
 
 
-def _on_host(mask: torch.Tensor) -> torch.Tensor:
+def _on_host(mask: torch.Tensor) -> np.ndarray:
     """The mask on the host: one copy takes less than kernels that count, and a copy of what they counted."""
-    held = mask.to("cpu", non_blocking=True)
+    held = mask.detach().to("cpu", non_blocking=True)
     if mask.is_cuda:
         torch.cuda.current_stream(mask.device).synchronize()
-    return held
+    # NumPy has no bfloat16.
+    found: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+    return found
 
 
 def packable(model: Any, dtype: torch.dtype) -> bool:
