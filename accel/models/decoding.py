@@ -92,7 +92,11 @@ def decode(
         tokens = (drawn(scores) if config.do_sample else likeliest(scores)).unsqueeze(1)
         del scores
         if ends:
-            tokens = tokens.new_tensor(rows.go_on(tokens[:, 0].tolist())).unsqueeze(1)
+            found = tokens[:, 0].tolist()
+            values = rows.go_on(found)
+            # A device is written to only where it has to be.
+            if values is not found:
+                tokens = tokens.new_tensor(values).unsqueeze(1)
         made.append(tokens)
         rows.left -= 1
         if streamer is not None:
@@ -149,7 +153,7 @@ class _Rows:
         return self.left <= 0 or not any(self._live)
 
     def go_on(self, values: list[int]) -> list[int]:
-        """What rows go on with where these are their next tokens."""
+        """What rows go on with where these are their next tokens: the same object while all rows live."""
         if not all(self._live):
             values = [value if lives else self.padding for value, lives in zip(values, self._live, strict=True)]
         if not self._ends.isdisjoint(values):
