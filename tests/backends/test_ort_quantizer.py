@@ -22,7 +22,7 @@ from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
-from accel_plugins.ortkit.quantization import presets
+from accel_plugins.ortkit.quantization import layers, presets
 from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
 from accel_plugins.ortkit.quantization.integer import Rewriter, activation_scale
 from accel_plugins.ortkit.quantization.layers import find_layers
@@ -400,24 +400,51 @@ def test_half_quadratic_loses_less_of_most_values() -> None:
     assert loss("hqq") < loss("rtn")
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("scheme", ["weight-int4", "weight-int8", "dynamic-int8"])
+def test_weights_that_are_no_numbers_are_refused(
+    tiny_artifact: Get, tmp_path: Path, scheme: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = layers._matrix
+
+    def broken(weight: ir.Value | None) -> np.ndarray | None:
+        matrix = read(weight)
+        if matrix is not None and matrix.shape == read(weight_of_one).shape:  # type: ignore[union-attr]
+            matrix = matrix.copy()
+            matrix[2, 2] = value
+        return matrix
+
+    parent = tiny_artifact("bert")
+    weight_of_one = find_layers(load_graph(parent, parent.component()))[3].node.inputs[1]
+    monkeypatch.setattr(layers, "_matrix", broken)
+    with pytest.raises(QuantizeError, match="infinite or no numbers"):
+        make(parent, tmp_path / "out", scheme=scheme)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_steps_around_zero_lose_no_more_than_zero_points(block_size: int) -> None:
     weight = np.random.default_rng(0).standard_normal((256, 300)).astype(np.float32)
-    # Blocks of nothing, and of what float32 can barely hold.
-    weight[:128, 0], weight[:, 1] = 0, weight[:, 1] * 1e-38
+    # Blocks of nothing, of what float32 can barely hold, and of what it cannot square.
+    weight[:128, 0], weight[:, 1], weight[:, 2] = 0, weight[:, 1] * 1e-38, 1e-45
+    for size in (1e-25, 1e25):
+        found, plain = (
+            quantize_blocks(weight * np.float32(s), bits=4, block_size=block_size, symmetric=True) for s in (size, 1)
+        )
+        assert (found.values[3:] == plain.values[3:]).mean() > 0.999
 
     def loss(**more: Any) -> float:
         made = quantize_blocks(weight, bits=4, block_size=block_size, **more)
         assert np.isfinite(made.scales).all()
         return float(((made.dequantized(256) - weight) ** 2).sum())
 
-    extreme = np.abs(weight.T.reshape(300, -1, block_size)).max(axis=-1, keepdims=True)
+    blocks = weight.T.reshape(300, -1, block_size).astype(np.float64)
+    extreme = np.abs(blocks).max(axis=-1, keepdims=True)
     step = np.where(extreme > 0, extreme, 1) / 7
-    blocks = weight.T.reshape(300, -1, block_size)
-    plain = float(((np.rint(blocks / step) * step - blocks) ** 2).sum())
-    found = loss(symmetric=True)
-    assert found < 0.85 * plain
-    assert found < 1.05 * loss(symmetric=False)
+    nearest = float(((np.rint(blocks / step) * step - blocks) ** 2).sum())
+    lost = loss(symmetric=True)
+    assert lost < 0.85 * nearest
+    assert lost < 1.05 * loss(symmetric=False)
 
 
 def test_pack() -> None:

@@ -37,9 +37,18 @@ class Layer:
         return value
 
     def weight(self) -> np.ndarray:
-        """The matrix `(inner, outer)`, read from disk."""
+        """The matrix `(inner, outer)`, read from disk.
+
+        Raises:
+            QuantizeError: It holds infinities, or what is not a number.
+        """
         array = _matrix(self.node.inputs[1])
         assert array is not None
+        if not np.isfinite(array).all():
+            raise QuantizeError(
+                f"The weight of {self.name} holds values that are infinite or no numbers.",
+                fix="repair the model, or leave the layer out: exclude=...",
+            )
         if self.node.op_type == "Gemm":
             if self.node.attributes.get_int("transB", 0):
                 array = array.T

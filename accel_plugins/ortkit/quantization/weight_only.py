@@ -17,6 +17,8 @@ from .layers import Layer
 _INT8_ACCUMULATION = 4
 # How many steps away a block's extreme may come to lie, before it is cut to 8.
 _EXTREMES = np.linspace(7, 9, 9)
+# Steps below are no normal numbers of float32: such blocks are rounded to zero.
+_LEAST = np.float32(1e-37)
 # Weights that are looked at together: what a core's cache holds.
 _TOGETHER = 2**16
 
@@ -63,13 +65,13 @@ def quantize_blocks(
     if symmetric:
         # The extreme of each block lands on the one step that the other sign does not have.
         extreme = np.take_along_axis(data, np.abs(data).argmax(axis=-1)[..., None], axis=-1)[..., 0]
-        scales = np.where(extreme != 0, -extreme / middle, 1.0).astype(np.float32)
+        scales = np.where(np.abs(extreme) > middle * _LEAST, -extreme / middle, 1.0).astype(np.float32)
         if bits == 4:
             scales = _least_squares(data, scales)
         zero = np.full(scales.shape, float(middle), np.float32)
     else:
         low, high = np.minimum(data.min(axis=-1), 0), np.maximum(data.max(axis=-1), 0)
-        scales = np.where(high > low, (high - low) / top, 1.0).astype(np.float32)
+        scales = np.where(high - low > top * _LEAST, (high - low) / top, 1.0).astype(np.float32)
         zero = np.clip(np.rint(-low / scales), 0, top)
         if algorithm == "hqq":
             zero = _half_quadratic(data, scales, zero, top)
@@ -86,18 +88,19 @@ def _least_squares(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
     best = scales.copy()
     rows = max(_TOGETHER // data[0].size, 1)
     for first in range(0, len(data), rows):
-        part, steps = data[first : first + rows], best[first : first + rows]
+        steps = best[first : first + rows]
         # Between -8, where the extreme is, and 8.
-        places = part / steps[..., None]
-        kept = np.zeros(steps.shape, np.float32)
+        places = data[first : first + rows] / steps[..., None]
+        kept, sizes = np.zeros(steps.shape, np.float32), np.ones(steps.shape, np.float32)
         for extreme in _EXTREMES:
             values = np.clip(np.rint(places * np.float32(extreme / 8)), -8, 7)
-            common, own = (np.einsum("obi,obi->ob", values, other) for other in (part, values))
+            common, own = (np.einsum("obi,obi->ob", values, other) for other in (places, values))
             # What such steps keep of the squared weights, with the size that fits best.
             share = common**2 / np.maximum(own, 1)
             better = share > kept
             kept = np.where(better, share, kept)
-            steps[better] = (common / np.maximum(own, 1))[better]
+            sizes[better] = (common / np.maximum(own, 1))[better]
+        steps *= sizes
     return best
 
 
