@@ -27,7 +27,7 @@ class SingleTokens:
         component: The decoder's graph.
         feeds: Its inputs of the last call, checked, contiguous, on the host, for which `fits` says yes.
         calls: How many come, at most.
-        bound: Makes of a mask `(batch, total)` what the runtime binds; the memory stays as long as this object.
+        bound: Makes of a mask `(batch, total)` what the runtime binds; the memory stays until masks of later calls are made.
 
     Attributes:
         feeds: The inputs by name, the mask as it was; each of the others stays the same memory.

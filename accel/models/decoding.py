@@ -105,11 +105,11 @@ def decode(
             return torch.cat(made, dim=1)
         logits = calls.after(tokens, rows.left)
         if calls.steps is not None and not processors and not config.do_sample:
-            made.append(_likeliest(calls.steps, logits, rows, streamer))
+            made.append(_greedy(calls.steps, logits, rows, streamer))
             return torch.cat(made, dim=1)
 
 
-def _likeliest(step: TokenStep, logits: torch.Tensor, rows: _Rows, streamer: Any) -> torch.Tensor:
+def _greedy(step: TokenStep, logits: torch.Tensor, rows: _Rows, streamer: Any) -> torch.Tensor:
     """The likeliest tokens `(batch, new)` from some logits on.
 
     Between two steps torch is not called: behind a run, which goes through all weights, its code is in no cache of the processor.

@@ -162,39 +162,39 @@ class CapturedModule:
         """Replay the graph of these shapes."""
         tensors = {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
         with self._turn:
-            captured = self.captured(feeds)
-            if captured is None:
+            known = self.graph_of(feeds)
+            if known is None:
                 self._on_device.take()
                 settings = {name: value for name, value in feeds.items() if name not in tensors}
-                captured = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
-            return self._replayed(captured, tensors, None)
+                known = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
+            return self._replayed(known, tensors, None)
 
-    def captured(self, feeds: Mapping[str, Any]) -> Captured | None:
+    def graph_of(self, feeds: Mapping[str, Any]) -> Captured | None:
         """The graph of a call, if there is one."""
         return self._graphs.get(_shapes(feeds))
 
-    def replay(self, captured: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    def replay(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
         """The answer to a call whose graph is known.
 
         Args:
-            captured: From `captured`.
+            known: From `graph_of`.
             feeds: Inputs of the same names and shapes, and others.
             dtype: Of the answer's floating-point numbers.
         """
         with self._turn:
-            return self._replayed(captured, feeds, dtype)
+            return self._replayed(known, feeds, dtype)
 
-    def _replayed(self, captured: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+    def _replayed(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
         self._on_device.take()
-        torch._foreach_copy_(list(captured.inputs.values()), [feeds[name] for name in captured.inputs])
-        captured.graph.replay()
+        torch._foreach_copy_(list(known.inputs.values()), [feeds[name] for name in known.inputs])
+        known.graph.replay()
         copies = [
             leaf.to(dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype, copy=True)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            for leaf in captured.leaves
+            for leaf in known.leaves
         ]
-        return tree_unflatten(copies, captured.spec)
+        return tree_unflatten(copies, known.spec)
 
     def _capture(self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Captured:
         inputs = {name: tensor.clone() for name, tensor in feeds.items()}

@@ -55,7 +55,7 @@ class Repeats:
             given: The inputs by name, those that are `None` left out.
             dtype: Of the answer's floating-point numbers.
         """
-        graph = code.captured(given) if isinstance(code, CapturedModule) else None
+        graph = code.graph_of(given) if isinstance(code, CapturedModule) else None
         if graph is None or not {name for name, *_ in seen} >= graph.inputs.keys():
             return
 
