@@ -57,8 +57,18 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+def configuration(layers: int, *, tied: bool = True) -> Any:
+    """Qwen2-0.5B's layers, a vocabulary of 32,000."""
+    import transformers
+
+    return transformers.Qwen2Config(
+        vocab_size=32_000, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
 def shape(folder: Path, layers: int) -> Path:
-    """Qwen2-0.5B's layers with random weights, and a tokenizer, which genai's builder copies."""
+    """A model of that configuration with random weights, and a tokenizer, which genai's builder copies."""
     import torch
     import transformers
 
@@ -66,11 +76,7 @@ def shape(folder: Path, layers: int) -> Path:
 
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
-        config = transformers.Qwen2Config(
-            vocab_size=32_000, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
-            num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        model = transformers.Qwen2ForCausalLM(config).eval()
+        model = transformers.Qwen2ForCausalLM(configuration(layers)).eval()
         model.generation_config.eos_token_id = None
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)

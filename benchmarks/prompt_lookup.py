@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from generation_peers import configuration
 
 import accel
 
@@ -36,10 +37,7 @@ def copying(folder: Path, layers: int) -> Path:
     """A folder with the decoder."""
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
-        config = transformers.Qwen2Config(
-            vocab_size=32_000, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
-            num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+        config = configuration(layers, tied=False)
         model = transformers.Qwen2ForCausalLM(config).eval()
         model.generation_config.eos_token_id = None
         tokens = torch.arange(config.vocab_size)
