@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,6 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
                 assert type(one).__name__ == "SequenceClassifierOutput"
                 assert (one.logits.dtype, one.logits.requires_grad) == (torch.float32, False)
                 torch.testing.assert_close(one.logits, other, atol=float(other.abs().max()) * 0.01, rtol=0)
-                assert not one.logits.is_inference()
         other = {**calls[0], "token_type_ids": torch.ones_like(calls[0]["input_ids"])}
         with pytest.raises(AssertionError, match="looked at"):
             model(**other)
@@ -137,6 +137,48 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
         model.classifier.bias.add_(1)
         with pytest.raises(accel.errors.PrepareError, match="weights were changed"):
             model(**calls[0])
+    model.restore()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "rows", "tokens"), [(8, 1, 16), (20, 1, 17), (64, 3, 50), (128, 2, 129), (32, 1, 700)], ids=str
+)
+def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype: str) -> None:
+    """With padding on either side, holes, and no mask: the hidden states of every token."""
+    model = tiny_model("bert", hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=1024).bert
+    model = model.cuda().to(getattr(torch, dtype))
+    exact = copy.deepcopy(model).float()
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 90, (rows, tokens), generator=random).cuda()
+    right = torch.ones_like(ids)
+    right[:, -tokens // 3 :] = 0
+    holes = (torch.rand(rows, tokens, generator=random) < 0.7).long().cuda()
+    holes[:, 0] = 1
+    calls = [{}, *({"attention_mask": mask} for mask in (right, right.flip(1), holes))]
+    with torch.no_grad():
+        expected, before = ([one(ids, **call)[0].float() for call in calls] for one in (exact, model))
+        accel.accelerate(model, keep_slower=True)
+        found = [model(ids, **call)[0].float() for call in calls]
+    forms = model.acceleration.engine.forms.values()
+    assert [(form.attends, form.state) for form in forms] == [(True, "compiled")] * 2
+    for one, other, truth in zip(found, before, expected, strict=True):
+        assert (one - truth).abs().max() <= 1.5 * (other - truth).abs().max() + 1e-3
+
+
+def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
+    model = tiny_model("bert").cuda()
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    masks = [(torch.arange(32) < filled).long().expand(64, 32).cuda() for filled in (32, 20)]
+    order = [0] * 12 + [1] * 2 + [0] + [1] * 30 + [0] * 2
+    with torch.no_grad():
+        expected = [model(input_ids=ids, attention_mask=mask).logits for mask in masks]
+        accel.accelerate(model, dtype="float16", keep_slower=True)
+        for which in order:
+            found = model(input_ids=ids, attention_mask=masks[which]).logits
+            torch.testing.assert_close(found, expected[which], atol=float(expected[which].abs().max()) * 0.01, rtol=0)
+        (known,) = model.acceleration.engine._repeats._known.values()
+        assert (known.last, known.times, known.enough) == ("all", 2, 32), "two guesses were wrong"
     model.restore()
 
 

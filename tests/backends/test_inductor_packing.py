@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import transformers
 from accel.config import AccelerateConfig
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.inductor import engine, packing
-from accel_plugins.pytorch.inductor.packing import packable, packed, packed_tokens, unmasked
+from accel_plugins.pytorch.inductor.packing import Tokens, asked_tokens, attending, packable
 from accel_plugins.pytorch.inductor.sizes import Sizes
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -38,7 +40,18 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
             found[start:end] = torch.nn.functional.scaled_dot_product_attention(*row, scale=scale)[0].transpose(0, 1)
         return found
 
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        seen = None if mask is None else (mask != 0)[:, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(1, 2)
+
     monkeypatch.setattr(packing, "_varlen", lambda: varlen)
+    monkeypatch.setitem(sys.modules, f"{packing.__package__}.attention_kernel", SimpleNamespace(attention=masked))
+
+
+def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:
+    """What layers compute of a call."""
+    asked = asked_tokens(call, have, want)
+    return None if asked is None else asked()
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
@@ -74,11 +87,21 @@ def test_real_tokens_are_what_they_were(model: Any, config: Any, spare: str) -> 
     assert packable(made, torch.float16)
     with torch.no_grad():
         expected = made(**inputs)[0]
-        found = packed(made, {"none": real, "some": real + 11, "all": mask.numel()}[spare])(**inputs)[0]
+        found = attending(made, {"none": real, "some": real + 11, "all": mask.numel()}[spare])(**inputs)[0]
         assert found.isfinite().all()
         read = mask != 0 if expected.shape[:2] == mask.shape else mask[:, 0] != 0
         torch.testing.assert_close(found[read], expected[read], atol=2e-6, rtol=0)
         assert torch.equal(made(**inputs)[0], expected), "the model itself is as it was"
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["mask", "no-mask"])
+def test_short_batches_are_computed_with_their_padding(given: bool) -> None:
+    torch.manual_seed(0)
+    made = transformers.ElectraModel(transformers.ElectraConfig(**SMALL)).eval()
+    inputs = ragged(holes=True)
+    inputs = inputs if given else {"input_ids": inputs["input_ids"]}
+    with torch.no_grad():
+        torch.testing.assert_close(attending(made, None)(**inputs)[0], made(**inputs)[0], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -108,36 +131,36 @@ def test_how_many_tokens_are_computed(real: int, tokens: int | str) -> None:
     mask = torch.zeros(4096, dtype=torch.int64)
     mask[:real] = 1
     sizes = Sizes(16, 256)
-    assert packed_tokens({"attention_mask": mask.view(256, 16).t()}, sizes, sizes) == tokens
+    assert computed({"attention_mask": mask.view(256, 16).t()}, sizes, sizes) == tokens
 
 
 def test_rows_that_begin_with_padding_are_computed_with_it() -> None:
     sizes = Sizes(16, 256)
     mask = torch.ones(16, 256, dtype=torch.int64)
     mask[3, :100] = 0
-    assert packed_tokens({"attention_mask": mask}, sizes, sizes) is None
-    assert packed_tokens({"attention_mask": mask.flip(1)}, sizes, sizes) == 4096
+    assert computed({"attention_mask": mask}, sizes, sizes) is None
+    assert computed({"attention_mask": mask.flip(1)}, sizes, sizes) == 4096
 
 
 def test_small_calls_are_not_looked_at() -> None:
     sizes = Sizes(1, 128)
-    assert packed_tokens({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
-    assert packed_tokens({"input_ids": torch.zeros(1, 128)}, sizes, sizes) is None
+    assert computed({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
+    assert computed({"input_ids": torch.zeros(1, 128)}, sizes, sizes) is None
     pairs = {"attention_mask": torch.ones(16, 1, 256, 256)}
-    assert packed_tokens(pairs, Sizes(16, 256), Sizes(16, 256)) is None
+    assert computed(pairs, Sizes(16, 256), Sizes(16, 256)) is None
 
 
 @pytest.mark.parametrize(
     ("have", "tokens"), [(Sizes(16, 256), "all"), (Sizes(16, 200), 3328), (Sizes(12, 256), "all")], ids=str
 )
 def test_calls_without_a_mask_are_full_but_for_what_is_padded_here(have: Sizes, tokens: int | str) -> None:
-    assert packed_tokens({"input_ids": torch.zeros(have.batch, have.length)}, have, Sizes(16, 256)) == tokens
+    assert computed({"input_ids": torch.zeros(have.batch, have.length)}, have, Sizes(16, 256)) == tokens
 
 
 def test_rows_that_fill_a_batch_count_as_full() -> None:
     mask = torch.zeros(24, 128, dtype=torch.int64)
     mask[:, :10] = 1
-    assert packed_tokens({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1280
+    assert computed({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1280
 
 
 @pytest.mark.parametrize(
@@ -154,29 +177,30 @@ def test_full_batches_without_their_mask_are_what_they_were(model: Any) -> None:
     inputs = {name: one[:, :20] for name, one in ragged().items()}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     with torch.no_grad():
-        torch.testing.assert_close(unmasked(model)(**inputs)[0], model(**inputs)[0], atol=2e-6, rtol=0)
+        torch.testing.assert_close(attending(model, "all")(**inputs)[0], model(**inputs)[0], atol=2e-6, rtol=0)
         inputs["attention_mask"][0, 3:] = 0
-        assert not torch.allclose(unmasked(model)(**inputs)[0][0], model(**inputs)[0][0]), "no mask is read"
+        assert not torch.allclose(attending(model, "all")(**inputs)[0][0], model(**inputs)[0][0]), "no mask is read"
 
 
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "short"])
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-def test_what_differs_without_padding_is_computed_with_it(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_where_our_attention_differs_the_model_keeps_its_own(
+    fault: str, packs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         if fault == "fails":
             raise RuntimeError("no kernel image is available")
-        return torch.ones(1, BATCH * LENGTH, 4, 8), None
+        return torch.ones(*((1, BATCH * LENGTH) if packs else (BATCH, LENGTH)), 4, 8), None
 
     monkeypatch.setattr(engine, "compiled", lambda function, **_: function)
     monkeypatch.setattr(engine, "_ROUNDS", 1)
-    monkeypatch.setattr(engine, "packed_tokens", lambda *_: BATCH * LENGTH)
-    monkeypatch.setattr(packing, "_attend", broken)
+    monkeypatch.setattr(engine, "asked_tokens", lambda *_: (lambda: BATCH * LENGTH) if packs else None)
+    monkeypatch.setattr(packing, "_attend" if packs else "_attend_masked", broken)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
     made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))
-    made._packs = packing.sharing_copy(model)
+    made._encoder = packing.sharing_copy(model)
     inputs = ragged()
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
         torch.testing.assert_close(made(**inputs).logits, model(**inputs).logits)
-    assert "compute padding, by its mask: without it" in caplog.text
-    assert made._packs is None
+    assert "compute padding, with their own attention: otherwise" in caplog.text
+    assert made._encoder is None

@@ -24,7 +24,7 @@ from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_
 from .compiling import compiled, compiling
 from .differences import compare, difference
 from .forms import CompiledForm, Plan
-from .packing import Tokens, packable, packed, packed_tokens, sharing_copy, unmasked
+from .packing import Tokens, asked_tokens, attending, is_short, packable, sharing_copy
 from .precision import HALF, computing_copy
 from .products import FewerProducts, join_projections
 from .repeating import MOST, Repeats, seen_of
@@ -76,9 +76,9 @@ class Engine:
         self.uncompiled_calls = 0
         self._told: set[str] = set()
         self._pads = True
-        packs = config.packing and self.device.type == "cuda" and packable(self._computing, self.dtype)
-        # Copied now: whoever accelerates the model puts another `forward` in its place.
-        self._packs = sharing_copy(self._computing) if packs else None
+        attends = self.device.type == "cuda" and packable(self._computing, self.dtype)
+        # With attention of our own. Copied now: whoever accelerates the model puts another `forward` in its place.
+        self._encoder = sharing_copy(self._computing) if attends else None
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
@@ -103,9 +103,9 @@ class Engine:
         """The answer to a call, computed without gradients."""
         seen = None if args else seen_of(kwargs)
         if (known := self._repeats.get(seen)) is not None:
-            replay = known.replays.get(self._tokens(kwargs, known.plan))
-            if replay is not None:
-                return replay(kwargs)
+            found = known.answer(kwargs, self._asked(kwargs, known.plan))
+            if found is not None:
+                return found
         call = self.bind(args, kwargs)
         with contextlib.ExitStack() as stack:
             # A cache is written to, which PyTorch allows only in the mode that it was made in.
@@ -213,14 +213,15 @@ class Engine:
         # A number: what it stands for is long, and would be hashed in each call.
         return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
-    def _tokens(self, call: Mapping[str, Any], plan: Plan) -> Tokens:
-        """What layers compute of a call."""
-        packs = self._packs is not None and cache_of(call) is None
-        return packed_tokens(call, plan.have, plan.want) if packs else None
+    def _asked(self, call: Mapping[str, Any], plan: Plan) -> Callable[[], Tokens] | None:
+        """Tells what layers compute of a call; `None` where they compute all that it is padded to."""
+        packs = self.config.packing and self._encoder is not None and cache_of(call) is None
+        return asked_tokens(call, plan.have, plan.want) if packs else None
 
     def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""
-        want, tokens = plan.want, self._tokens(call, plan)
+        asked = self._asked(call, plan)
+        want, tokens = plan.want, None if asked is None else asked()
         kind = (plan.kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
@@ -285,8 +286,9 @@ class Engine:
         graphs = self.device.type == "cuda" and self.config.cuda_graph
         form.replayed = graphs and cache is not None
         compute = self._compute
-        if tokens is not None:
-            compute = unmasked(self._packs) if tokens == "all" else packed(self._packs, tokens)
+        form.attends = self._encoder is not None and cache is None and (tokens is not None or is_short(want))
+        if form.attends:
+            compute = attending(self._encoder, tokens)
         options = {"pre_grad_custom_pass": FewerProducts()} if self._fuses else None
         made = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
@@ -364,9 +366,9 @@ class Engine:
         try:
             found = self._compile(form, call, have)
         except PrepareError as error:
-            if form.tokens is None:
+            if not form.attends:
                 raise
-            return self._unpacked(call, error.message)
+            return self._as_it_attends(call, error.message)
         if not form.compile_s:
             form.compile_s = time.perf_counter() - started
             self.compilations += 1
@@ -415,8 +417,8 @@ class Engine:
             PrepareError: It differs without padding, too.
         """
         self._drop(form)
-        if form.tokens is not None:
-            return self._unpacked(
+        if form.attends:
+            return self._as_it_attends(
                 call, f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
             )
         if any(kind) and self._pads:
@@ -433,11 +435,12 @@ class Engine:
             fix="use another dtype, leave quantization out, or call model.restore().",
         )
 
-    def _unpacked(self, call: dict[str, Any], why: str) -> Any:
-        """The answer to a call whose padding could not be left out, and is not any more."""
-        self._packs = None
+    def _as_it_attends(self, call: dict[str, Any], why: str) -> Any:
+        """The answer to a call for which attention of our own did not do; from now on the model keeps its own."""
+        self._encoder = None
         self._repeats.forget()
-        logger.warning("The layers of %s compute padding, by its mask: without it %s.", type(self.model).__name__, why)
+        name = type(self.model).__name__
+        logger.warning("The layers of %s compute padding, with their own attention: otherwise %s.", name, why)
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:

@@ -42,6 +42,7 @@ class CompiledForm:
         cuts: For each tensor of the answer, which axes are cut.
         replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
         tokens: What layers compute of it.
+        attends: Whether their attention is ours.
     """
 
     name: str
@@ -56,6 +57,7 @@ class CompiledForm:
     cuts: list[dict[int, str]] = field(default_factory=list)
     replayed: bool = False
     tokens: Tokens = None
+    attends: bool = False
 
     @property
     def state(self) -> Literal["compiled", "eager"]:

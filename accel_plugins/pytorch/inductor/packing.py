@@ -2,7 +2,8 @@
 
 Embeddings and heads compute rows as ever. Between them only the real tokens are computed, and as many others as fill up to a number
 that code is compiled for: those are masked ones, rows by themselves, which nobody reads. Batches without any padding are computed
-as they stand, without a mask, which the fastest kernels of attention do not take.
+as they stand, without a mask, which the fastest kernels of attention do not take. Batches of few tokens are computed with their
+padding, by a kernel of attention that reads the mask itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Tokens = int | Literal["all"] | None
 """How many tokens layers compute: a number of them, all of a batch without padding, or padding and all."""
 
 # Attention's names, as transformers' settings have them; the first with the number of tokens behind it.
-_VARLEN, _WHOLE = "accel_varlen", "accel_whole"
+_VARLEN, _WHOLE, _MASKED = "accel_varlen", "accel_whole", "accel_masked"
 # Below so many tokens a call is bound by launches.
 _FEWEST = 2048
 # Sizes that are compiled for, of a padded one.
@@ -39,35 +40,60 @@ _FASTEST_FIRST = [
 ]  # fmt: skip
 
 
-def packed_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Tokens:
-    """How many tokens the layers of a call compute. `None` where it is not worth looking at the mask, which is waited for, and
-    where a row begins with padding: many heads read the first token, which is not computed then.
+def asked_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Callable[[], Tokens] | None:
+    """Ask for the mask of a call, and tell how many tokens its layers compute.
+
+    Returns:
+        Waits for the mask and counts. `None` where that is not worth the wait. It tells `None` where a row begins with padding:
+        many heads read the first token, which is not computed then.
     """
     mask = call.get(MASK)
     if have.batch is None or have.length is None or want.batch is None or want.length is None:
         return None
-    whole = want.batch * want.length
+    rows, length, whole = have.batch, have.length, want.batch * want.length
+    # Rows that fill up a batch are the last one again.
+    more = (want.batch - rows) * length
     if whole < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
-    real = have.batch * have.length
-    if mask is not None:
-        held = _on_host(mask)
-        real = int(np.count_nonzero(held))
-        if np.count_nonzero(held[:, 0]) < have.batch:
-            return None
-    # Rows that fill up a batch are the last one again.
-    real += (want.batch - have.batch) * have.length
-    step = whole // _PARTS
-    return "all" if real == whole else min(-(-real // step) * step, whole)
+    asked = None if mask is None else _asked(mask)
+
+    def tokens() -> Tokens:
+        real = rows * length
+        if asked is not None:
+            held = asked()
+            real = int(np.count_nonzero(held))
+            if np.count_nonzero(held[:, 0]) < rows:
+                return None
+        real += more
+        step = whole // _PARTS
+        return "all" if real == whole else min(-(-real // step) * step, whole)
+
+    return tokens
 
 
-def _on_host(mask: torch.Tensor) -> np.ndarray:
-    """The mask on the host: one copy takes less than kernels that count, and a copy of what they counted."""
+def is_short(want: Sizes) -> bool:
+    """Whether a call has so few tokens that a kernel which reads the mask itself is the fastest attention."""
+    return want.batch is not None and want.length is not None and want.batch * want.length < _FEWEST
+
+
+def _asked(mask: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Begin to copy the mask to the host, and get it: one copy takes less than kernels that count, and a copy of what they
+    counted.
+    """
     held = mask.detach().to("cpu", non_blocking=True)
+    arrived = None
     if mask.is_cuda:
-        torch.cuda.current_stream(mask.device).synchronize()
-    # NumPy has no bfloat16.
-    found: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+        # Of this kind: it does not ask for the stream as PyTorch has it, which takes 7 microseconds.
+        arrived = torch.Event(device=mask.device)
+        arrived.record()
+
+    def found() -> np.ndarray:
+        if arrived is not None:
+            arrived.synchronize()
+        # NumPy has no bfloat16.
+        values: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+        return values
+
     return found
 
 
@@ -128,19 +154,23 @@ class Rows(NamedTuple):
     bounds: torch.Tensor
 
 
-def unmasked(model: Any) -> Callable[..., Any]:
-    """What computes calls of a packable model that have no padding; to be compiled."""
+def attending(model: Any, tokens: Tokens) -> Callable[..., Any]:
+    """What computes calls of a packable model of which layers compute so much; to be compiled. Of tokens that are not computed,
+    layers return zeros.
+    """
     made = sharing_copy(model)
-    _set_attention(made, _WHOLE, _attend_whole, lambda *_, **__: None)
+    if tokens is None:
+        _set_attention(made, _MASKED, _attend_masked, lambda *_, attention_mask=None, **__: attention_mask)
+    elif tokens == "all":
+        _set_attention(made, _WHOLE, _attend_whole, lambda *_, **__: None)
+    else:
+        _pack(made, tokens)
     forward: Callable[..., Any] = made.forward
     return forward
 
 
-def packed(model: Any, tokens: int) -> Callable[..., Any]:
-    """What computes calls of a packable model with so many tokens in its layers; to be compiled. Of tokens that are not
-    computed, layers return zeros.
-    """
-    made = sharing_copy(model)
+def _pack(made: Any, tokens: int) -> None:
+    """Have a model's layers compute so many tokens, one behind another."""
     layers = _layers(made)
     assert layers is not None, "it is packable"
     _set_attention(made, f"{_VARLEN}_{tokens}", _attend, functools.partial(_rows, tokens=tokens))
@@ -163,8 +193,6 @@ def packed(model: Any, tokens: int) -> Callable[..., Any]:
 
     layers[0].forward = entering
     layers[-1].forward = leaving
-    forward: Callable[..., Any] = made.forward
-    return forward
 
 
 def _set_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -225,3 +253,19 @@ def _attend_whole(
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         found = scaled_dot_product_attention(query, key, value, scale=scaling)
     return found.transpose(1, 2), None
+
+
+def _attend_masked(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of rows with their mask: `(batch, heads, sequence, size)` each, and `(batch, sequence)`."""
+    # Triton comes with PyTorch's builds for GPUs alone.
+    from .attention_kernel import attention
+
+    return attention(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None

@@ -17,6 +17,8 @@ from .packing import Tokens
 
 # So many are remembered at most.
 MOST = 4096
+# Whose layers computed the same so many times in a row is begun before its mask is known.
+_SAME = 8
 
 
 @dataclass(slots=True)
@@ -26,10 +28,41 @@ class Repeated:
     Attributes:
         plan: How they are computed.
         replays: What answers them, by what layers compute.
+        last: What layers computed of the last call.
+        times: How many times in a row.
+        enough: After how many of those the next call is begun before its mask is known; twice as many after each wrong guess,
+            which costs a whole graph.
     """
 
     plan: Plan
     replays: dict[Tokens, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    last: Tokens = None
+    times: int = 0
+    enough: int = _SAME
+
+    def answer(self, call: Mapping[str, Any], asked: Callable[[], Tokens] | None) -> Any:
+        """The answer to a call from a graph; `None` where there is none for it.
+
+        Args:
+            call: The inputs.
+            asked: Waits for what layers compute of it; `None` where that is no question.
+        """
+        if asked is None:
+            return self._replayed(None, call)
+        guess, guessed = self.last, self.times >= self.enough
+        found = self._replayed(guess, call) if guessed else None
+        tokens = asked()
+        if tokens == guess:
+            self.times += 1
+        else:
+            self.last, self.times = tokens, 1
+            if guessed:
+                self.enough *= 2
+        return found if guessed and tokens == guess else self._replayed(tokens, call)
+
+    def _replayed(self, tokens: Tokens, call: Mapping[str, Any]) -> Any:
+        replay = self.replays.get(tokens)
+        return None if replay is None else replay(call)
 
 
 class Repeats:
@@ -60,8 +93,7 @@ class Repeats:
             return
 
         def replay(call: Mapping[str, Any]) -> Any:
-            with torch.inference_mode(False), torch.no_grad():
-                return code.replay(graph, call, dtype)
+            return code.replay(graph, call, dtype)
 
         if len(self._known) >= MOST:
             self._known = {}

@@ -1,0 +1,99 @@
+"""A kernel of attention for encoders, in Triton: it takes a mask as models are given it, and heads where a projection wrote them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Rows of queries and of keys that one program holds at a time.
+_QUERIES, _KEYS = 64, 128
+# Blocks have powers of two, which matrix products want to be of 16 at least.
+_SMALLEST = 16
+
+
+@torch.library.triton_op(
+    "accel::masked_attention",
+    mutates_args={},
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor",
+)
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of every token to those of its row that the mask shows, softmax in float32.
+
+    Args:
+        query: `(batch, heads, length, size)`, in any layout whose last axis is dense, on a GPU.
+        key: Likewise.
+        value: Likewise.
+        mask: `(batch, length)`, 0 where nothing is to be seen; `None` shows all. A row without a token gets zeros.
+        scale: Of the products of queries and keys.
+
+    Returns:
+        `(batch, length, heads, size)`, dense.
+    """
+    batch, heads, length, size = query.shape
+    out = query.new_empty(batch, length, heads, size)
+    queries, keys = min(_QUERIES, _block(length)), min(_KEYS, _block(length))
+    torch.library.wrap_triton(_attention)[batch * heads, -(-length // queries)](
+        query, key, value, query if mask is None else mask, out, scale,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], 0 if mask is None else mask.stride(0),
+        heads=heads, length=length, size=size, block=_block(size),
+        queries=queries, keys=keys, masked=mask is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _block(count: int) -> int:
+    return max(_SMALLEST, 1 << (count - 1).bit_length())
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attention(  # type: ignore[no-untyped-def]
+    query, key, value, mask, out, scale: tl.constexpr,
+    query_row: tl.constexpr, query_head: tl.constexpr, query_token: tl.constexpr,
+    key_row: tl.constexpr, key_head: tl.constexpr, key_token: tl.constexpr,
+    value_row: tl.constexpr, value_head: tl.constexpr, value_token: tl.constexpr, mask_row: tl.constexpr,
+    heads: tl.constexpr, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
+    queries: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """One block of a head's queries against all of its keys."""
+    row = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    tokens = tl.program_id(1) * queries + tl.arange(0, queries)
+    features = tl.arange(0, block)
+    held = (tokens[:, None] < length) & (features[None] < size)
+    place = query + row * query_row + head * query_head
+    q = tl.load(place + tokens[:, None] * query_token + features[None], mask=held, other=0.0)
+    # Powers of two are what the hardware has.
+    factor = scale * 1.4426950408889634
+    highest = tl.full([queries], -1.0e30, tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    sums = tl.zeros([queries, block], tl.float32)
+    for start in range(0, length, keys):
+        others = start + tl.arange(0, keys)
+        seen = others < length
+        place = key + row * key_row + head * key_head
+        k = tl.load(
+            place + others[None] * key_token + features[:, None],
+            mask=seen[None] & (features[:, None] < size),
+            other=0.0,
+        )
+        place = value + row * value_row + head * value_head
+        v = tl.load(
+            place + others[:, None] * value_token + features[None],
+            mask=seen[:, None] & (features[None] < size),
+            other=0.0,
+        )
+        if masked:
+            seen = seen & (tl.load(mask + row * mask_row + others, mask=seen, other=0) != 0)
+        scores = tl.where(seen[None], tl.dot(q, k) * factor, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, 1))
+        shares = tl.exp2(scores - top[:, None])
+        kept = tl.exp2(highest - top)
+        total = total * kept + tl.sum(shares, 1)
+        sums = sums * kept[:, None] + tl.dot(shares.to(v.dtype), v)
+        highest = top
+    found = sums / tl.where(total > 0, total, 1.0)[:, None]
+    place = out + ((row * length + tokens[:, None]) * heads + head) * size + features[None]
+    tl.store(place, found.to(out.dtype.element_ty), mask=held)

@@ -1,0 +1,68 @@
+"""Calls like ones before, on stand-ins for graphs: what answers, and what is begun before the mask is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from accel_plugins.pytorch.inductor.forms import Plan
+from accel_plugins.pytorch.inductor.packing import Tokens
+from accel_plugins.pytorch.inductor.repeating import Repeated
+from accel_plugins.pytorch.inductor.sizes import Sizes
+
+
+def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Callable[[], Tokens]]]:
+    """Calls whose graphs are of 256 tokens and of all; each notes when it runs, and so does the mask when it is waited for."""
+
+    def graph(tokens: Tokens) -> Callable[[object], str]:
+        def replay(_: object) -> str:
+            done.append(tokens)
+            return f"answer of {tokens}"
+
+        return replay
+
+    def asked(tokens: Tokens) -> Callable[[], Tokens]:
+        def wait() -> Tokens:
+            done.append("mask")
+            return tokens
+
+        return wait
+
+    sizes = Sizes(16, 256)
+    return Repeated(Plan("", sizes, 0, sizes), {tokens: graph(tokens) for tokens in ("all", 256)}), asked
+
+
+def test_eight_times_the_same_is_begun_at_once() -> None:
+    done: list[object] = []
+    calls, asked = known(done)
+    for _ in range(8):
+        assert calls.answer({}, asked("all")) == "answer of all"
+    assert done == ["mask", "all"] * 8
+    done.clear()
+    assert calls.answer({}, asked("all")) == "answer of all"
+    assert done == ["all", "mask"]
+
+
+def test_a_wrong_guess_is_computed_again_and_made_half_as_soon() -> None:
+    done: list[object] = []
+    calls, asked = known(done)
+    for _ in range(8):
+        calls.answer({}, asked(256))
+    done.clear()
+    assert calls.answer({}, asked("all")) == "answer of all"
+    assert done == [256, "mask", "all"]
+    done.clear()
+    for _ in range(15):
+        calls.answer({}, asked("all"))
+    assert done == ["mask", "all"] * 15
+    done.clear()
+    calls.answer({}, asked("all"))
+    assert done == ["all", "mask"]
+
+
+def test_what_has_no_graph_has_no_answer() -> None:
+    done: list[object] = []
+    calls, asked = known(done)
+    for _ in range(10):
+        assert calls.answer({}, asked(512)) is None
+    assert done == ["mask"] * 10
+    assert calls.answer({}, None) is None
