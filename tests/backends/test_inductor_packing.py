@@ -51,7 +51,7 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:
     """What layers compute of a call."""
     asked = asked_tokens(call, have, want)
-    return None if asked is None else asked()
+    return None if asked is None else asked(False)
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ def test_where_our_attention_differs_the_model_keeps_its_own(
 
     monkeypatch.setattr(engine, "compiled", lambda function, **_: function)
     monkeypatch.setattr(engine, "_ROUNDS", 1)
-    monkeypatch.setattr(engine, "asked_tokens", lambda *_: (lambda: BATCH * LENGTH) if packs else None)
+    monkeypatch.setattr(engine, "asked_tokens", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
     monkeypatch.setattr(packing, "_attend" if packs else "_attend_masked", broken)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
     made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accel_plugins.pytorch.inductor.forms import Plan
-from accel_plugins.pytorch.inductor.packing import Tokens
+from accel_plugins.pytorch.inductor.packing import Asked, Tokens
 from accel_plugins.pytorch.inductor.repeating import Repeated
 from accel_plugins.pytorch.inductor.sizes import Sizes
 
 
-def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Callable[[], Tokens]]]:
+def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
     """Calls whose graphs are of 256 tokens and of all; each notes when it runs, and so does the mask when it is waited for."""
 
     def graph(tokens: Tokens) -> Callable[[object], str]:
@@ -20,9 +20,9 @@ def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Callable[[],
 
         return replay
 
-    def asked(tokens: Tokens) -> Callable[[], Tokens]:
-        def wait() -> Tokens:
-            done.append("mask")
+    def asked(tokens: Tokens) -> Asked:
+        def wait(begun: bool) -> Tokens:
+            done.append("mask, later" if begun else "mask")
             return tokens
 
         return wait
@@ -39,7 +39,7 @@ def test_eight_times_the_same_is_begun_at_once() -> None:
     assert done == ["mask", "all"] * 8
     done.clear()
     assert calls.answer({}, asked("all")) == "answer of all"
-    assert done == ["all", "mask"]
+    assert done == ["all", "mask, later"]
 
 
 def test_a_wrong_guess_is_computed_again_and_made_half_as_soon() -> None:
@@ -49,14 +49,14 @@ def test_a_wrong_guess_is_computed_again_and_made_half_as_soon() -> None:
         calls.answer({}, asked(256))
     done.clear()
     assert calls.answer({}, asked("all")) == "answer of all"
-    assert done == [256, "mask", "all"]
+    assert done == [256, "mask, later", "all"]
     done.clear()
     for _ in range(15):
         calls.answer({}, asked("all"))
     assert done == ["mask", "all"] * 15
     done.clear()
     calls.answer({}, asked("all"))
-    assert done == ["all", "mask"]
+    assert done == ["all", "mask, later"]
 
 
 def test_what_has_no_graph_has_no_answer() -> None:

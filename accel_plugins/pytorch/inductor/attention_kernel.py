@@ -58,7 +58,7 @@ def _attention(  # type: ignore[no-untyped-def]
     queries: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """One block of a head's queries against all of its keys."""
-    row = tl.program_id(0) // heads
+    row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     tokens = tl.program_id(1) * queries + tl.arange(0, queries)
     features = tl.arange(0, block)

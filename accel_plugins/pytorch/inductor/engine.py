@@ -24,7 +24,7 @@ from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_
 from .compiling import compiled, compiling
 from .differences import compare, difference
 from .forms import CompiledForm, Plan
-from .packing import Tokens, asked_tokens, attending, is_short, packable, sharing_copy
+from .packing import Asked, Tokens, asked_tokens, attending, packable, sharing_copy
 from .precision import HALF, computing_copy
 from .products import FewerProducts, join_projections
 from .repeating import MOST, Repeats, seen_of
@@ -213,7 +213,7 @@ class Engine:
         # A number: what it stands for is long, and would be hashed in each call.
         return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
-    def _asked(self, call: Mapping[str, Any], plan: Plan) -> Callable[[], Tokens] | None:
+    def _asked(self, call: Mapping[str, Any], plan: Plan) -> Asked | None:
         """Tells what layers compute of a call; `None` where they compute all that it is padded to."""
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
         return asked_tokens(call, plan.have, plan.want) if packs else None
@@ -221,7 +221,7 @@ class Engine:
     def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
         """The form of a call, made where there is none yet; `None` beyond the limit."""
         asked = self._asked(call, plan)
-        want, tokens = plan.want, None if asked is None else asked()
+        want, tokens = plan.want, None if asked is None else asked(False)
         kind = (plan.kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
@@ -286,7 +286,7 @@ class Engine:
         graphs = self.device.type == "cuda" and self.config.cuda_graph
         form.replayed = graphs and cache is not None
         compute = self._compute
-        form.attends = self._encoder is not None and cache is None and (tokens is not None or is_short(want))
+        form.attends = self._encoder is not None and cache is None and want.length is not None
         if form.attends:
             compute = attending(self._encoder, tokens)
         options = {"pre_grad_custom_pass": FewerProducts()} if self._fuses else None

@@ -13,7 +13,7 @@ import torch
 
 from ..session import CapturedModule
 from .forms import Plan
-from .packing import Tokens
+from .packing import Asked, Tokens
 
 # So many are remembered at most.
 MOST = 4096
@@ -40,7 +40,7 @@ class Repeated:
     times: int = 0
     enough: int = _SAME
 
-    def answer(self, call: Mapping[str, Any], asked: Callable[[], Tokens] | None) -> Any:
+    def answer(self, call: Mapping[str, Any], asked: Asked | None) -> Any:
         """The answer to a call from a graph; `None` where there is none for it.
 
         Args:
@@ -51,7 +51,7 @@ class Repeated:
             return self._replayed(None, call)
         guess, guessed = self.last, self.times >= self.enough
         found = self._replayed(guess, call) if guessed else None
-        tokens = asked()
+        tokens = asked(found is not None)
         if tokens == guess:
             self.times += 1
         else:
