@@ -182,8 +182,8 @@ def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
     model.restore()
 
 
-def test_float8_computes_near_the_same() -> None:
-    pytest.importorskip("torchao", reason="it is torchao's")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float8_computes_near_the_same(dtype: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU computes in no float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -193,7 +193,7 @@ def test_float8_computes_near_the_same() -> None:
     with torch.no_grad():
         for given in (torch.ones_like(mask), mask):
             expected = model(input_ids=ids, attention_mask=given).logits
-            accel.accelerate(model, dtype="bfloat16", quantization="float8", keep_slower=True)
+            accel.accelerate(model, dtype=dtype, quantization="float8", keep_slower=True)
             found = model(input_ids=ids, attention_mask=given).logits
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()

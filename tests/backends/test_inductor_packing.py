@@ -45,7 +45,7 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(1, 2)
 
     monkeypatch.setattr(packing, "_varlen", lambda: varlen)
-    monkeypatch.setitem(sys.modules, f"{packing.__package__}.attention_kernel", SimpleNamespace(attention=masked))
+    monkeypatch.setitem(sys.modules, f"{packing.__package__}.kernels", SimpleNamespace(attention=masked))
 
 
 def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:

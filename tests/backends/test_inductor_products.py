@@ -1,4 +1,4 @@
-"""Fewer products: weights that are joined, and activations inside of products, against the model as it is."""
+"""Fewer products, and products of 8-bit floats: weights that are joined, activations inside of products, against the model as it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.inductor import products
+from accel_plugins.pytorch.inductor import float8, products
+from accel_plugins.pytorch.inductor.float8 import Float8Linear, activate_before_rounding, round_layers, rows_in_float8
 from accel_plugins.pytorch.inductor.products import activate_in_products, join_products, join_projections
 
 LINEAR = nn.functional.linear
@@ -153,3 +154,96 @@ def test_quantized_weights_keep_their_products() -> None:
 
 def test_the_compilers_cache_knows_the_pass() -> None:
     assert products.FewerProducts().uuid() == products.FewerProducts().uuid() is not None
+
+
+def rounded_product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """What a layer of 8-bit floats computes, in float32."""
+    (a, scale), (b, scales) = rows_in_float8(x), rows_in_float8(layer.weight.detach())
+    return (a.float() * scale) @ (b.float() * scales).T + layer.bias.detach()
+
+
+def test_rows_keep_three_bits_of_their_largest_value() -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
+    x[7] = 0
+    values, scale = rows_in_float8(x)
+    back = values.float() * scale
+    assert values.float().abs().amax() == 448
+    assert ((back - x).abs() <= x.abs() / 16 + x.abs().amax(-1, keepdim=True) / 448 / 512).all()
+    assert torch.equal(back[7], x[7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 32), (3, 5, 32)], ids=str)
+def test_neighbours_compute_the_products_of_their_rounded_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(32, 16), "b": nn.Linear(32, 48)}
+    model = nn.ModuleDict(parts).to(dtype)
+    x = torch.randn(shape).to(dtype)
+    assert round_layers(model) == 2
+    for name, layer in parts.items():
+        found = model[name](x)
+        assert (found.shape, found.dtype) == ((*shape[:-1], layer.out_features), dtype)
+        expected = rounded_product(x.float().flatten(0, -2), layer.float()).view(found.shape)
+        torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype is torch.bfloat16 else 2e-3, rtol=1e-2)
+
+
+def test_layers_that_do_not_gain_or_cannot_are_left() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Sequential(nn.Linear(64, 64))
+            self.wide = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+            self.odd = nn.Sequential(nn.Linear(64, 3))
+            self.pairs = nn.ModuleDict({"one": nn.Linear(64, 64), "two": nn.Linear(64, 64), "three": nn.Linear(64, 7)})
+
+    model = Model()
+    assert round_layers(model) == 4
+    kinds = {name: type(one) for name, one in model.named_modules() if not list(one.children())}
+    assert {name for name, kind in kinds.items() if kind is Float8Linear} == {
+        "wide.0",
+        "wide.2",
+        "pairs.one",
+        "pairs.two",
+    }
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> None:
+    sizes = {"bert": {"hidden_size": 32, "intermediate_size": 64}, "distilbert": {"dim": 32, "hidden_dim": 64}}
+    model: Any = tiny_model(family, **sizes[family])
+    with torch.no_grad():
+        expected = model(**texts())[0]
+        round_layers(model)
+        rounded = model(**texts())[0]
+    called, found = functions(model, texts(), [join_products, activate_before_rounding])
+    layers = model.config.num_hidden_layers
+    # DistilBERT's output of attention stands beside query, key and value.
+    assert called.count(float8.LINEAR) == layers * (3 if family == "distilbert" else 2)
+    assert called.count(float8.GELU_LINEAR) == layers
+    assert nn.functional.gelu not in called
+    torch.testing.assert_close(found[0], rounded, atol=1e-5, rtol=0)
+    assert 0 < (rounded - expected).abs().max() <= 0.25 * expected.abs().max()
+
+
+class Rounded(nn.Module):
+    """An activation, a product of 8-bit floats, and perhaps another reader."""
+
+    def __init__(self, activation: Any, *, twice: bool = False) -> None:
+        super().__init__()
+        self.activation, self.twice, self.linear = activation, twice, nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = self.activation(x)
+        return self.linear(value) + (value.sum() if self.twice else 0)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [Rounded(nn.GELU("tanh")), Rounded(nn.ReLU()), Rounded(nn.GELU(), twice=True)],
+    ids=["tanh", "relu", "two-readers"],
+)
+def test_other_activations_stay_before_rounding(block: nn.Module) -> None:
+    assert round_layers(block) == 1
+    called, _ = functions(block, {"x": torch.rand(2, 3, 32)}, [activate_before_rounding])
+    assert float8.LINEAR in called
+    assert float8.GELU_LINEAR not in called

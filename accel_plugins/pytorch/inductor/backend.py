@@ -46,7 +46,7 @@ class InductorBackend(PytorchBackend):
             reasons.append(
                 Reason(
                     "no-torchao",
-                    "quantization='int8' and 'float8' need torchao, which is not installed",
+                    "quantization='int8' needs torchao, which is not installed",
                     'pip install "accel-transformers[inductor]"',
                 )
             )

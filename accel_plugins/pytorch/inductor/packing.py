@@ -281,6 +281,6 @@ def _attend_masked(
 ) -> tuple[torch.Tensor, None]:
     """Attention of rows with their mask: `(batch, heads, sequence, size)` each, and `(batch, sequence)`."""
     # Triton comes with PyTorch's builds for GPUs alone.
-    from .attention_kernel import attention
+    from .kernels import attention
 
     return attention(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None

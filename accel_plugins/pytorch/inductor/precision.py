@@ -11,6 +11,8 @@ import torch
 from accel.capture import quiet
 from accel.errors import ConfigError, PrepareError
 
+from .float8 import round_layers
+
 HALF = (torch.float16, torch.bfloat16)
 """The types of 16 bits."""
 
@@ -58,7 +60,7 @@ def check_quantization(scheme: str, device: torch.device) -> None:
     Raises:
         ConfigError: With what is missing.
     """
-    if importlib.util.find_spec("torchao") is None:
+    if scheme == "int8" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"quantization={scheme!r} is done by torchao, which is not installed.", fix=_EXTRA)
     if scheme == "int8" and device.type == "cuda":
         raise ConfigError(
@@ -76,16 +78,17 @@ def check_quantization(scheme: str, device: torch.device) -> None:
 
 
 def _quantize(model: Any, scheme: str) -> None:
+    if scheme == "float8":
+        if not round_layers(model):
+            raise PrepareError(
+                f"{type(model).__name__} has no linear layer that gains by 8-bit floats.", fix="leave quantization out."
+            )
+        return
     try:
         with quiet():
             # Importing it prints and warns about kernels of other devices.
             from torchao import quantization
 
-            how: Any = (
-                quantization.Int8DynamicActivationInt8WeightConfig()
-                if scheme == "int8"
-                else quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-            )
-            quantization.quantize_(model, how)
+            quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     except Exception as error:
         raise PrepareError(f"torchao cannot quantize {type(model).__name__} to {scheme}: {error}") from error

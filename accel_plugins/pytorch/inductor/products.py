@@ -16,6 +16,8 @@ from torch.fx import Graph, Node
 from torch.nn.functional import gelu, linear, relu
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import float8
+from .layers import side_by_side
 from .precision import HALF
 
 # Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.
@@ -29,16 +31,10 @@ def join_projections(model: torch.nn.Module) -> None:
     """
     holders = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     for parent in model.modules():
-        alike: dict[tuple[int, bool], list[torch.nn.Linear]] = defaultdict(list)
-        for layer in parent.children():
-            # Other kinds of layers and weights (quantized ones), and layers with a `forward` of their own, are left.
-            if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
-                continue
-            if all(type(one) is torch.nn.Parameter and holders[id(one)] == 1 for one in layer.parameters()):
-                alike[layer.in_features, layer.bias is None].append(layer)
-        for layers in alike.values():
-            if len(layers) > 1 and len({(one.weight.dtype, one.weight.device) for one in layers}) == 1:
-                _join(layers)
+        for layers in side_by_side(parent):
+            own = [layer for layer in layers if all(holders[id(one)] == 1 for one in layer.parameters())]
+            if len(own) > 1:
+                _join(own)
 
 
 def _join(layers: list[torch.nn.Linear]) -> None:
@@ -74,23 +70,28 @@ class FewerProducts(CustomGraphPass):
         """Change the graph, which is of functions as models call them."""
         join_products(graph)
         activate_in_products(graph)
+        float8.activate_before_rounding(graph)
 
     def uuid(self) -> Any:
         """What the compiler's cache knows this version by."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, float8.__file__))
 
 
 def join_products(graph: Graph) -> None:
     """Make one product of those that read one input and neighbouring rows of one weight."""
-    groups: dict[tuple[Node, Node, Node | None], list[tuple[int, int, Node]]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=linear):
-        x, weight, bias = (*node.args, None)[:3]
-        rows, others = _rows(weight), _rows(bias)
-        if rows is not None and (bias is None or rows == others):
-            groups[x, weight.args[0], None if bias is None else bias.args[0]].append((rows.start, rows.stop, node))
-    for (x, weight, bias), found in groups.items():
+    groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
+    for target in (linear, float8.LINEAR):
+        for node in graph.find_nodes(op="call_function", target=target):
+            # The weight, its scale where it has one, and the bias.
+            x, *read = node.args
+            taken = [None if one is None else _rows(one) for one in read]
+            rows = taken[0]
+            if rows is not None and all(one is None or other == rows for one, other in zip(read, taken, strict=True)):
+                whole = tuple(None if one is None else one.args[0] for one in read)
+                groups[target, x, whole].append((rows.start, rows.stop, node))
+    for (target, x, whole), found in groups.items():
         for run in _runs(sorted(found, key=lambda one: one[:2])):
-            _one_product(graph, x, weight, bias, run)
+            _one_product(graph, target, x, whole, run)
 
 
 def _rows(node: Any) -> slice | None:
@@ -112,15 +113,16 @@ def _runs(found: list[tuple[int, int, Node]]) -> list[list[tuple[int, int, Node]
     return [run for run in runs if len(run) > 1]
 
 
-def _one_product(graph: Graph, x: Node, weight: Node, bias: Node | None, run: list[tuple[int, int, Node]]) -> None:
+def _one_product(
+    graph: Graph, target: Any, x: Node, whole: tuple[Node | None, ...], run: list[tuple[int, int, Node]]
+) -> None:
     nodes = {node for _, _, node in run}
     first, start, stop = next(node for node in graph.nodes if node in nodes), run[0][0], run[-1][1]
     with graph.inserting_before(first):
         rows = [
-            None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop)))
-            for one in (weight, bias)
+            None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop))) for one in whole
         ]
-        product = graph.call_function(linear, (x, *rows))
+        product = graph.call_function(target, (x, *rows))
         if (value := _value(first)) is not None:
             product.meta["example_value"] = value.new_empty(*value.shape[:-1], stop - start)
         for begin, end, node in run:
