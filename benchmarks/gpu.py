@@ -186,7 +186,7 @@ def measure(
             )
         elif shape[0] > 1:
             builders["accel.accelerate float8"] = lambda: accelerated(
-                models["float32"], inputs, dtype="bfloat16", quantization="float8"
+                models["float32"], inputs, **half, quantization="float8"
             )
     for label, build in builders.items():
         try:
