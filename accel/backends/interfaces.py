@@ -41,6 +41,7 @@ class OpenRequest:
         shapes: Fixed sizes for named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with
             static shapes; the core pads up to them.
         trust_remote_code: Run code that comes with a PyTorch model.
+        few_calls: The session is for a handful of calls, as a comparison makes: what costs memory to make calls faster may be left out.
     """
 
     device: DeviceSpec
@@ -48,6 +49,7 @@ class OpenRequest:
     session: SessionOptions = field(default_factory=SessionOptions)
     shapes: Shapes = field(default_factory=dict)
     trust_remote_code: bool = False
+    few_calls: bool = False
 
 
 @runtime_checkable

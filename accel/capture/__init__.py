@@ -14,6 +14,7 @@ from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
 from .loading import base_of_adapter, code_elsewhere, load_source
+from .pages import release_pages
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
 from .quantized import (
@@ -120,6 +121,7 @@ __all__ = [
     "record_of",
     "reference",
     "reference_cases",
+    "release_pages",
     "rename_axes",
     "replace_layer",
     "save_quantized",

@@ -79,9 +79,14 @@ class Source:
         return record_of(self.model)
 
     @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Parameters and buffers."""
+        return (*self.model.parameters(), *self.model.buffers())
+
+    @property
     def nbytes(self) -> int:
         """Size of the weights."""
-        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        return sum(tensor.nbytes for tensor in self.weights)
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""

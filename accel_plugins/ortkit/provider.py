@@ -19,6 +19,17 @@ from .runtime.libraries import device_specs, provider_devices, register_library
 from .runtime.session import OrtSession, for_float8, is_float8, open_session
 
 _HALF = ("float16", "bfloat16")
+# Smaller graphs are compared as they are run later, prepacked.
+_LARGE_BYTES = 1 << 28
+_WITHOUT_COPIES = {"session.disable_prepacking": "1", "enable_cpu_mem_arena": False}
+
+
+def without_copies(session: SessionOptions) -> SessionOptions:
+    """The options with which ONNX Runtime reads weights where they are mapped from the file, instead of copies in its kernels' layout:
+    28 layers of RoBERTa (952 MB) open in 0.1 instead of 1.8 s with 27 instead of 786 MB of memory of their own. A call computes the
+    same sums in another order (3e-7 apart), and takes half as long again.
+    """
+    return replace(session, native={**_WITHOUT_COPIES, **session.native})
 
 
 class ProviderBackend:
@@ -143,7 +154,7 @@ class ProviderBackend:
                 device=request.device,
                 provider=self.provider,
                 provider_options=self.provider_options(artifact, component, request.device, request.options),
-                options=self.session_options(artifact, request.session),
+                options=self._session_options(artifact, request),
                 compute_dtype=computes,
                 disabled_optimizers=self.disabled_optimizers(artifact, component),
                 shapes=request.shapes,
@@ -152,6 +163,14 @@ class ProviderBackend:
             )
             for component in artifact.components
         }
+
+    def _session_options(self, artifact: Artifact, request: OpenRequest) -> SessionOptions:
+        """How to run an artifact; for a few calls of a large one, with its weights where they are in the file."""
+        options = self.session_options(artifact, request.session)
+        # Kernels of integers take other ways where nothing is prepacked.
+        if not request.few_calls or artifact.manifest.quantization is not None:
+            return options
+        return without_copies(options) if artifact.bytes >= _LARGE_BYTES else options
 
     def _with_lengths(self, artifact: Artifact, component: Component, request: OpenRequest) -> bytes | None:
         """The graph of a decoder whose rows may have lengths of their own, where the kernels know them and the graph allows it."""

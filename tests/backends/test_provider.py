@@ -24,6 +24,7 @@ from accel.backends.specs import BackendSpec, Capability, DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, SessionError
 from accel_plugins.cpu.backend import CpuBackend
+from accel_plugins.ortkit import provider
 from accel_plugins.ortkit.provider import ProviderBackend
 from accel_plugins.ortkit.runtime import assignment, libraries
 from accel_plugins.ortkit.runtime.assignment import CPU, Assignment
@@ -76,6 +77,28 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, s
 
 
 # The base
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_weights_of_a_large_graph_are_not_copied_for_a_few_calls(
+    few: bool, tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = tiny_artifact()
+    entry = "session.disable_prepacking"
+
+    def native() -> ort.SessionOptions:
+        session = CpuBackend().open(artifact, OpenRequest(device=HOST, few_calls=few))["model"]
+        return session.runtime.get_session_options()
+
+    assert native().enable_cpu_mem_arena
+    monkeypatch.setattr(provider, "_LARGE_BYTES", artifact.bytes)
+    options = native()
+    assert options.enable_cpu_mem_arena is not few
+    if few:
+        assert options.get_session_config_entry(entry) == "1"
+    else:
+        with pytest.raises(RuntimeError):
+            options.get_session_config_entry(entry)
 
 
 def test_it_is_a_backend() -> None:

@@ -15,6 +15,7 @@ from ..graph.editing import operator_domains, save_graphs
 from .decoders import OrtAttention
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
+from .writing import release_when_written
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -62,6 +63,7 @@ class OnnxExporter:
         unused = drop_unused_inputs(model)
         component = _component(source, model, GRAPH, unused)
         model.metadata_props[MARK] = MANIFEST
+        release_when_written(model)
         with quiet():
             exported.save_pretrained(out)
             if not config.external_data:
@@ -85,6 +87,7 @@ class OnnxExporter:
             file = f"{part.name}.onnx"
             models[file] = model
             components.append(_component(part, model, file, drop_unused_inputs(model)))
+            release_when_written(model)
         beside = save_graphs(models, out)
         written = with_files(out, components, [[component.file, *beside] for component in components])
         return written, model.opset_imports.get("")

@@ -131,7 +131,7 @@ def float8_gelu_linear(
     # Triton comes with PyTorch's builds for GPUs alone.
     from .kernels import gelu_rows_in_float8
 
-    return _product(x, gelu_rows_in_float8(flat.contiguous()), weight, scale, bias)
+    return _product(x, gelu_rows_in_float8(flat.contiguous(), LARGEST, SMALLEST_SCALE), weight, scale, bias)
 
 
 def _product(

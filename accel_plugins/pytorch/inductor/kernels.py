@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .float8 import LARGEST, SMALLEST_SCALE
-
 # Rows of queries and of keys that one program holds at a time.
 _QUERIES, _KEYS = 64, 128
 # Blocks have powers of two, which matrix products want to be of 16 at least.
@@ -103,8 +101,12 @@ def _attention(  # type: ignore[no-untyped-def]
     tl.store(place, found.to(out.dtype.element_ty), mask=held)
 
 
-@torch.library.triton_op("accel::gelu_rows_in_float8", mutates_args={}, schema="(Tensor x) -> (Tensor, Tensor)")
-def gelu_rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.triton_op(
+    "accel::gelu_rows_in_float8",
+    mutates_args={},
+    schema="(Tensor x, float largest, float smallest) -> (Tensor, Tensor)",
+)
+def gelu_rows_in_float8(x: torch.Tensor, largest: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """GELU of dense rows, rounded to 8-bit floats.
 
     In its form by `tanh`, 5e-4 off at most: with the error function it takes 52 microseconds for 8192 rows of 3072, and the
@@ -112,6 +114,8 @@ def gelu_rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Args:
         x: `(rows, features)` of 16 or 32 bits, on a GPU.
+        largest: What the largest value of a row becomes.
+        smallest: The least scale, that of rows of zeros.
 
     Returns:
         The values over their row's scale, `(rows, features) float8_e4m3fn`, and the scales, `(rows, 1) float32`.
@@ -120,7 +124,7 @@ def gelu_rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = x.new_empty(rows, features, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     torch.library.wrap_triton(_gelu_rows)[rows,](
-        x, found, scale, features=features, block=_block(features), largest=LARGEST, smallest=SMALLEST_SCALE,
+        x, found, scale, features=features, block=_block(features), largest=largest, smallest=smallest,
         num_warps=8,
     )  # fmt: skip
     return found, scale

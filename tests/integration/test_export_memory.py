@@ -1,0 +1,84 @@
+"""How much memory an export takes beside the weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from accel.artifact import Artifact
+from accel.backends.interfaces import OpenRequest
+from accel.stages.export import export
+from accel_plugins.cpu.backend import CpuBackend
+from tests.pages import TELLS, resident
+
+
+@pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
+def test_a_graph_is_compared_without_the_model_s_weights_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's answers are there before the session is opened, for a few calls; pages mapped from a file are given back."""
+    config = transformers.BertConfig(
+        vocab_size=8000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    table = model.bert.embeddings.word_embeddings.weight
+    asked: list[tuple[bool, int]] = []
+    open_ = CpuBackend.open
+
+    def noted(self: CpuBackend, artifact: Artifact, request: OpenRequest) -> Any:
+        asked.append((request.few_calls, resident(table)))
+        return open_(self, artifact, request)
+
+    monkeypatch.setattr(CpuBackend, "open", noted)
+    assert float(table.detach().sum()) != 0
+    assert resident(table) > 400
+    export(model, tmp_path / "out")
+    [(few, pages)] = asked
+    # What is read beside it in the file brings up to 16 pages on either side.
+    assert few
+    assert pages <= 32
+
+
+_PEAK = """
+import sys, torch, transformers
+from pathlib import Path
+from accel.stages.export import export
+size = {size}
+config = transformers.BertConfig(hidden_size=size, num_attention_heads=8, intermediate_size=4 * size, num_labels=2, {rest})
+model = transformers.BertForSequenceClassification(config)
+if {mapped}:
+    model.save_pretrained(sys.argv[1] + "-model")
+    del model
+    Path("/proc/self/clear_refs").write_text("5")
+    model = transformers.BertForSequenceClassification.from_pretrained(sys.argv[1] + "-model")
+weights = sum(p.numel() * 4 for p in model.parameters())
+export(model, sys.argv[1])
+# Not `ru_maxrss`, which begins with that of the process that started this one.
+lines = Path("/proc/self/status").read_text().splitlines()
+print(weights, 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mapped", "size", "rest", "times", "beside"),
+    [
+        pytest.param(False, 512, "vocab_size=72000, num_hidden_layers=1", 2, 1 << 30, id="160 MB in memory"),
+        pytest.param(True, 1536, "vocab_size=500, num_hidden_layers=5", 1, 800 << 20, id="570 MB mapped from a file"),
+    ],
+)
+def test_peak_of_memory(mapped: bool, size: int, rest: str, times: int, beside: int, tmp_path: Path) -> None:
+    """Of the whole process: the weights, where they are mapped, once; in memory of the model's own beside those that the runtime maps."""
+    script = _PEAK.format(mapped=mapped, size=size, rest=rest)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    weights, peak = map(int, done.stdout.split())
+    assert weights > 150e6
+    assert peak < times * weights + beside

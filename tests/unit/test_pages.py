@@ -1,0 +1,88 @@
+"""Which pages of a model's weights are given back to the system, and which are not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from accel.capture import pages, release_pages
+from accel_plugins.ortkit.export.writing import release_when_written
+from tests.pages import TELLS, resident
+
+pytestmark = pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> torch.Tensor:
+    """A weight of 1 MiB as safetensors maps it, all of it read."""
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)}, file)
+    weight = load_file(file)["weight"]
+    assert float(weight.sum()) > 0
+    assert resident(weight) > 200
+    return weight
+
+
+def test_what_is_mapped_is_given_back_and_read_again(mapped: torch.Tensor) -> None:
+    release_pages([mapped])
+    assert resident(mapped) == 0
+    assert torch.equal(mapped.flatten(), torch.arange(1 << 18, dtype=torch.float32))
+
+
+def test_what_was_changed_stays(mapped: torch.Tensor) -> None:
+    mapped[100, 100] = -1.0
+    release_pages([mapped])
+    assert resident(mapped) > 200
+    assert mapped[100, 100] == -1.0
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_memory_of_its_own_stays(array: bool) -> None:
+    weight = torch.ones(512, 512)
+    release_pages([weight.numpy() if array else weight])
+    assert resident(weight) > 200
+    assert bool((weight == 1).all())
+
+
+def test_a_transposed_view_is_the_same_memory(mapped: torch.Tensor) -> None:
+    assert pages._span(mapped.numpy().T) == pages._span(mapped)
+    release_pages([mapped.numpy().T])
+    assert resident(mapped) == 0
+
+
+def test_tensors_without_memory_are_passed_over() -> None:
+    sparse = torch.ones(4, 4).to_sparse()
+    release_pages([torch.empty(0), torch.ones(4, device="meta"), sparse, np.empty(0, np.float32)])
+
+
+def test_other_systems_are_left_alone(mapped: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages._give_back.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    release_pages([mapped])
+    pages._give_back.cache_clear()
+    assert resident(mapped) > 200
+
+
+def test_a_weight_is_given_back_as_it_is_written(mapped: torch.Tensor, tmp_path: Path) -> None:
+    """Also where two values have the same, and where the optimizer transposed it."""
+    tensor = onnx_ir.Tensor(mapped.numpy().T, name="weight")
+    values = [onnx_ir.Value(name=name, const_value=tensor) for name in ("weight", "tied")]
+    nodes = [onnx_ir.node("Identity", [value]) for value in values]
+    outputs = [node.outputs[0] for node in nodes]
+    for index, output in enumerate(outputs):
+        output.name = f"output.{index}"
+    graph = onnx_ir.Graph([], outputs, nodes=nodes, initializers=values, opset_imports={"": 21})
+    model = onnx_ir.Model(graph, ir_version=10)
+    release_when_written(model)
+    assert graph.initializers["weight"].const_value is graph.initializers["tied"].const_value
+    onnx_ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data")
+    assert resident(mapped) == 0
+    written = onnx_ir.load(tmp_path / "model.onnx").graph.initializers["weight"].const_value
+    assert written is not None
+    np.testing.assert_array_equal(written.numpy(), mapped.numpy().T)
