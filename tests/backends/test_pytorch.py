@@ -21,6 +21,7 @@ from accel.stages.resolving import resolve
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from accel_plugins.pytorch.graphs import Turns
 from accel_plugins.pytorch.session import CapturedModule
 
 
@@ -192,6 +193,7 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
         "device": lambda device: contextlib.nullcontext(),
         "Stream": lambda: stream,
         "current_stream": lambda device=None: stream,
+        "current_device": lambda: 0,
         "stream": lambda s: contextlib.nullcontext(),
         "CUDAGraph": Graph,
         "graph": graph,
@@ -199,6 +201,7 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     call = CapturedModule(model, torch.device("cuda"))
     given = torch.tensor([1.0, 2.0])
     assert call(x=given).tolist() == [2.0, 4.0]
@@ -207,6 +210,21 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     assert len(calls) == 4, "three calls to warm up and the captured one"
     assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert len(captured) == 2
+
+
+def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+    streams = {
+        handle: SimpleNamespace(name=name, wait_stream=lambda other, name=name: waits.append((name, other.name)))
+        for handle, name in ((0, "first"), (5, "second"))
+    }
+    current = 0
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
+    turns = Turns(torch.device("cuda:0"))
+    for current in (0, 0, 5, 5, 0):  # noqa: B007
+        turns.take()
+    assert waits == [("second", "first"), ("first", "second")]
 
 
 @pytest.mark.gpu
