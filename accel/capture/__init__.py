@@ -13,7 +13,7 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
-from .loading import base_of_adapter, code_elsewhere, load_source
+from .loading import base_of_adapter, code_elsewhere, load_source, modes_kept
 from .pages import release_pages
 from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
@@ -109,6 +109,7 @@ __all__ = [
     "load_source",
     "make_rewrites_exact",
     "max_difference",
+    "modes_kept",
     "named_tensors",
     "needs_float_weights",
     "own_rounding",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,25 @@ from .wrapper import Tensors
 
 
 @same_draws()
+@contextlib.contextmanager
+def modes_kept(model: object) -> Iterator[None]:
+    """Parts of a module in memory that train do so again in the end."""
+    training = [one for one in model.modules() if one.training] if isinstance(model, torch.nn.Module) else []
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """A module whose weights are of that type: a copy where they are of another, since the given one is the caller's."""
+    weights = (*module.parameters(), *module.buffers())
+    if all(one.dtype is dtype or not one.is_floating_point() for one in weights):
+        return module
+    return copy.deepcopy(module).to(dtype)
+
+
 def load_source(
     model: Location | torch.nn.Module,
     *,
@@ -67,7 +87,7 @@ def load_source(
         values: dict[str, Any] = getattr(getattr(module, "config", None), "to_dict", dict)()
         origin = Origin(id=str(values.get("_name_or_path") or type(module).__name__), digest=None)
         module = _plain_forward(module)
-        module = without_training(module).to(getattr(torch, config.dtype))
+        module = _in_dtype(without_training(module), getattr(torch, config.dtype))
     else:
         folder = model.folder
         module = _load_module(folder, spec, config, hub, weights)

@@ -109,7 +109,10 @@ def export(
     )
     target = check_output(out, Path(model) if isinstance(model, str | os.PathLike) else None)
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
-    return export_resolved(resolved, target, spec=spec, config=config, sample=sample, axes=axes, processor=processor)
+    with capture.modes_kept(model):
+        return export_resolved(
+            resolved, target, spec=spec, config=config, sample=sample, axes=axes, processor=processor
+        )
 
 
 def _settings(config: ExportConfig | None, settings: Mapping[str, Any]) -> ExportConfig:

@@ -202,5 +202,30 @@ def test_where_our_attention_differs_the_model_keeps_its_own(
     inputs = ragged()
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
         torch.testing.assert_close(made(**inputs).logits, model(**inputs).logits)
-    assert "compute padding, with their own attention: otherwise" in caplog.text
+    assert "is compiled without attention of our own, and with its padding: otherwise" in caplog.text
     assert made._encoder is None
+
+
+@pytest.mark.parametrize("fault", ["wrong", "fails"])
+def test_where_joined_products_differ_they_stay_apart(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compiled(function: Any, *, options: Any = None, **_: Any) -> Any:
+        def broken(**inputs: Any) -> Any:
+            if fault == "fails":
+                raise ValueError("Cannot view a tensor with shape [2, 5, 32]")
+            found = function(**inputs)
+            found["logits"] = found.logits + 1
+            return found
+
+        return broken if options else function
+
+    monkeypatch.setattr(engine, "compiled", compiled)
+    monkeypatch.setattr(engine, "_ROUNDS", 1)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
+    made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))
+    made._fuses = True
+    with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
+        torch.testing.assert_close(made(**ragged()).logits, model(**ragged()).logits)
+    assert "is compiled without joining products: otherwise" in caplog.text
+    assert not made._fuses

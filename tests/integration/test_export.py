@@ -435,3 +435,19 @@ def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "LABEL" in done.stdout
+
+
+def test_a_model_in_memory_stays_as_it_is(tmp_path: Path) -> None:
+    """Its weights, their type, and which parts train."""
+    model = tiny_model("bert").train()
+    model.bert.pooler.eval()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    for dtype in ("float16", "float32"):
+        export(model, tmp_path / dtype, dtype=dtype)
+        assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+        assert (model.dtype, model.training, model.bert.encoder.training) == (torch.float32, True, True)
+        assert not model.bert.pooler.training
+    with torch.no_grad():
+        inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+        found = ORTModelForSequenceClassification.from_pretrained(tmp_path / "float32")(**inputs).logits
+        assert (found - model.eval()(**inputs).logits).abs().max() < 1e-5

@@ -289,7 +289,8 @@ class Engine:
         form.attends = self._encoder is not None and cache is None and want.length is not None
         if form.attends:
             compute = attending(self._encoder, tokens)
-        options = {"pre_grad_custom_pass": FewerProducts()} if self._fuses else None
+        form.fuses = self._fuses
+        options = {"pre_grad_custom_pass": FewerProducts()} if form.fuses else None
         made = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
             made = CapturedModule(made, self.device)
@@ -366,9 +367,9 @@ class Engine:
         try:
             found = self._compile(form, call, have)
         except PrepareError as error:
-            if not form.attends:
+            if cache is not None or not (form.attends or form.fuses):
                 raise
-            return self._as_it_attends(call, error.message)
+            return self._plainer(form, call, error.message)
         if not form.compile_s:
             form.compile_s = time.perf_counter() - started
             self.compilations += 1
@@ -417,10 +418,9 @@ class Engine:
             PrepareError: It differs without padding, too.
         """
         self._drop(form)
-        if form.attends:
-            return self._as_it_attends(
-                call, f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
-            )
+        why = f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
+        if form.attends or (form.fuses and not any(kind) and cache_of(call) is None):
+            return self._plainer(form, call, why)
         if any(kind) and self._pads:
             self._pads = False
             logger.warning(
@@ -435,12 +435,12 @@ class Engine:
             fix="use another dtype, leave quantization out, or call model.restore().",
         )
 
-    def _as_it_attends(self, call: dict[str, Any], why: str) -> Any:
-        """The answer to a call for which attention of our own did not do; from now on the model keeps its own."""
-        self._encoder = None
+    def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
+        """The answer to a call for which code with parts of our own did not do; from now on one part less is in it."""
+        part = "attention of our own, and with its padding" if form.attends else "joining products"
+        self._encoder, self._fuses = None, self._fuses and form.attends
         self._repeats.forget()
-        name = type(self.model).__name__
-        logger.warning("The layers of %s compute padding, with their own attention: otherwise %s.", name, why)
+        logger.warning("%s is compiled without %s: otherwise %s.", type(self.model).__name__, part, why)
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:

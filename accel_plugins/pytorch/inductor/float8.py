@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph
 from torch.nn.functional import gelu
 
-from .layers import side_by_side
+from .joining import side_by_side, spans_of
 
 LARGEST = 448.0
 """The largest value of `torch.float8_e4m3fn`."""
@@ -37,7 +37,7 @@ class Float8Linear(torch.nn.Module):
 
     values: torch.Tensor
     scale: torch.Tensor
-    bias: torch.Tensor | None
+    biases: torch.Tensor | None
 
     def __init__(
         self,
@@ -49,17 +49,24 @@ class Float8Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.rows = layer.in_features, layer.out_features, rows
-        # Some models ask for the type of a layer's weight.
-        self.register_buffer("weight", layer.weight.new_empty(0), persistent=False)
+        self._dtype = layer.weight.dtype
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("biases", bias, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight in the layer's own type, for models that read it themselves, or ask for its type."""
+        return (self.values[self.rows].float() * self.scale[self.rows]).to(self._dtype)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The layer's own."""
+        return None if self.biases is None else self.biases[self.rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product and its bias, in the type of `x`."""
-        rows = self.rows
-        bias = None if self.bias is None else self.bias[rows]
-        found: torch.Tensor = LINEAR(x, self.values[rows], self.scale[rows], bias)
+        found: torch.Tensor = LINEAR(x, self.values[self.rows], self.scale[self.rows], self.bias)
         return found
 
 
@@ -159,11 +166,12 @@ GELU_LINEAR: Any = torch.ops.accel.float8_gelu_linear.default
 
 def activate_before_rounding(graph: Graph) -> None:
     """Let GELU round its values itself where a product of 8-bit floats is all that reads them."""
+    spans = spans_of(graph)
     for node in list(graph.find_nodes(op="call_function", target=LINEAR)):
         read = node.args[0]
-        if read.op != "call_function" or read.target is not gelu or len(read.users) > 1:
+        if read.op != "call_function" or read.target is not gelu or len(read.users) > 1 or spans[read] != spans[node]:
             continue
-        if (read.args[1:] or (read.kwargs.get("approximate", "none"),)) != ("none",):
+        if len(read.args) != 1 or read.kwargs.get("approximate", "none") != "none":
             continue
         with graph.inserting_before(node):
             made = graph.call_function(GELU_LINEAR, (read.args[0], *node.args[1:]))

@@ -43,6 +43,7 @@ class CompiledForm:
         replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
         tokens: What layers compute of it.
         attends: Whether their attention is ours.
+        fuses: Whether their products are joined.
     """
 
     name: str
@@ -58,6 +59,7 @@ class CompiledForm:
     replayed: bool = False
     tokens: Tokens = None
     attends: bool = False
+    fuses: bool = False
 
     @property
     def state(self) -> Literal["compiled", "eager"]:

@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 from torch.nn.functional import gelu, linear, relu
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import float8
-from .layers import side_by_side
+from . import float8, joining
+from .joining import side_by_side, spans_of
 from .precision import HALF
 
 # Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.
@@ -74,22 +74,25 @@ class FewerProducts(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What the compiler's cache knows this version by."""
-        return get_hash_for_files((__file__, float8.__file__))
+        return get_hash_for_files((__file__, float8.__file__, joining.__file__))
 
 
 def join_products(graph: Graph) -> None:
     """Make one product of those that read one input and neighbouring rows of one weight."""
     groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
+    spans = spans_of(graph)
     for target in (linear, float8.LINEAR):
         for node in graph.find_nodes(op="call_function", target=target):
+            if len(node.args) < 2 or node.kwargs:
+                continue
             # The weight, its scale where it has one, and the bias.
             x, *read = node.args
             taken = [None if one is None else _rows(one) for one in read]
             rows = taken[0]
             if rows is not None and all(one is None or other == rows for one, other in zip(read, taken, strict=True)):
                 whole = tuple(None if one is None else one.args[0] for one in read)
-                groups[target, x, whole].append((rows.start, rows.stop, node))
-    for (target, x, whole), found in groups.items():
+                groups[target, x, whole, spans[node]].append((rows.start, rows.stop, node))
+    for (target, x, whole, _), found in groups.items():
         for run in _runs(sorted(found, key=lambda one: one[:2])):
             _one_product(graph, target, x, whole, run)
 
@@ -136,9 +139,12 @@ def _one_product(
 
 def activate_in_products(graph: Graph, device: str = "cuda") -> None:
     """Let products of half precision apply the activation that is all that reads them."""
-    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS]:
+    spans = spans_of(graph)
+    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS and one.args]:
         product, value = node.args[0], _value(node)
         if not isinstance(product, Node) or product.target is not linear or len(product.users) > 1 or value is None:
+            continue
+        if len(product.args) < 2 or product.kwargs or spans[product] != spans[node]:
             continue
         x, weight, bias = (*product.args, None)[:3]
         read, weights = _value(x), _value(weight)
