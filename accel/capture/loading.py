@@ -35,7 +35,6 @@ from .speech import longest_sound
 from .wrapper import Tensors
 
 
-@same_draws()
 @contextlib.contextmanager
 def modes_kept(model: object) -> Iterator[None]:
     """Parts of a module in memory that train do so again in the end."""
@@ -55,6 +54,7 @@ def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return copy.deepcopy(module).to(dtype)
 
 
+@same_draws()
 def load_source(
     model: Location | torch.nn.Module,
     *,
