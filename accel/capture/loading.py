@@ -51,7 +51,8 @@ def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     weights = (*module.parameters(), *module.buffers())
     if all(one.dtype is dtype or not one.is_floating_point() for one in weights):
         return module
-    return copy.deepcopy(module).to(dtype)
+    # Those that stay as they are, are not copied.
+    return copy.deepcopy(module, {id(one): one for one in weights if one.dtype is dtype}).to(dtype)
 
 
 @same_draws()

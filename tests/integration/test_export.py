@@ -447,6 +447,14 @@ def test_a_model_in_memory_stays_as_it_is(tmp_path: Path) -> None:
         assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
         assert (model.dtype, model.training, model.bert.encoder.training) == (torch.float32, True, True)
         assert not model.bert.pooler.training
+    mixed = tiny_model("bert")
+    mixed.classifier.half()
+    held = {name: (one, one.clone()) for name, one in mixed.state_dict(keep_vars=True).items()}
+    export(mixed, tmp_path / "mixed", dtype="float16")
+    assert all(
+        mixed.get_parameter(name) is one for name, (one, _) in held.items() if isinstance(one, torch.nn.Parameter)
+    )
+    assert all(one.dtype is old.dtype and torch.equal(one, old) for one, old in held.values())
     with torch.no_grad():
         inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
         found = ORTModelForSequenceClassification.from_pretrained(tmp_path / "float32")(**inputs).logits
