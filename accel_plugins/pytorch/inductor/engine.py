@@ -438,7 +438,7 @@ class Engine:
     def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
         """The answer to a call for which code with parts of our own did not do; from now on one part less is in it."""
         part = "attention of our own, and with its padding" if form.attends else "joining products"
-        self._encoder, self._fuses = None, self._fuses and form.attends
+        self._encoder, self._fuses = (None, self._fuses) if form.attends else (self._encoder, False)
         self._repeats.forget()
         logger.warning("%s is compiled without %s: otherwise %s.", type(self.model).__name__, part, why)
         return self.answer(call)
