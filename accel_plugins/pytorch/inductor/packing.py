@@ -36,16 +36,17 @@ _VARLEN, _WHOLE, _MASKED = "accel_varlen", "accel_whole", "accel_masked"
 _FEWEST = 2048
 # Sizes that are compiled for, of a padded one.
 _PARTS = 16
-# On an H100, 16x384 in 12 heads of 64: 27, 38 and 72 microseconds. On an H200, up to this length our own is faster: 32x128 takes it
-# 10 microseconds and cuDNN 11, 64x32 5 and 18.
+# Longest rows without padding for which our own attention is faster: on an H200, 32x128 takes it 10 microseconds and cuDNN 11, 64x32 5
+# and 18, 16x256 16 and 14.
 _SHORT = 128
+# On an H100, 16x384 in 12 heads of 64: 27, 38 and 72 microseconds.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 
 
 def asked_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Asked | None:
-    """How many tokens the layers of a call compute, by its mask, from now on: later work of a GPU's stream does not delay it.
+    """Ask how many tokens the layers of a call compute, by its mask as it is now: what the GPU is given later does not delay the answer.
 
     Returns:
         Waits for the mask and counts. `None` where that is not worth the wait. It tells `None` where a row begins with padding:
