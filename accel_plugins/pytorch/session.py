@@ -94,10 +94,13 @@ class ModuleSession(SessionDescription):
         return self._moved(self._read(feeds, dtypes))
 
     def _moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor.to(self._where, self._computes if tensor.is_floating_point() else None)
-            for name, tensor in tensors.items()
-        }
+        return {name: self._there(tensor) for name, tensor in tensors.items()}
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        # What a GPU is given from pageable memory is read before the call returns: nobody waits for what the GPU computes.
+        soon = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
+        dtype = self._computes if tensor.is_floating_point() else None
+        return tensor.to(self._where, dtype, non_blocking=soon)
 
     def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._output_dtypes[name])

@@ -140,6 +140,50 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
     model.restore()
 
 
+def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
+    """Positions, a mask and what is asked for come from the host, while the GPU still computes the step before."""
+    plain, stepping = opened("llama")
+    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).cuda()
+    caches = [model(ids).past_key_values for model in (plain, stepping)]
+    found = [
+        [model(ids[:, :1], past_key_values=cache).logits for _ in range(2)]
+        for model, cache in zip((plain, stepping), caches, strict=True)
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for made, model, cache in zip(found, (plain, stepping), caches, strict=True):
+            made += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(1, 6)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stepping._decoder_session._steps
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * one.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "shared", "share", "capacity", "size", "width"),
+    [(1, 2, 7, 256, 64, 64), (2, 1, 4, 300, 20, 24), (1, 2, 1, 2048, 128, 128), (3, 2, 2, 40, 80, 80), (2, 1, 1, 700, 256, 256)],
+)  # fmt: skip
+def test_attention_of_one_token(
+    rows: int, shared: int, share: int, capacity: int, size: int, width: int, dtype: str
+) -> None:
+    """Behind padding, and in a cache of which the half is not filled: whole parts of it show nothing."""
+    from accel_plugins.pytorch.inductor.steps import _attend
+
+    random = torch.Generator().manual_seed(0)
+    shapes = (rows, shared * share, 1, size), (rows, shared, capacity, size), (rows, shared, capacity, width)
+    query, key, value = (torch.randn(shape, generator=random).to(getattr(torch, dtype)) for shape in shapes)
+    seen = torch.rand(rows, capacity, generator=random) < 0.7
+    seen[:, : capacity // 4], seen[:, capacity // 2 :], seen[:, capacity // 3] = False, False, True
+    bias = torch.where(seen[:, None, None], 0.0, torch.finfo(torch.float32).min)
+    module = torch.nn.Module()
+    expected, _ = _attend(module, query.double(), key.double(), value.double(), bias.double())
+    found, _ = _attend(module, *(tensor.cuda() for tensor in (query, key, value, bias)))
+    assert found.dtype == query.dtype
+    assert (found.cpu() - expected).abs().max() <= {"float16": 1e-3, "float32": 1e-5}[dtype] * expected.abs().max()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("size", "rows", "tokens"), [(8, 1, 16), (20, 1, 17), (64, 3, 50), (128, 2, 129), (32, 1, 700)], ids=str

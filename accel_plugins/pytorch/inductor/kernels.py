@@ -1,5 +1,5 @@
-"""Kernels in Triton, where the compiler has none or a slow one: attention that reads masks as models are given them, and GELU that
-rounds what it computed to 8 bits.
+"""Kernels in Triton, where the compiler has none or a slow one: attention that reads masks as models are given them, attention of
+one token a row to a cache, and GELU that rounds what it computed to 8 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import triton.language as tl
 _QUERIES, _KEYS = 64, 128
 # Blocks have powers of two, which matrix products want to be of 16 at least.
 _SMALLEST = 16
+# Where a program computes one token: the bytes of keys, and as many of values, that it holds at a time; tokens that it goes through;
+# its warps.
+_HELD, _SPAN, _WARPS = 32 << 10, 512, 8
 
 
 @torch.library.triton_op(
@@ -99,6 +102,99 @@ def _attention(  # type: ignore[no-untyped-def]
     found = sums / tl.where(total > 0, total, 1.0)[:, None]
     place = out + ((row * length + tokens[:, None]) * heads + head) * size + features[None]
     tl.store(place, found.to(out.dtype.element_ty), mask=held)
+
+
+@torch.library.triton_op(
+    "accel::step_attention",
+    mutates_args={},
+    schema="(Tensor query, Tensor key, Tensor value, Tensor bias, float scale) -> Tensor",
+)
+def step_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one token a row to all places of a cache, in float32.
+
+    Args:
+        query: `(batch, heads, 1, size)`, in any layout whose last axis is dense, on a GPU.
+        key: `(batch, shared, capacity, size)`, likewise; as many heads each read one of `shared`.
+        value: `(batch, shared, capacity, width)`, likewise.
+        bias: `(batch, heads, 1, capacity)`, in any layout: what is added to the products.
+        scale: Of the products of queries and keys.
+
+    Returns:
+        `(batch, 1, heads, width)`, dense.
+    """
+    batch, heads, _, size = query.shape
+    _, shared, capacity, width = value.shape
+    block, wide = _block(size), _block(width)
+    tokens = min(_block(capacity), max(_SMALLEST, _HELD // (max(block, wide) * key.element_size())))
+    parts = -(-capacity // _SPAN)
+    out = query.new_empty(batch, heads, parts, width, dtype=value.dtype if parts == 1 else torch.float32)
+    # What the parts' softmaxes were divided by, and their largest scores, in powers of two.
+    totals, highest = (query.new_empty(batch, heads, parts, dtype=torch.float32) for _ in range(2))
+    torch.library.wrap_triton(_step_attention)[batch * heads, parts](
+        query, key, value, bias, out, totals, highest, scale,
+        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], bias.stride(0), bias.stride(1), bias.stride(3),
+        heads=heads, share=heads // shared, capacity=capacity, size=size, width=width, block=block, wide=wide,
+        tokens=tokens, span=min(_SPAN, _block(capacity)), parts=parts, num_warps=_WARPS,
+    )  # fmt: skip
+    if parts > 1:
+        weights = totals * torch.exp2(highest - highest.amax(2, keepdim=True))
+        out = ((out * weights[..., None]).sum(2) / weights.sum(2)[..., None]).to(value.dtype)
+    return out.reshape(batch, 1, heads, width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _step_attention(  # type: ignore[no-untyped-def]
+    query, key, value, bias, out, totals, highs, scale: tl.constexpr,
+    query_row: tl.constexpr, query_head: tl.constexpr,
+    key_row: tl.constexpr, key_head: tl.constexpr, key_token: tl.constexpr,
+    value_row: tl.constexpr, value_head: tl.constexpr, value_token: tl.constexpr,
+    bias_row: tl.constexpr, bias_head: tl.constexpr, bias_token: tl.constexpr,
+    heads: tl.constexpr, share: tl.constexpr, capacity: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, wide: tl.constexpr, tokens: tl.constexpr, span: tl.constexpr, parts: tl.constexpr,
+):  # fmt: skip
+    """One head's query against one part of the cache."""
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    part = tl.program_id(1)
+    features = tl.arange(0, block)
+    columns = tl.arange(0, wide)
+    # Powers of two are what the hardware has.
+    factor: tl.constexpr = 1.4426950408889634
+    q = tl.load(query + row * query_row + head * query_head + features, mask=features < size, other=0.0)
+    q = q.to(tl.float32) * (scale * factor)
+    highest = float("-inf")
+    total = 0.0
+    sums = tl.zeros([wide], tl.float32)
+    for start in range(0, span, tokens):
+        others = part * span + start + tl.arange(0, tokens)
+        there = others < capacity
+        k = tl.load(
+            key + row * key_row + (head // share) * key_head + others[:, None] * key_token + features[None],
+            mask=there[:, None] & (features[None] < size),
+            other=0.0,
+        )
+        v = tl.load(
+            value + row * value_row + (head // share) * value_head + others[:, None] * value_token + columns[None],
+            mask=there[:, None] & (columns[None] < width),
+            other=0.0,
+        )
+        more = tl.load(bias + row * bias_row + head * bias_head + others * bias_token, mask=there, other=0.0)
+        # What hides a token is the least number there is, which has no multiple.
+        scores = tl.sum(q[None] * k.to(tl.float32), 1) + tl.maximum(more.to(tl.float32), -1.0e30) * factor
+        scores = tl.where(there, scores, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, 0))
+        shares = tl.exp2(scores - top)
+        kept = tl.exp2(highest - top)
+        total = total * kept + tl.sum(shares, 0)
+        sums = sums * kept + tl.sum(shares[:, None] * v.to(tl.float32), 0)
+        highest = top
+    place = (row * heads + head) * parts + part
+    tl.store(out + place * width + columns, (sums / total).to(out.dtype.element_ty), mask=columns < width)
+    if parts > 1:
+        tl.store(totals + place, total)
+        tl.store(highs + place, highest)
 
 
 @torch.library.triton_op(

@@ -35,8 +35,14 @@ ATTENTION = "accel_step"
 _FEWEST = 256
 # Slots that nobody uses and that are kept, with their graphs, for the next cache of their sizes.
 _SPARE = 2
-# Products of one row as sums that are fused with what is around them, tuned; kernels that do not wait for each other in one.
-_OPTIONS = {"coordinate_descent_tuning": True, "combo_kernels": True, "benchmark_combo_kernel": True}
+# Products of one row as sums that are fused with what is around them, tuned; kernels that do not wait for each other in one. What
+# is more than a few operations (an activation, a norm) is computed once, not again for each sum that reads it.
+_OPTIONS = {
+    "coordinate_descent_tuning": True,
+    "combo_kernels": True,
+    "benchmark_combo_kernel": True,
+    "realize_opcount_threshold": 5,
+}
 # What an attention function may be told beside what it is given; anything else would change its answer.
 _HARMLESS = frozenset(
     ("is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "cu_seq_lens_q")
@@ -62,9 +68,16 @@ def _attend(
     if odd or dropout:
         raise NotImplementedError(f"attention with {', '.join(odd) or 'dropout'}")
     rows, heads, _, size = query.shape
-    shared = key.shape[1]
+    shared, capacity = key.shape[1:3]
+    scale = size**-0.5 if scaling is None else scaling
+    if query.is_cuda:
+        # Triton comes with PyTorch's builds for GPUs alone.
+        from .kernels import step_attention
+
+        bias = attention_mask.expand(rows, heads, 1, capacity)
+        return step_attention(query, key, value, bias, scale), None
     grouped = query.reshape(rows, shared, heads // shared, size)
-    scores = torch.matmul(grouped, key.transpose(2, 3)).float() * (size**-0.5 if scaling is None else scaling)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).float() * scale
     weights = torch.softmax(scores + attention_mask, dim=-1).to(value.dtype)
     return torch.matmul(weights, value).reshape(rows, 1, heads, value.shape[-1]), None
 
