@@ -12,9 +12,8 @@ import triton.language as tl
 _QUERIES, _KEYS = 64, 128
 # Blocks have powers of two, which matrix products want to be of 16 at least.
 _SMALLEST = 16
-# Where a program computes one token: the bytes of keys, and as many of values, that it holds at a time; tokens that it goes through;
-# its warps.
-_HELD, _SPAN, _WARPS = 32 << 10, 512, 8
+# Bytes of keys, and as many of values, that a program holds at a time where it computes one token.
+_HELD = 64 << 10
 
 
 @torch.library.triton_op(
@@ -128,36 +127,29 @@ def step_attention(
     _, shared, capacity, width = value.shape
     block, wide = _block(size), _block(width)
     tokens = min(_block(capacity), max(_SMALLEST, _HELD // (max(block, wide) * key.element_size())))
-    parts = -(-capacity // _SPAN)
-    out = query.new_empty(batch, heads, parts, width, dtype=value.dtype if parts == 1 else torch.float32)
-    # What the parts' softmaxes were divided by, and their largest scores, in powers of two.
-    totals, highest = (query.new_empty(batch, heads, parts, dtype=torch.float32) for _ in range(2))
-    torch.library.wrap_triton(_step_attention)[batch * heads, parts](
-        query, key, value, bias, out, totals, highest, scale,
+    out = value.new_empty(batch, 1, heads, width)
+    torch.library.wrap_triton(_step_attention)[batch * heads,](
+        query, key, value, bias, out, scale,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], bias.stride(0), bias.stride(1), bias.stride(3),
         heads=heads, share=heads // shared, capacity=capacity, size=size, width=width, block=block, wide=wide,
-        tokens=tokens, span=min(_SPAN, _block(capacity)), parts=parts, num_warps=_WARPS,
+        tokens=tokens, num_warps=4,
     )  # fmt: skip
-    if parts > 1:
-        weights = totals * torch.exp2(highest - highest.amax(2, keepdim=True))
-        out = ((out * weights[..., None]).sum(2) / weights.sum(2)[..., None]).to(value.dtype)
-    return out.reshape(batch, 1, heads, width)
+    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _step_attention(  # type: ignore[no-untyped-def]
-    query, key, value, bias, out, totals, highs, scale: tl.constexpr,
+    query, key, value, bias, out, scale: tl.constexpr,
     query_row: tl.constexpr, query_head: tl.constexpr,
     key_row: tl.constexpr, key_head: tl.constexpr, key_token: tl.constexpr,
     value_row: tl.constexpr, value_head: tl.constexpr, value_token: tl.constexpr,
     bias_row: tl.constexpr, bias_head: tl.constexpr, bias_token: tl.constexpr,
     heads: tl.constexpr, share: tl.constexpr, capacity: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, wide: tl.constexpr, tokens: tl.constexpr, span: tl.constexpr, parts: tl.constexpr,
+    block: tl.constexpr, wide: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """One head's query against one part of the cache."""
+    """One head of a row."""
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
-    part = tl.program_id(1)
     features = tl.arange(0, block)
     columns = tl.arange(0, wide)
     # Powers of two are what the hardware has.
@@ -167,8 +159,8 @@ def _step_attention(  # type: ignore[no-untyped-def]
     highest = float("-inf")
     total = 0.0
     sums = tl.zeros([wide], tl.float32)
-    for start in range(0, span, tokens):
-        others = part * span + start + tl.arange(0, tokens)
+    for start in range(0, capacity, tokens):
+        others = start + tl.arange(0, tokens)
         there = others < capacity
         k = tl.load(
             key + row * key_row + (head // share) * key_head + others[:, None] * key_token + features[None],
@@ -190,11 +182,8 @@ def _step_attention(  # type: ignore[no-untyped-def]
         total = total * kept + tl.sum(shares, 0)
         sums = sums * kept + tl.sum(shares[:, None] * v.to(tl.float32), 0)
         highest = top
-    place = (row * heads + head) * parts + part
-    tl.store(out + place * width + columns, (sums / total).to(out.dtype.element_ty), mask=columns < width)
-    if parts > 1:
-        tl.store(totals + place, total)
-        tl.store(highs + place, highest)
+    place = out + (row * heads + head) * width + columns
+    tl.store(place, (sums / total).to(out.dtype.element_ty), mask=columns < width)
 
 
 @torch.library.triton_op(

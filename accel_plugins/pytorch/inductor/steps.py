@@ -33,6 +33,8 @@ ATTENTION = "accel_step"
 """The attention of one token a row, by transformers' word for it."""
 
 _FEWEST = 256
+# Tokens in a cache up to which one kernel of ours is faster than two products of a library: each head reads its keys for itself.
+_SHORT = 1024
 # Slots that nobody uses and that are kept, with their graphs, for the next cache of their sizes.
 _SPARE = 2
 # Products of one row as sums that are fused with what is around them, tuned; kernels that do not wait for each other in one. What
@@ -70,7 +72,7 @@ def _attend(
     rows, heads, _, size = query.shape
     shared, capacity = key.shape[1:3]
     scale = size**-0.5 if scaling is None else scaling
-    if query.is_cuda:
+    if query.is_cuda and capacity <= _SHORT:
         # Triton comes with PyTorch's builds for GPUs alone.
         from .kernels import step_attention
 
