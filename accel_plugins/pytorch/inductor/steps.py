@@ -277,7 +277,6 @@ class SteppingSession(DecoderSession):
         self._why_eager, self._told = "", False
         self._positions = any(spec.name == "position_ids" for spec in component.inputs)
         self._compute: Any = _stepping(model)
-        self._layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
@@ -330,7 +329,8 @@ class SteppingSession(DecoderSession):
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
         """Run a step that is not compiled: what this attention does not know is said before minutes of compiling."""
-        if odd := {*(self._layer_types or ())} - {"full_attention"}:
+        config = self.runtime.config.get_text_config(decoder=True)  # type: ignore[attr-defined]
+        if odd := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
             # Some say so by their mask alone, which is not theirs here.
             raise NotImplementedError(f"layers with {', '.join(sorted(odd))}")
         batch, capacity = key
