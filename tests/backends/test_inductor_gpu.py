@@ -165,7 +165,7 @@ def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
     ("rows", "shared", "share", "capacity", "size", "width"),
-    [(1, 2, 7, 256, 64, 64), (2, 1, 4, 300, 20, 24), (1, 2, 1, 2048, 128, 128), (3, 2, 2, 40, 80, 80), (2, 1, 1, 700, 256, 256)],
+    [(1, 2, 7, 256, 64, 64), (2, 1, 4, 300, 20, 24), (1, 2, 1, 1024, 128, 128), (3, 2, 2, 40, 80, 80), (2, 1, 1, 700, 256, 256)],
 )  # fmt: skip
 def test_attention_of_one_token(
     rows: int, shared: int, share: int, capacity: int, size: int, width: int, dtype: str
