@@ -329,7 +329,8 @@ class SteppingSession(DecoderSession):
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
         """Run a step that is not compiled: what this attention does not know is said before minutes of compiling."""
-        config = self.runtime.config.get_text_config(decoder=True)  # type: ignore[attr-defined]
+        model: Any = self.runtime
+        config = model.config.get_text_config(decoder=True)
         if odd := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
             # Some say so by their mask alone, which is not theirs here.
             raise NotImplementedError(f"layers with {', '.join(sorted(odd))}")
