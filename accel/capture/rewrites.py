@@ -45,6 +45,21 @@ def parse_operators_once() -> None:
     TracedOnnxFunction.function_ir = property(functools.cache(parse))
 
 
+def forget_traced() -> None:
+    """Let the libraries let go of the graph that they looked at last, and with it of the model's weights.
+
+    Each rule of onnxscript (0.7) keeps the graph that it was tried on, and `torch.export` (2.13) the nodes of its last trace, both
+    for as long as the process runs.
+    """
+    from onnxscript import rewriter
+    from torch.fx.experimental import proxy_tensor
+
+    for rule in rewriter._DEFAULT_REWRITE_RULES:
+        for kept in ("_graph", "_match", "_current_node"):
+            vars(rule._matcher).pop(kept, None)
+    getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
+
+
 def round_to_bfloat16(model: onnx_ir.Model) -> None:
     """Compute sums and products of bfloat16 in float32 and round them, which is what PyTorch does: the same numbers.
 

@@ -23,7 +23,14 @@ from ..tasks.infer import read_config, task_spec
 from .patches import PATCHES
 from .quantized import symbolic_layers
 from .recurrence import recurrent
-from .rewrites import divide_sizes, keep_padding, make_rewrites_exact, parse_operators_once, round_to_bfloat16
+from .rewrites import (
+    divide_sizes,
+    forget_traced,
+    keep_padding,
+    make_rewrites_exact,
+    parse_operators_once,
+    round_to_bfloat16,
+)
 from .samples import IMAGE_AXES, pad_id, resize, usual_sizes
 from .sounds import usual_sounds
 from .source import Source
@@ -55,6 +62,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
     with recurrent(source.model, symbolic=True), symbolic_layers():
         exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
+    forget_traced()
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):

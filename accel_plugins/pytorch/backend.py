@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -37,10 +37,9 @@ class PytorchBackend:
 
     name = "pytorch"
     options: tuple[str, ...] = ("cuda_graph",)
-
-    def __init__(self) -> None:
-        # What was described last: whoever describes weights opens them next, and reading them twice takes seconds.
-        self._described: _Loaded | None = None
+    # What was described last: whoever describes weights opens them next, with this backend or one derived from it, and reading
+    # them twice takes seconds.
+    _described: ClassVar[_Loaded | None] = None
 
     def probe(self) -> Probe:
         """The host, and the NVIDIA GPUs that this build of PyTorch finds."""
@@ -81,7 +80,7 @@ class PytorchBackend:
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """A transformers folder as an artifact; nothing is written. Reads the weights, and keeps them for `open`."""
         source = _load(folder, task, config, trust_remote_code)
-        self._described = _Loaded(folder=folder, config=config, source=source)
+        PytorchBackend._described = _Loaded(folder=folder, config=config, source=source)
         return describe(source, folder, config)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
@@ -154,7 +153,7 @@ class PytorchBackend:
 
     def _take(self, folder: Path, config: ExportConfig) -> Source | None:
         """The model that was described last, if it is this one in this type."""
-        found, self._described = self._described, None
+        found, PytorchBackend._described = PytorchBackend._described, None
         if found is None or found.folder != folder:
             return None
         same = {**found.config.to_dict(), "atol": None} == config.to_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from accel.artifact import Artifact
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
-from accel.testing.models import tiny_model
+from accel.testing.models import save_tiny, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -244,3 +245,27 @@ def test_float8_computes_near_the_same(dtype: str) -> None:
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
             assert 0 < (found - expected).abs().max() <= 0.25 * expected.abs().max()
+
+
+@pytest.mark.parametrize("generates", [False, True], ids=["encoder", "decoder"])
+def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path) -> None:
+    def resident() -> int:
+        for _ in range(3):
+            gc.collect()
+        return torch.cuda.memory_allocated()
+
+    words = 100_003
+    save_generator(tmp_path, "llama", vocab_size=words) if generates else save_tiny(tmp_path, "bert", vocab_size=words)
+    kind = accel.ORTModelForCausalLM if generates else accel.ORTModelForSequenceClassification
+    before = resident()
+    model = kind.from_pretrained(tmp_path, backend="inductor", device="cuda:0")
+    ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        model.generate(ids, max_new_tokens=5) if generates else model(
+            input_ids=ids, attention_mask=torch.ones_like(ids)
+        )
+    table = words * model.config.hidden_size * 4
+    assert resident() - before >= table
+    del model
+    # What PyTorch keeps for products stays.
+    assert resident() - before < table / 4

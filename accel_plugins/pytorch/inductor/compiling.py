@@ -9,8 +9,10 @@ import itertools
 import logging
 import os
 import shutil
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -143,4 +145,19 @@ def compiled(
     # The compiler keeps what it made by code object, and a limited number of them: each form gets its own.
     code = call.__code__.replace(co_name=f"form_{next(_NAMES)}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
+    made = torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
+    weakref.finalize(made, _forget, code).atexit = False
+    return made
+
+
+def _forget(code: types.CodeType) -> None:
+    """Let the compiler let go of what it made of a function, and of the weights in it: it keeps both while the process runs.
+
+    Of other functions only what is on the disk is read once more, should they be compiled anew.
+    """
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if codecache is not None:
+        torch._C._dynamo.eval_frame.reset_code(code)
+        for module in codecache.PyCodeCache.modules:
+            sys.modules.pop(module.__name__, None)
+        codecache.PyCodeCache.cache_clear()
