@@ -60,9 +60,11 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     make_rewrites_exact()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
-    with recurrent(source.model, symbolic=True), symbolic_layers():
-        exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
-    forget_traced()
+    try:
+        with recurrent(source.model, symbolic=True), symbolic_layers():
+            exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
+    finally:
+        forget_traced()
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):

@@ -255,15 +255,20 @@ def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path)
         return torch.cuda.memory_allocated()
 
     words = 100_003
-    save_generator(tmp_path, "llama", vocab_size=words) if generates else save_tiny(tmp_path, "bert", vocab_size=words)
-    kind = accel.ORTModelForCausalLM if generates else accel.ORTModelForSequenceClassification
+    save, family, kind = (
+        (save_generator, "llama", accel.ORTModelForCausalLM)
+        if generates
+        else (save_tiny, "bert", accel.ORTModelForSequenceClassification)
+    )
+    save(tmp_path, family, vocab_size=words)
     before = resident()
     model = kind.from_pretrained(tmp_path, backend="inductor", device="cuda:0")
     ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
     for _ in range(3):
-        model.generate(ids, max_new_tokens=5) if generates else model(
-            input_ids=ids, attention_mask=torch.ones_like(ids)
-        )
+        if generates:
+            model.generate(ids, max_new_tokens=5)
+        else:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
     table = words * model.config.hidden_size * 4
     assert resident() - before >= table
     del model
