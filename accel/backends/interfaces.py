@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ..artifact.manifest import Artifact
 from ..artifact.tensors import TensorSpec
 from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig, SessionOptions
+from . import forks  # noqa: F401  # lets go of torch's threads before a process forks, for whoever implements a session
 from .specs import DeviceSpec, Probe
 
 if TYPE_CHECKING:

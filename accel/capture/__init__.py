@@ -13,6 +13,16 @@ from ..chatter import quiet
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
+from .graphs import (
+    drop_unused_inputs,
+    dtype_name,
+    feeds_for,
+    graph_name,
+    graph_specs,
+    rename_axes,
+    strip_provenance,
+    usual_sizes_in,
+)
 from .loading import base_of_adapter, code_elsewhere, load_source, modes_kept
 from .pages import release_pages
 from .pooling import SentenceEmbedder
@@ -52,20 +62,7 @@ from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id
 from .sounds import AXIS_STEPS
 from .source import Source
-from .tracing import (
-    capture_onnx,
-    capture_openvino,
-    capture_program,
-    drop_unused_inputs,
-    dtype_name,
-    feeds_for,
-    first_lines,
-    graph_name,
-    graph_specs,
-    rename_axes,
-    strip_provenance,
-    usual_sizes_in,
-)
+from .tracing import capture_onnx, capture_openvino, capture_program, first_lines
 from .wrapper import Tensors, Wrapper
 
 __all__ = [

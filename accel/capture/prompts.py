@@ -18,11 +18,12 @@ from .generation import (
     tokens_around_images,
     vision_language,
 )
+from .graphs import graph_name
 from .references import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source
 from .tiles import reads_tiles
-from .tracing import first_lines, graph_name
+from .tracing import first_lines
 from .wrapper import Tensors
 
 

@@ -13,12 +13,13 @@ import torch
 
 from ..chatter import quiet
 from ..errors import ExportError
+from .graphs import graph_name
 from .masks import point_sizes
 from .patches import patch_sizes
 from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, safe_sizes
 from .sounds import sound_sizes
 from .source import Source
-from .tracing import first_lines, graph_name
+from .tracing import first_lines
 from .wrapper import Tensors
 
 

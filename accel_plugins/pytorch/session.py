@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-import accel.backends.forks  # noqa: F401  # torch's threads are let go before a process forks
 from accel.artifact import Component
 from accel.backends.checks import (
     check_buffer_shape,
