@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +32,26 @@ class _Loaded:
     config: ExportConfig
     source: Source
 
+    def is_of(self, artifact: Artifact, config: ExportConfig) -> bool:
+        """Whether it is this artifact's model, in this type."""
+        same = {**self.config.to_dict(), "atol": None} == config.to_dict()
+        return same and (self.folder, self.source.task) == (artifact.path, artifact.task)
+
+
+class _HandedOver(threading.local):
+    """What this thread described last: whoever describes weights opens them next, with this backend or one derived from it, and
+    reading them twice takes seconds.
+    """
+
+    loaded: _Loaded | None = None
+
 
 class PytorchBackend:
     """Runs models eagerly; on request replayed from a CUDA graph for each shape."""
 
     name = "pytorch"
     options: tuple[str, ...] = ("cuda_graph",)
-    # What was described last: whoever describes weights opens them next, with this backend or one derived from it, and reading
-    # them twice takes seconds.
-    _described: ClassVar[_Loaded | None] = None
+    _handed_over: ClassVar[_HandedOver] = _HandedOver()
 
     def probe(self) -> Probe:
         """The host, and the NVIDIA GPUs that this build of PyTorch finds."""
@@ -80,7 +92,7 @@ class PytorchBackend:
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """A transformers folder as an artifact; nothing is written. Reads the weights, and keeps them for `open`."""
         source = _load(folder, task, config, trust_remote_code)
-        PytorchBackend._described = _Loaded(folder=folder, config=config, source=source)
+        self._handed_over.loaded = _Loaded(folder=folder, config=config, source=source)
         return describe(source, folder, config)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
@@ -97,15 +109,17 @@ class PytorchBackend:
         Raises:
             ConfigError: An option that PyTorch does not have, or a CUDA graph on the host.
         """
+        loaded, self._handed_over.loaded = self._handed_over.loaded, None
         self.check(request)
         recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
         dtype = request.session.compute_dtype or artifact.dtype
         config = ExportConfig.from_dict({**recorded, "dtype": dtype, "atol": None})
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
-        source = self._take(artifact.path, config) or _load(
-            artifact.path, artifact.task, config, request.trust_remote_code
-        )
+        if loaded is not None and loaded.is_of(artifact, config):
+            source = loaded.source
+        else:
+            source = _load(artifact.path, artifact.task, config, request.trust_remote_code)
         where = torch.device(str(request.device))
         # Taken apart on the host, where what it is asked lies; the parts are one model, which moves as a whole.
         parts = split(source)
@@ -150,14 +164,6 @@ class PytorchBackend:
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
         """What runs a part with a state."""
         return DecoderSession(model, part, component, request.device, dtype)
-
-    def _take(self, folder: Path, config: ExportConfig) -> Source | None:
-        """The model that was described last, if it is this one in this type."""
-        found, PytorchBackend._described = PytorchBackend._described, None
-        if found is None or found.folder != folder:
-            return None
-        same = {**found.config.to_dict(), "atol": None} == config.to_dict()
-        return found.source if same else None
 
 
 def _load(folder: Path, task: str, config: ExportConfig, trust_remote_code: bool) -> Source:

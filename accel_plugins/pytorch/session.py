@@ -78,7 +78,7 @@ class ModuleSession(SessionDescription):
         try:
             with torch.inference_mode():
                 found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
-                values = {name: self._declared(name, found[name]) for name in names}
+            values = {name: self._declared(name, found[name]) for name in names}
         except AccelError:
             raise
         except RUN_ERRORS as error:
@@ -102,7 +102,9 @@ class ModuleSession(SessionDescription):
         return tensor.to(self._where, dtype, non_blocking=soon)
 
     def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._output_dtypes[name])
+        """An answer of the declared type, which the caller may write to: PyTorch forbids that of what inference mode made."""
+        made = tensor.to(self._output_dtypes[name])
+        return made.clone() if made.is_inference() and not torch.is_inference_mode_enabled() else made
 
     def new_state(self, batch: int) -> State:
         """A module of one graph keeps none.

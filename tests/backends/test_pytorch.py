@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,16 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.config import PrepareConfig, QatConfig, SessionOptions
+from accel.backends.interfaces import OpenRequest
+from accel.backends.specs import DeviceSpec
+from accel.config import ExportConfig, PrepareConfig, QatConfig, SessionOptions
 from accel.errors import ConfigError, InputError, SessionError
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.graphs import Turns
 from accel_plugins.pytorch.session import CapturedModule
 
@@ -54,6 +58,33 @@ def test_answers_are_those_of_transformers(tiny_folder: Callable[..., Path]) -> 
 def test_it_is_not_chosen_for_a_folder_that_holds_a_graph(tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
     assert model.backend != "pytorch"
+
+
+def test_answers_may_be_written_to(tiny_folder: Callable[..., Path]) -> None:
+    logits = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")(
+        **inputs()
+    ).logits
+    logits[0] = 0
+    assert not logits[0].any()
+
+
+def test_two_tasks_of_one_folder_in_two_threads(tiny_folder: Callable[..., Path]) -> None:
+    """What one thread has described, another does not open."""
+    backend = PytorchBackend()
+
+    def described(task: str) -> Artifact:
+        return backend.adopt(tiny_folder(), task=task, config=ExportConfig())
+
+    def answers(artifact: Artifact) -> list[str]:
+        session = backend.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
+        return list(session.run({spec.name: torch.ones(2, 4, dtype=torch.int64) for spec in session.inputs}))
+
+    first = described("text-classification")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(described, "feature-extraction").result()
+    assert answers(first) == ["logits"]
+    first, _ = described("text-classification"), described("feature-extraction")
+    assert answers(first) == ["logits"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -119,6 +150,15 @@ def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
         found = model.generate(input_ids=ids, attention_mask=mask, **settings)
         expected = original.generate(input_ids=ids, attention_mask=mask, **settings)
         assert torch.equal(found, expected), how
+
+
+def test_candidates_are_judged_by_logits_that_are_written_to(tmp_path: Path) -> None:
+    folder = save_generator(tmp_path / "llama", "llama")
+    model = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
+    settings = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 4, "repetition_penalty": 1.4, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), original.generate(ids, **settings))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import accel
-from accel import ORTModelForSequenceClassification
+from accel import ORTModelForSequenceClassification, SessionOptions
+from accel.errors import ConfigError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import save_tiny, tiny_model
 from accel_plugins.pytorch.inductor.compiling import cpu_compiler
@@ -65,6 +66,11 @@ def test_a_session_in_pytorch(tmp_path: Path, backend: str) -> None:
         return sum(type(found) is torch.nn.Parameter and found.shape == (WORDS, SIZE) for found in gc.get_objects())
 
     save_tiny(tmp_path, "bert", vocab_size=WORDS, hidden_size=SIZE)
+    assert tables() == 0
+    with pytest.raises(ConfigError):
+        ORTModelForSequenceClassification.from_pretrained(
+            tmp_path, backend=backend, session_options=SessionOptions(profile="profile")
+        )
     assert tables() == 0
     model = ORTModelForSequenceClassification.from_pretrained(tmp_path, backend=backend)
     model(**IDS)
