@@ -153,11 +153,14 @@ def compiled(
 def _forget(code: types.CodeType) -> None:
     """Let the compiler let go of what it made of a function, and of the weights in it: it keeps both while the process runs.
 
-    Of other functions only what is on the disk is read once more, should they be compiled anew.
+    Weights stand in modules that it lists and never looks up again; those of other functions are held by these functions.
     """
     codecache = sys.modules.get("torch._inductor.codecache")
     if codecache is not None:
         torch._C._dynamo.eval_frame.reset_code(code)
-        for module in codecache.PyCodeCache.modules:
+        listed = codecache.PyCodeCache.modules
+        # Other threads may compile, or let go, meanwhile.
+        for module in list(listed):
             sys.modules.pop(module.__name__, None)
-        codecache.PyCodeCache.cache_clear()
+            with contextlib.suppress(ValueError):
+                listed.remove(module)
