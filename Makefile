@@ -101,6 +101,8 @@ PEERS := .venv-peers
 bench-peers: $(VENV)/.dev $(PEERS)/.made
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers.json --work build/peers \
 		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
+	$(BIN)/python benchmarks/classification_peers.py benchmarks/classification_peers.json --work build/peers \
+		--optimum-onnx $(PEERS)/optimum-onnx/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
 	$(BIN)/python benchmarks/optimum_intel.py --work build/peers --peer-python $(PEERS)/optimum-intel/bin/python
 
 $(PEERS)/.made:
@@ -109,6 +111,8 @@ $(PEERS)/.made:
 	$(PYTHON) -m venv $(PEERS)/optimum-intel
 	$(PEERS)/optimum-intel/bin/python -m pip install -q $(PIP_FLAGS) "optimum-intel[openvino]==2.2.0" "huggingface-hub<1.22" "torch==2.13.0"
 	-$(PEERS)/optimum-intel/bin/python -m pip uninstall -q -y torchvision
+	$(PYTHON) -m venv $(PEERS)/optimum-onnx
+	$(PEERS)/optimum-onnx/bin/python -m pip install -q $(PIP_FLAGS) "optimum-onnx[onnxruntime]==0.1.0" "transformers<4.58" "onnxruntime==1.31.1" "torch==2.13.0"
 	touch $@
 
 # A small model of every architecture of transformers through every backend that is here, into benchmarks/sweep.json and

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,12 @@ def load_theirs(spec: dict[str, Any]) -> Any:
     return model
 
 
-def serve(spec: dict[str, Any]) -> None:
+def serve(load: Callable[[], Any], inputs: dict[str, torch.Tensor], threads: int) -> None:
     """Answer a number of calls with their times, until the input ends."""
     # What the libraries print must not get between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
-    torch.set_num_threads(spec["threads"])
-    model = (load_ours if spec["side"] == "ours" else load_theirs)(spec)
-    inputs = feeds(spec["types"], spec["sequence"])
+    torch.set_num_threads(threads)
+    model = load()
     clock = time.perf_counter_ns
     with torch.inference_mode():
         for _ in range(30):
@@ -88,11 +88,11 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 class Side:
-    """A process that answers."""
+    """A process of a script that answers by `serve`."""
 
-    def __init__(self, python: str, spec: dict[str, Any]) -> None:
+    def __init__(self, python: str, spec: dict[str, Any], script: str = __file__) -> None:
         self._process = subprocess.Popen(
-            [python, __file__, "--serve", json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, script, "--serve", json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.logits = torch.tensor(self._answer())
 
@@ -116,6 +116,16 @@ class Side:
 
 
 # In the parent
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Milliseconds: the median, the best twentieth and the worst."""
+    ordered = sorted(times)
+    return {
+        "median_ms": round(statistics.median(ordered), 3),
+        "p5_ms": round(ordered[len(ordered) // 20], 3),
+        "p95_ms": round(ordered[-1 - len(ordered) // 20], 3),
+    }
 
 
 def compare(
@@ -143,15 +153,6 @@ def compare(
         for side in sides.values():
             side.close()
     low, middle, high = statistics.quantiles(ratios, n=4)
-
-    def summary(column: list[float]) -> dict[str, float]:
-        ordered = sorted(column)
-        return {
-            "median_ms": round(statistics.median(ordered), 3),
-            "p5_ms": round(ordered[len(ordered) // 20], 3),
-            "p95_ms": round(ordered[-1 - len(ordered) // 20], 3),
-        }
-
     return {
         **{name: summary(column) for name, column in times.items()},
         "speed": round(middle, 3),
@@ -174,7 +175,9 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(json.loads(args.serve))
+        spec = json.loads(args.serve)
+        load = load_ours if spec["side"] == "ours" else load_theirs
+        serve(lambda: load(spec), feeds(spec["types"], spec["sequence"]), spec["threads"])
         return
     if args.work is None or args.peer_python is None:
         parser.error("--work and --peer-python are needed")
