@@ -10,6 +10,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
 from ..chatter import quiet
+from .alone import alone
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
 from .generation import encoder_output, split
@@ -88,6 +89,7 @@ __all__ = [
     "Tensors",
     "Trained",
     "Wrapper",
+    "alone",
     "base_of_adapter",
     "cache_argument",
     "capture_onnx",

@@ -23,6 +23,7 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, IntegrityError, TaskError
 from ..tasks.infer import infer_task, is_adapter, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
+from .alone import alone
 from .answering import Answering
 from .inner import WithInnerStates
 from .pooling import SentenceEmbedder
@@ -55,6 +56,7 @@ def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return copy.deepcopy(module, {id(one): one for one in weights if one.dtype is dtype}).to(dtype)
 
 
+@alone()
 @same_draws()
 def load_source(
     model: Location | torch.nn.Module,

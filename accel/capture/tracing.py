@@ -17,6 +17,7 @@ from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
 from ..tasks.infer import task_spec
+from .alone import alone
 from .graphs import graph_name, rename_axes, strip_provenance
 from .quantized import symbolic_layers
 from .recurrence import recurrent
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from transformers.exporters import ExportedModel
 
 
+@alone()
 def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, ExportedModel]:
     """Trace a model into an ONNX graph with named axes.
 
@@ -84,6 +86,7 @@ _MOST_OPERATIONS = 20
 _DATA_SIZE = re.compile(r"u\d+\Z")
 
 
+@alone()
 def capture_program(source: Source) -> ExportedProgram:
     """Trace a model into a `torch.export` program with the same inputs and axes as `capture_onnx`.
 
@@ -100,6 +103,7 @@ def capture_program(source: Source) -> ExportedProgram:
     return program
 
 
+@alone()
 def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> ExportedModel:
     """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
 

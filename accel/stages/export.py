@@ -131,6 +131,7 @@ def _exporter_spec(format: str, backend: str | None) -> BackendSpec:
     return registry.owner("export", format, backend)
 
 
+@capture.alone()
 def export_resolved(
     resolved: Resolved,
     out: Path,

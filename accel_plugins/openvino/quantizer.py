@@ -37,6 +37,8 @@ from .runtime import one_line, port_order, read_model
 from .stateful import BEAM_INDEX
 
 _PRESETS = ("auto", "performance", "mixed")
+# In the names of nodes that PyTorch's indexing became, as opposed to an embedding.
+_INDEXED = "aten.index"
 BLOB = "model.blob"
 """A compiled model in place of a graph: what accuracy control hands to `evaluate`."""
 
@@ -220,8 +222,9 @@ def _ignored(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Any:
                 fix=f"use some of {', '.join(sorted(have))}.",
             )
         types = sorted(have - set(config.operators) - {"Constant", "Parameter", "Result"})
+    named = [name for name in config.exclude if not name.startswith("re:")]
     return nncf.IgnoredScope(
-        names=[*(name for name in config.exclude if not name.startswith("re:")), *wrong, *_saturating(model, config)],
+        names=[*named, *wrong, *_saturating(model, config), *_tables(model, config)],
         patterns=[name.removeprefix("re:") for name in config.exclude if name.startswith("re:")],
         types=types,
         validate=not types,
@@ -251,6 +254,16 @@ def _saturating(model: ov.Model, config: QuantizeConfig) -> list[str]:
         return []
     products = [node for node in model.get_ops() if node.get_type_name() == "MatMul"]
     return [node.get_friendly_name() for node in products if not any(_is_constant(node, side) for side in (0, 1))]
+
+
+def _tables(model: ov.Model, config: QuantizeConfig) -> list[str]:
+    """Lookups by index in constants that no embedding holds, as GPT-J's of sines and cosines: NNCF takes them for embeddings."""
+    if not config.scheme.startswith("weight-"):
+        return []
+    lookups = [node for node in model.get_ops() if node.get_type_name() == "Gather"]
+    return [
+        node.get_friendly_name() for node in lookups if _INDEXED in node.get_friendly_name() and _is_constant(node, 0)
+    ]
 
 
 def _is_constant(node: Any, side: int) -> bool:

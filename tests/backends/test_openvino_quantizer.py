@@ -362,6 +362,18 @@ def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
     assert "use block_size=32" in str(error.value.fix)
 
 
+def test_tables_that_are_no_weights_stay_as_they_are(tmp_path: Path) -> None:
+    """GPT-J looks its sines and cosines up by position, of fewer channels than a block has."""
+    config = transformers.GPTJConfig(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=48, bos_token_id=1, eos_token_id=2
+    )
+    made = export(transformers.GPTJForCausalLM(config), tmp_path / "ir", format="openvino_ir")
+    compressed = quantize(made, tmp_path / "out", scheme="weight-int4", block_size=32)
+    model = ov.Core().read_model(str(compressed.path / compressed.component().file))
+    floats = [op for op in model.get_ops() if op.get_type_name() == "Constant" and op.get_element_type().is_real()]
+    assert [48, 8] in [list(op.shape) for op in floats]
+
+
 def test_nothing_is_left_to_compress(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match=r"exclude=.* leaves no weights") as error:
         quantize(ir, tmp_path / "out", scheme="weight-int8", exclude=("re:.*",))

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from accel.artifact import accel_home
-from accel.capture import quiet
+from accel.capture import alone, quiet
 from accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ REMEDIES = {
     "cuda": "install triton, which PyTorch's builds for GPUs bring along",
 }
 """What makes code for each type of device compilable."""
-# The compiler keeps state of the process: one thread compiles at a time.
-compiler_lock = threading.RLock()
 
 
 def cpu_compiler() -> str | None:
@@ -101,7 +98,7 @@ def compiling(*, freezing: bool) -> Iterator[None]:
 
     keep_compiled_code()
     with (
-        compiler_lock,
+        alone(),
         quiet(),
         _unsaid("torch._dynamo.metrics_context"),
         torch._inductor.config.patch(freezing=freezing),

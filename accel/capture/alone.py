@@ -1,0 +1,22 @@
+"""One thread at a time where libraries change the whole process: PyTorch's tracers and compiler, transformers' loading and exporters."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.RLock()
+# The thread that held it is none of a child's.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Load, trace or compile inside, or in a function that this decorates: other threads that want to wait.
+
+    Functions of torch and flags of the process are others meanwhile, and two threads that put them back leave the first one's.
+    """
+    with _lock:
+        yield
