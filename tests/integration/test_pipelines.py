@@ -259,6 +259,19 @@ def test_methods_that_were_replaced_are_called(tiny_artifact: Callable[..., Arti
     assert classify(MANY, batch_size=4) == ["mine"] * len(MANY)
 
 
+def test_a_class_whose_call_of_the_model_is_another_is_asked(
+    tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classify = accel.pipeline("text-classification", model=tiny_artifact().path)
+    labels = classify.model.config.num_labels
+    monkeypatch.setattr(
+        transformers.TextClassificationPipeline,
+        "_forward",
+        lambda self, inputs: {"logits": torch.eye(labels)[[1]].expand(len(inputs["input_ids"]), -1)},
+    )
+    assert {found["label"] for found in classify(MANY, batch_size=4)} == {classify.model.config.id2label[1]}
+
+
 def test_empty_texts_among_themselves() -> None:
     classify = accel.pipeline("text-classification", model=tiny_model("bert"), tokenizer=tiny_tokenizer())
     found = classify([*MANY, "", "", "", ""], batch_size=4, add_special_tokens=False)

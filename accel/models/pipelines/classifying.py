@@ -11,7 +11,6 @@ import torch
 from transformers import TextClassificationPipeline
 from transformers.pipelines.text_classification import ClassificationFunction, sigmoid, softmax
 
-from ..base import ORTModel
 from .sorting import WINDOW_BATCHES, LengthSorted, by_length, windows
 
 # What a tokenizer is told that means the same for one text and for a window of them.
@@ -19,7 +18,6 @@ _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
 # Methods that are done here in another way, where they are the stock class's.
 _STOCK = ("preprocess", "postprocess", "get_iterator")
-_FORWARD = ("forward", "_forward")
 
 
 class Window(NamedTuple):
@@ -45,7 +43,6 @@ class ClassifiesWindows(LengthSorted):
 
     tokenizer: Any
     model: Any
-    device: torch.device
     forward: Callable[..., Any]
 
     def _windows(
@@ -105,21 +102,12 @@ class ClassifiesWindows(LengthSorted):
         ends = window.lengths.cumsum()
         for start in range(0, len(results), size):
             rows = slice(start, min(start + size, len(results)))
-            outputs = self._computed(self._batch(window, ends, rows), forward_params)
+            outputs = self.forward(self._batch(window, ends, rows), **forward_params)
             for i, result in zip(
                 window.order[rows], self._results(outputs["logits"], **postprocess_params), strict=True
             ):
                 results[i] = result
         return results
-
-    def _computed(self, batch: dict[str, torch.Tensor], settings: Mapping[str, Any]) -> Any:
-        """The model's outputs. The stock class reads the model's signature and moves tensors at each call, which takes 0.3 ms beside
-        a model of ours and changes nothing where it runs on the host.
-        """
-        plain = (
-            isinstance(self.model, ORTModel) and self.device.type == "cpu" and vars(self).keys().isdisjoint(_FORWARD)
-        )
-        return self.model(**batch, **settings) if plain else self.forward(batch, **settings)
 
     def _batch(self, window: Window, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
         """Rows padded to the longest of them, as the stock pipeline pads."""
