@@ -14,9 +14,10 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Load, trace or compile inside, or in a function that this decorates: other threads that want to wait.
+    """Load, trace or compile inside, or in a function that this decorates; another thread that is about to waits until the end.
 
-    Functions of torch and flags of the process are others meanwhile, and two threads that put them back leave the first one's.
+    Meanwhile libraries replace functions of torch and flags of the process. Of two threads at once, the second would take what the
+    first has put there for what was there before, and leave it.
     """
     with _lock:
         yield
