@@ -174,6 +174,16 @@ class _Overflowing:
         return True
 
 
+def _span(_: Function) -> Function:
+    """DeBERTa's distances count as far as the text is long, a size; the original makes a tensor of it, whose value would decide."""
+
+    def span(query: torch.Tensor, key: torch.Tensor, farthest: int) -> Any:
+        longest = torch.sym_max(query.shape[-2], key.shape[-2])  # type: ignore[no-untyped-call]
+        return torch.sym_min(longest, farthest)  # type: ignore[no-untyped-call]
+
+    return span
+
+
 StandIn = tuple[Any, str, Callable[[Function], Function]]
 """Whose function it is, its name, and what makes the stand-in of the original."""
 
@@ -201,6 +211,10 @@ def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None
     chosen.append((torch.Tensor, "item", functools.partial(_item, answers=list(answers))))
     if getattr(config, "model_type", None) in _CUT_OFF:
         chosen += [(torch, "isfinite", _overflowing), (torch, "isinf", _overflowing)]
+    if getattr(config, "model_type", None) == "deberta":
+        from transformers.models.deberta import modeling_deberta
+
+        chosen.append((modeling_deberta, "compute_attention_span", _span))
     with ExitStack() as stack:
         for owner, name, make in chosen:
             original = getattr(owner, name)

@@ -38,6 +38,16 @@ _ROBERTA: dict[str, Any] = {**_COMMON, "pad_token_id": 1, "bos_token_id": 2, "eo
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("Albert", {**_COMMON, "embedding_size": 16}),
     "bert": ("Bert", _COMMON),
+    "deberta": (
+        "Deberta",
+        {
+            **_COMMON,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+        },
+    ),
     "deberta-v2": (
         "DebertaV2",
         {

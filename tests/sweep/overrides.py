@@ -166,12 +166,22 @@ _WAVES: dict[str, Any] = {
     "tdnn_dim": (32, 32, 32, 32, 48), "xvector_output_dim": 32, "classifier_proj_size": 32,
 }  # fmt: skip
 
+# What DeBERTa's checkpoints have, and its defaults have not.
+_DISENTANGLED = {
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, Special] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "conditional_detr": _detr(),
+    "deberta": _DISENTANGLED,
+    "deberta-v2": {**_DISENTANGLED, "share_att_key": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
     "deformable_detr": _detr(2, 3, 4),
     "depth_anything": {
         "backbone_config": transformers.Dinov2Config(**_DINOV2),
