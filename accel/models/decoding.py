@@ -28,6 +28,8 @@ from .tokens import drawn, likeliest
 # Modules whose way to prepare a call is as described above.
 _KNOWN = ("accel.models.decoders", "accel.models.vision_language")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+# Tokens of a row, the prompt's among them: masks are made that long at the beginning.
+_LONGEST = 1 << 20
 # Tensors for a streamer that are made at once.
 _TOLD = 64
 
@@ -47,6 +49,7 @@ def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, k
             if isinstance(one, MaxLengthCriteria)
         )
         and criteria.max_length is not None
+        and criteria.max_length <= _LONGEST
         and not model.changes_angles(criteria.max_length)
         and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
         and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
@@ -100,7 +103,8 @@ def decode(
         made.append(tokens)
         rows.left -= 1
         if streamer is not None:
-            streamer.put(tokens[:, 0].cpu())
+            # A copy, which it may write to.
+            streamer.put(tokens[:, 0].to("cpu", copy=True))
         if rows.done:
             return torch.cat(made, dim=1)
         logits = calls.after(tokens, rows.left)

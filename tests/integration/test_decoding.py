@@ -11,7 +11,9 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
+from accel.capture.caches import CACHE_NAME
 from accel.errors import InputError
+from accel.models.decoding import fits
 from accel.tasks.infer import task_spec
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
@@ -128,6 +130,41 @@ def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) ->
     assert [value.shape for value in seen] == [(1, 4), *[(1,)] * 70]
     assert torch.cat([value.flatten() for value in seen]).tolist() == found[0].tolist()
     assert ended == [71]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_streamer_may_write_to_what_it_is_given(do_sample: bool, generator: Artifacts) -> None:
+    class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+        calls = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            # The first is the prompt.
+            self.calls += 1
+            if self.calls > 1:
+                value.fill_(6)
+
+        def end(self) -> None:
+            pass
+
+    model, found = model_of(generator("llama")), []
+    for streamer in (None, Streamer()):
+        torch.manual_seed(0)
+        found.append(
+            model.generate(**ONE, max_new_tokens=6, eos_token_id=None, do_sample=do_sample, streamer=streamer).tolist()
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("longest", "fitting"), [(40, True), (10**9, False)])
+def test_no_mask_is_made_for_an_answer_that_may_have_any_length(
+    longest: int, fitting: bool, generator: Artifacts
+) -> None:
+    model = model_of(generator("llama"))
+    criteria = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(longest)])
+    how = {CACHE_NAME: model.new_cache(), "use_cache": True}
+    config = transformers.GenerationConfig(return_dict_in_generate=False)
+    assert fits(model, criteria, config, how) is fitting
 
 
 @pytest.mark.usefixtures("alone")
