@@ -94,17 +94,18 @@ def _no_bars() -> Iterator[None]:
 
 
 def is_rows(data: object, inputs: Collection[str] = ()) -> bool:
-    """Whether `load_rows` reads this, as opposed to batches of tensors, or of arrays by the names of a graph's inputs."""
+    """Whether `load_rows` reads this, as opposed to batches of tensors, or of arrays by the name of an input of a graph."""
     if isinstance(data, str | os.PathLike):
         return True
     if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
         import numpy as np
         import torch
 
-        first = data[0]
         # Rows hold arrays of images and sounds, by the names of columns.
-        kinds = (torch.Tensor, np.ndarray) if set(first) <= set(inputs) else torch.Tensor
-        return not any(isinstance(value, kinds) for value in first.values())
+        return not any(
+            isinstance(value, torch.Tensor) or (name in inputs and isinstance(value, np.ndarray))
+            for name, value in data[0].items()
+        )
     return type(data).__module__.partition(".")[0] == "datasets"
 
 
