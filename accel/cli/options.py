@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigError
+
 # What a command works on
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")]
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")]
@@ -49,8 +51,33 @@ Texts = Annotated[
     Path | None, typer.Option("--texts", help="Real texts instead of --sequence: a line each, or a table.")
 ]
 
+# Several processes
+Ray = Annotated[bool, typer.Option("--ray", help="On Ray, of this machine or a cluster.")]
+Address = Annotated[
+    str | None, typer.Option("--address", help="With --ray, a cluster: auto, HOST:PORT or ray://HOST:PORT.")
+]
+ReplicaCount = Annotated[str, typer.Option("--replicas", help="With --ray, processes: 4, or 1:4 to follow the load.")]
+Cpus = Annotated[float, typer.Option("--cpus", min=0, help="With --ray, processors of each.")]
+Gpus = Annotated[float, typer.Option("--gpus", min=0, help="With --ray, GPUs of each; 0.5 shares one.")]
+REPLICAS, CPUS, GPUS = "1", 1.0, 0.0
+
 # What is said
 Report = Annotated[Path | None, typer.Option("--report", help="Write one self-contained HTML page here.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Write a picture here (needs the extra `report`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what upstream libraries say.")]
+
+
+def wants_ray(ray: bool, address: str | None, replicas: str, cpus: float, gpus: float) -> bool:
+    """Whether a command runs on Ray.
+
+    Raises:
+        ConfigError: An option that is Ray's is there without it.
+    """
+    if ray or address is not None:
+        return True
+    chosen = {"--replicas": replicas != REPLICAS, "--cpus": cpus != CPUS, "--gpus": gpus != GPUS}
+    if any(chosen.values()):
+        names = ", ".join(name for name, is_set in chosen.items() if is_set)
+        raise ConfigError(f"{names}: for Ray alone, and this would be one process.", fix="add --ray, or leave it out.")
+    return False

@@ -13,7 +13,27 @@ import typer
 from ..errors import AccelError
 from .application import app, columns_of, command, emit, pairs_of
 from .exit_codes import FAILED
-from .options import Backend, Column, Device, Json, Report, Revision, Task, Threads, Trust, Verbose
+from .options import (
+    CPUS,
+    GPUS,
+    REPLICAS,
+    Address,
+    Backend,
+    Column,
+    Cpus,
+    Device,
+    Gpus,
+    Json,
+    Ray,
+    ReplicaCount,
+    Report,
+    Revision,
+    Task,
+    Threads,
+    Trust,
+    Verbose,
+    wants_ray,
+)
 
 _KEY = "ACCEL_API_KEY"
 Options = Annotated[
@@ -164,13 +184,11 @@ def batch(
     workers: Annotated[int, typer.Option(min=1, help="Sessions; they share the processors.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of the model.")] = 64,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
-    ray: Annotated[bool, typer.Option("--ray", help="By Ray Data, on this machine or a cluster.")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="With --ray, a cluster: auto, HOST:PORT or ray://HOST:PORT.")
-    ] = None,
-    replicas: Annotated[str, typer.Option(help="With --ray, processes: 4, or 1:4.")] = "1",
-    cpus: Annotated[float, typer.Option(min=0, help="With --ray, processors of each.")] = 1.0,
-    gpus: Annotated[float, typer.Option(min=0, help="With --ray, GPUs of each; 0.5 shares one.")] = 0.0,
+    ray: Ray = False,
+    address: Address = None,
+    replicas: ReplicaCount = REPLICAS,
+    cpus: Cpus = CPUS,
+    gpus: Gpus = GPUS,
     task: Task = None,
     backend: Backend = None,
     device: Device = None,
@@ -191,7 +209,7 @@ def batch(
             "backend": backend, "device": device, "revision": revision, "trust_remote_code": trust_remote_code,
             "session_options": SessionOptions(threads=threads) if threads is not None else None,
         }  # fmt: skip
-        if ray or address is not None:
+        if wants_ray(ray, address, replicas, cpus, gpus):
             from ..serving.batch.on_ray import batch_on_ray
 
             done = batch_on_ray(model, data, out, address=address, replicas=replicas, cpus=cpus, gpus=gpus, **arguments)

@@ -12,7 +12,24 @@ import typer
 
 from ..errors import BackendUnavailableError, ConfigError
 from .application import app, command, print_line
-from .options import Backend, Device, Revision, Task, Threads, Trust, Verbose
+from .options import (
+    CPUS,
+    GPUS,
+    REPLICAS,
+    Address,
+    Backend,
+    Cpus,
+    Device,
+    Gpus,
+    Ray,
+    ReplicaCount,
+    Revision,
+    Task,
+    Threads,
+    Trust,
+    Verbose,
+    wants_ray,
+)
 
 _KEYS = "ACCEL_API_KEYS"
 
@@ -57,15 +74,11 @@ def serve(
             "--traces", help="Send OpenTelemetry traces (OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `traces`)."
         ),
     ] = False,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="As a Ray Serve application, on this machine or a cluster.")
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option(help="With --ray, a cluster: auto, HOST:PORT or ray://HOST:PORT.")
-    ] = None,
-    replicas: Annotated[str, typer.Option(help="With --ray, processes: 4, or 1:4 to follow the load.")] = "1",
-    cpus: Annotated[float, typer.Option(min=0, help="With --ray, processors of each.")] = 1.0,
-    gpus: Annotated[float, typer.Option(min=0, help="With --ray, GPUs of each; 0.5 shares one.")] = 0.0,
+    ray: Ray = False,
+    address: Address = None,
+    replicas: ReplicaCount = REPLICAS,
+    cpus: Cpus = CPUS,
+    gpus: Gpus = GPUS,
     task: Task = None,
     backend: Backend = None,
     device: Device = None,
@@ -99,7 +112,7 @@ def serve(
             "max_text_chars": max_text_chars, "api_keys": _keys(api_keys), "drain_s": drain,
             "cors_origins": tuple(cors_origin or ()),
         }  # fmt: skip
-        if ray or address is not None:
+        if wants_ray(ray, address, replicas, cpus, gpus):
             if ssl_certfile is not None or ssl_keyfile is not None:
                 raise ConfigError(
                     "Ray's proxies speak no TLS.", fix="put a proxy with TLS in front, without --ssl-certfile."

@@ -68,6 +68,7 @@ def close(found: Any, expected: Any) -> bool:
 TASK_CALLS = [
     ("/classify", "labels", {"inputs": "where is my card"}),
     ("/classify", "labels", {"inputs": ["help", "the bank"], "top_k": 2}),
+    ("/classify", "labels", {"inputs": "help", "top_k": None}),
     ("/classify", "labels", {"inputs": {"text": "help", "text_pair": "the bank"}}),
     ("/ner", "tags", {"inputs": CONTEXT, "aggregation_strategy": "simple"}),
     ("/fill-mask", "masks", {"inputs": "the [MASK] is lost", "top_k": 2}),

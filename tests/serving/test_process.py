@@ -128,6 +128,20 @@ def test_a_port_that_is_taken_is_an_error_with_a_remedy(tiny_folder: Callable[..
     assert "--port" in done.output
 
 
+def test_an_address_that_is_not_this_machines_is_an_error_with_a_remedy(tiny_folder: Callable[..., Path]) -> None:
+    # Reserved for documentation.
+    asked = ["serve", str(tiny_folder("bert", "text-classification")), "--port", "0", "--host", "192.0.2.1"]
+    done = CliRunner().invoke(app, asked)
+    assert (done.exit_code, "--host" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--replicas", "--cpus", "--gpus"])
+@pytest.mark.parametrize("asked", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
+def test_what_is_for_ray_alone_is_refused_without_it(asked: list[str], option: str) -> None:
+    done = CliRunner().invoke(app, [*asked, option, "2"])
+    assert (done.exit_code, f"{option}: for Ray alone" in done.output) == (2, True)
+
+
 def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", "0"])
     assert done.exit_code == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import logging
@@ -167,7 +168,8 @@ def _bound(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
+        another = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host, an address of this machine"
         raise ConfigError(
-            f"{host}:{port} cannot be listened on: {error.strerror}.", fix="use another --port."
+            f"{host}:{port} cannot be listened on: {error.strerror}.", fix=f"use another {another}."
         ) from error
     return made

@@ -143,7 +143,8 @@ async def _classify(call: Call, body: ClassifyBody) -> Response:
     if isinstance(inputs, list):
         call.check_batch(len(inputs))
     options: dict[str, Any] = {"truncation": True} if body.truncate else {}
-    if body.top_k is not None:
+    # null is all labels, as the pipeline has it; without it an answer is the best one.
+    if "top_k" in body.model_fields_set:
         options["top_k"] = body.top_k
     if body.function_to_apply is not None:
         options["function_to_apply"] = body.function_to_apply
