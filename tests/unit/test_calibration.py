@@ -18,7 +18,7 @@ from accel.config import QuantizeConfig
 from accel.data.batches import Batches, Encoded, calibration_batches, longest
 from accel.data.columns import map_columns
 from accel.data.labels import label_ids
-from accel.data.rows import load_rows, take
+from accel.data.rows import is_rows, load_rows, take
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, QuantizeError
 
 ROWS = [
@@ -37,6 +37,18 @@ def csv_file(tmp_path: Path) -> Path:
 
 
 class TestLoading:
+    @pytest.mark.parametrize(
+        ("first", "expected"),
+        [
+            ({"input_ids": np.ones((1, 3)), "labels": np.ones(1)}, False),
+            ({"input_ids": torch.ones(1, 3), "labels": 1}, False),
+            ({"image": np.ones((8, 8, 3)), "label": 1}, True),
+            ({"text": "help", "label": 1}, True),
+        ],
+    )
+    def test_what_are_rows_and_what_are_batches(self, first: dict[str, Any], expected: bool) -> None:
+        assert is_rows([first], {"input_ids", "attention_mask"}) is expected
+
     def test_csv_keeps_words_that_look_missing(self, csv_file: Path) -> None:
         rows = load_rows(csv_file)
         assert rows.dataset["text"][:] == ["my card is lost", "null", "where, is it?", "help"]
