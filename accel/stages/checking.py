@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEPENDS_ON_ROWS = "depends on the other rows"
+"""In the message of an export that is refused because an answer changes with the other rows of the batch."""
 _KEPT = "logits_to_keep"
 _OF_ITS_OWN = 3.0  # sums in another order may be off by as much as PyTorch's, and both to either side
 _MOST_ROUNDING = 1e-2  # however much a model makes of little, more is not taken for rounding

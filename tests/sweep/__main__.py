@@ -27,6 +27,7 @@ _EXAMPLES = """examples:
   python -m tests.sweep --only 'bert/*' --only llama     some architectures
   python -m tests.sweep --tasks text-classification --backends cpu
   python -m tests.sweep --jobs 64 --shard 1/4            the first quarter of the architectures
+  python -m tests.sweep --stages rows,rows-int8          rows of a batch recomputed alone, and nothing else
   python -m tests.sweep --build-only                     which small models can be built at all, in a minute
   python -m tests.sweep --page-only                      the page again, from the JSON
   python -m tests.sweep --merge part1.json part2.json    the shards' files into one, and the page
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--tasks", default="", metavar="A,B", help="tasks; all of them by default")
     add("--backends", default="", metavar="A,B", help="backends; cpu, and openvino where it is installed")
+    add("--stages", default="", metavar="A,B", help="stages, such as rows,rows-int8; all of them by default")
     add("--jobs", type=int, default=processors, metavar="N", help="processes at a time (default: %(default)s)")
     add("--limit-seconds", type=float, default=240.0, metavar="S", help="for one stage (default: %(default)g)")
     add("--shard", default="1/1", metavar="I/N", help="this part of the architectures")
@@ -134,7 +136,7 @@ def _warm_up() -> None:
 
 def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     from . import gpu, running
-    from .cells import GPU, sweep_pair
+    from .cells import GPU, STAGES, sweep_pair
     from .store import Store, about, digest_of
 
     backends = _backends(options.backends)
@@ -159,7 +161,7 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     with _progress(len(chosen), ", ".join(backends)) as advance:
         running.run(
             chosen, backends, store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
-            sweep=sweep,
+            sweep=sweep, stages=[stage for stage in options.stages.split(",") if stage] or STAGES,
         )  # fmt: skip
     return _finish(options, ())
 
@@ -247,7 +249,7 @@ def _progress(total: int, what: str) -> Any:
 def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
     from .cases import pairs
     from .cells import FAILED, NOT_BUILT, OK, REFUSED, WRONG
-    from .page import capturable, counts, page, share
+    from .page import capturable, counts, page, rows_of, share
     from .store import Store
 
     store = Store(options.json)
@@ -263,9 +265,11 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
     found, able = counts(cells), capturable(cells)
     print(", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
     print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
+    for line in rows_of(cells):
+        print(line)
     for cell in cells:
-        if cell.status == WRONG:
-            print(f"WRONG {cell.key}: {cell.reason}", file=sys.stderr)
+        if cell.status in (WRONG, FAILED):
+            print(f"{cell.status.upper()} {cell.key}: {cell.reason}", file=sys.stderr)
     return 1 if found[WRONG] else 0
 
 

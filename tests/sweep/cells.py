@@ -30,11 +30,13 @@ from .building import NotBuilt, build
 from .cases import Pair, loader_of
 from .questions import Question, Tensors, answers, difference, prompts, questions
 from .rounding import largest_error, own_error
+from .rows import INTEGER_PAIRS, Apart, Company, Row, all_apart, apart, companies
 
 EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, BUILD = "export", "O2", "int8", "O4", "generate", "build"
-STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE)
+ROWS, ROWS_INT8 = "rows", "rows-int8"
+STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, ROWS, ROWS_INT8)
 PYTORCH, GPU = "pytorch", "cuda"
-TOLERANCES = {EXPORT: 1e-4, OPTIMIZE: 1e-4, QUANTIZE: 0.35, GENERATE: 0.0}
+TOLERANCES = {EXPORT: 1e-4, OPTIMIZE: 1e-4, QUANTIZE: 0.35, GENERATE: 0.0, ROWS: 1e-4, ROWS_INT8: 0.35}
 """Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; more is accepted where PyTorch's own float32 is
 as far from float64. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
 _UPSTREAM = 1e-3  # a graph of transformers' own exporters counts as captured up to here
@@ -57,6 +59,7 @@ class Cell:
         status: `ok`; `wrong`: it ran and differs; `refused`: the library said why not; `failed`: it ended in another
             way, by a time limit or a crash; `not built`: there is no model to try; `none`: the backend has no such stage.
         difference: Relative to the largest value that PyTorch answers.
+        in_batch: Largest relative difference between a row alone and the same row in a batch, for `rows` and `rows-int8`.
         reason: Why it is not `ok`, in one line.
         upstream: Whether transformers' own exporters capture the model, where that was tried.
         seconds: It took.
@@ -69,6 +72,7 @@ class Cell:
     stage: str
     status: str
     difference: float | None = None
+    in_batch: float | None = None
     reason: str = ""
     upstream: bool | None = None
     seconds: float = 0.0
@@ -88,17 +92,22 @@ Report = Callable[[Cell], None]
 Announce = Callable[[str, str], None]
 
 
-def stages_of(task: str, backend: str = "cpu") -> tuple[str, ...]:
-    """The stages that a task's models go through on a backend."""
+def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
+    """The stages that a pair goes through on a backend."""
     if backend == GPU:
-        return (HALF, GENERATE) if task == "text-generation" else (HALF,)
-    plain = (EXPORT, OPTIMIZE, QUANTIZE)
-    return (*plain, GENERATE) if task_spec(task).generates else plain
+        return (HALF, GENERATE) if pair.task == "text-generation" else (HALF,)
+    stages = [EXPORT, OPTIMIZE, QUANTIZE]
+    if task_spec(pair.task).generates:
+        stages.append(GENERATE)
+    stages.append(ROWS)
+    if backend == "cpu" and pair.name in INTEGER_PAIRS:
+        stages.append(ROWS_INT8)
+    return tuple(stages)
 
 
-def wanted(task: str, backends: Sequence[str]) -> set[tuple[str, str]]:
-    """The backends and stages that a task's models go through."""
-    return {(backend, stage) for backend in backends for stage in stages_of(task, backend)}
+def wanted(pair: Pair, backends: Sequence[str], stages: Sequence[str] = STAGES) -> set[tuple[str, str]]:
+    """The backends and stages that a pair goes through, among some stages."""
+    return {(backend, stage) for backend in backends for stage in stages_of(pair, backend) if stage in stages}
 
 
 def sweep_pair(
@@ -124,7 +133,7 @@ def sweep_pair(
             return
         exports: dict[str, Artifact] = {}
         for backend in backends:
-            if not wanted(pair.task, [backend]) <= set(skip):
+            if not wanted(pair, [backend]) <= set(skip):
                 _Run(pair, backend, model, source, asked, Path(folder), exports, report, announce, skip).all_stages()
 
 
@@ -184,6 +193,9 @@ class _Run:
         self.source = source
         self.folder, self.exports, self.report, self.announce = folder, exports, report, announce
         self.skip = set(skip)
+        self.rows: list[Company] = []
+        self.integers: Artifact | None = None
+        self.apart = Apart()
 
     def all_stages(self) -> None:
         """Export; then each stage that starts from the export."""
@@ -199,8 +211,10 @@ class _Run:
             OPTIMIZE: lambda: self._difference(self._optimized()),
             QUANTIZE: lambda: self._difference(self._quantized(exports[backend])),
             GENERATE: lambda: self._tokens(exports[backend]),
+            ROWS: lambda: self._rows(exports[backend]),
+            ROWS_INT8: lambda: self._integer_rows(exports[backend]),
         }
-        for stage in stages_of(self.pair.task)[1:]:
+        for stage in stages_of(self.pair, backend)[1:]:
             if backend in exports:
                 self._stage(stage, steps[stage])
             elif (self.backend, stage) not in self.skip:
@@ -214,19 +228,22 @@ class _Run:
         self.announce(self.backend, stage)
         started = time.perf_counter()
         status, reason, apart, upstream = OK, "", None, None
+        self.apart = Apart()
         try:
             apart = measure()
             limit = TOLERANCES[stage]
-            if stage == QUANTIZE and limit < apart < math.inf:
+            if stage in (QUANTIZE, ROWS_INT8) and limit < apart < math.inf:
                 # Eight bits may do that by themselves; a quarter more for grids that were not tried.
-                limit = max(limit, 1.25 * largest_error(self.model, self.asked))
-            if stage in (EXPORT, OPTIMIZE) and limit < apart < math.inf:
-                limit = max(limit, accepted_rounding(own_error(self.model, self.asked)))
+                limit = max(limit, 1.25 * largest_error(self.model, self._asked(stage)))
+            if stage in (EXPORT, OPTIMIZE, ROWS) and limit < apart < math.inf:
+                limit = max(limit, accepted_rounding(own_error(self.model, self._asked(stage))))
             if not apart <= limit:
                 status, reason = WRONG, f"differs by {apart:.2g} of the largest value, more than {limit:.2g}"
                 if stage == GENERATE:
                     reason = f"{apart:.0f} tokens of {2 * NEW_TOKENS} are not transformers' own"
-        except _NoStage as error:
+                if self.apart.where:
+                    reason = f"{self.apart.where}: {reason}"
+        except (_NoStage, NotBuilt) as error:
             status, reason = NONE, str(error)
         except AccelError as error:
             status, reason = REFUSED, reason_of(error)
@@ -239,7 +256,8 @@ class _Run:
         self.report(
             cell_of(
                 self.pair, self.backend, stage, status, started,
-                difference=None if kept is None else float(f"{kept:.2g}"), reason=reason, upstream=upstream,
+                difference=None if kept is None else float(f"{kept:.2g}"), in_batch=self._in_batch(stage), reason=reason,
+                upstream=upstream,
             )
         )  # fmt: skip
         return reason
@@ -255,6 +273,53 @@ class _Run:
             for session in opened.sessions.values():
                 session.close()
 
+    def _asked(self, stage: str) -> list[Question]:
+        """What rounding is measured with."""
+        if stage not in (ROWS, ROWS_INT8):
+            return self.asked
+        rows = [row for company in self.rows for row in company.rows]
+        return [Question(row.name, row.inputs, row.expected, row.real) for row in rows]
+
+    def _in_batch(self, stage: str) -> float | None:
+        found = self.apart.in_batch
+        return float(f"{found:.2g}") if stage in (ROWS, ROWS_INT8) and math.isfinite(found) else None
+
+    def _rows(self, artifact: Artifact) -> float:
+        """Rows alone: how far they are from PyTorch's answers to the rows alone, and from the rows in a batch."""
+        self.rows = self.rows or companies(self.pair, self.model)
+        opened = self._open(artifact)
+        opened.generation_config = copy.deepcopy(getattr(self.model, "generation_config", None))
+        try:
+            self.apart = all_apart(self.pair, self.model, opened, self.rows)
+        finally:
+            for session in opened.sessions.values():
+                session.close()
+        return self.apart.worst
+
+    def _integer_rows(self, artifact: Artifact) -> float:
+        """Rows alone and rows in a batch: how far the int8 graph is from the float32 graph that it was made from.
+
+        Scales of activations are computed from the whole batch, so that rows alone differ from rows in the batch.
+        """
+        self.rows = self.rows or companies(self.pair, self.model)
+        parent, integers = self._open(artifact), self._open(self._quantized(artifact))
+        try:
+            worst = 0.0
+            for company in self.rows:
+
+                def expected(row: Row) -> Tensors:
+                    return answers(parent, row.inputs)
+
+                found = apart(company, lambda inputs: answers(integers, inputs), expected)
+                in_batch = apart(company, lambda inputs: answers(integers, inputs), expected, from_batch=True)
+                worst = max(worst, found.alone, in_batch.alone)
+                self.apart.add(alone=worst, in_batch=found.in_batch, where=found.where)
+            return worst
+        finally:
+            for opened in (parent, integers):
+                for session in opened.sessions.values():
+                    session.close()
+
     def _optimized(self) -> Artifact:
         """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
         spec = registry.describe(self.backend)
@@ -266,6 +331,8 @@ class _Run:
         return accel.optimize(parent, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
 
     def _quantized(self, artifact: Artifact) -> Artifact:
+        if self.integers is not None:
+            return self.integers
         spec = task_spec(self.pair.task)
         several = spec.generates or spec.parts
         scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if several else "static-int8"
@@ -273,7 +340,8 @@ class _Run:
         batches = [{n: t for n, t in question.inputs.items() if n in names} for question in self.asked]
         calibration = batches if scheme == "static-int8" else None
         out = self.folder / f"{self.backend}-int8"
-        return quantize(artifact, out, backend=self.backend, scheme=scheme, calibration=calibration)
+        self.integers = quantize(artifact, out, backend=self.backend, scheme=scheme, calibration=calibration)
+        return self.integers
 
     def _tokens(self, artifact: Artifact) -> float:
         """How many tokens differ from transformers' own, with a cache, without, and with the next one."""

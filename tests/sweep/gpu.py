@@ -101,7 +101,7 @@ def export_for_gpu(
     try:
         exported = accel.export(model, folder / "export", task=pair.task)
     except AccelError as error:
-        for stage in stages_of(pair.task, GPU):
+        for stage in stages_of(pair, GPU):
             report(cell_of(pair, GPU, stage, REFUSED, started, reason=reason_of(error)))
         return
     try:

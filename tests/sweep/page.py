@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .cells import FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, STAGES, WRONG, Cell
+from accel.stages.checking import DEPENDS_ON_ROWS
+
+from .cells import FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, ROWS, ROWS_INT8, STAGES, WRONG, Cell
 
 TITLES = {"cpu": "ONNX Runtime", "openvino": "OpenVINO", "cuda": "GPU"}
 _MOST_OF_A_REASON = 220
@@ -23,11 +25,13 @@ several shapes: one row, several rows with padding on the right, for decoders on
 or three times of what PyTorch's own float32 is off from float64 (1e-2 at most), and 0.35 for eight bits, or a quarter more
 than what rounding alone does to the same model in PyTorch where that is more: the error of eight bits in models of random
 weights says little about trained ones, see [Accuracy budget](guides/accuracy-budget.md). `same` means that `generate` made
-the tokens that transformers makes, with a cache and without. `1.2x` is the error of a float16 graph on a GPU over that of
-PyTorch in float16, both against float32, with every padding and up to 16 rows of 256 tokens; 3 is accepted. A number in
-brackets leads to the [reason](#reasons) why there is no answer, and a dash says that the backend has no such stage. What
-transformers captures is what its own exporter makes a graph of that answers like PyTorch at other sizes than those of the
-trace, too.
+the tokens that transformers makes, with a cache and without. `rows` are six rows of a batch that differ in length, padding
+and special tokens: each is computed alone, and compared with PyTorch's answer to this row alone and with the same row in the
+batch. `rows-int8` compares a dynamic int8 graph in this way with the float32 graph that it was made from. `1.2x` is the error
+of a float16 graph on a GPU over that of PyTorch in float16, both against float32, with every padding and up to 16 rows of 256
+tokens; 3 is accepted. A number in brackets leads to the [reason](#reasons) why there is no answer, and a dash says that the
+backend has no such stage. What transformers captures is what its own exporter makes a graph of that answers like PyTorch at
+other sizes than those of the trace, too.
 """
 
 
@@ -60,6 +64,21 @@ def capturable(cells: Iterable[Cell]) -> list[Cell]:
     cells = [cell for cell in cells if cell.status not in (NOT_BUILT, NONE)]
     beyond |= {(cell.architecture, cell.task) for cell in cells if cell.upstream is False}
     return [cell for cell in cells if (cell.architecture, cell.task) not in beyond]
+
+
+def rows_of(cells: Iterable[Cell]) -> list[str]:
+    """Lines about rows alone and in a batch: counts of each backend, and the pairs that are refused for that reason."""
+    cells = list(cells)
+    lines = []
+    for stage in (ROWS, ROWS_INT8):
+        for backend in sorted({cell.backend for cell in cells if cell.stage == stage}):
+            some = [cell for cell in cells if cell.stage == stage and cell.backend == backend]
+            found = counts(some)
+            numbers = ", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NONE))
+            largest = max((cell.in_batch for cell in some if cell.in_batch is not None), default=0.0)
+            lines.append(f"{stage} on {backend}: {numbers}; alone and in a batch at most {number(largest)} apart")
+    refused = sorted({f"{cell.architecture}/{cell.task}" for cell in cells if DEPENDS_ON_ROWS in cell.reason})
+    return [*lines, f"pairs refused because rows depend on each other: {len(refused)} {' '.join(refused)}".rstrip()]
 
 
 def share(cells: Sequence[Cell]) -> float:

@@ -135,10 +135,10 @@ _MAIN = (
 )  # fmt: skip
 
 
-def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9) -> Tensors:
-    """A batch of prompts of unequal lengths, for `generate`."""
+def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9, *, ragged: bool = False) -> Tensors:
+    """A batch of prompts of unequal lengths, for `generate`; each row has its own length where it is ragged."""
     padding = "left" if is_decoder(pair) or pair.task == "image-text-to-text" else "right"
-    inputs, _ = make_inputs(pair, model, batch, sequence, padding, seed=5)
+    inputs, _ = make_inputs(pair, model, batch, sequence, f"ragged-{padding}" if ragged else padding, seed=5)
     return {name: value for name, value in inputs.items() if not name.startswith(("decoder_", "position_"))}
 
 
@@ -173,7 +173,7 @@ def make_inputs(
     elif "image" in spec.modalities and not spec.generates:
         pair = (2,) if spec.name == "keypoint-matching" else ()
         inputs = {"pixel_values": torch.randn((batch, *pair, *_image_shape(config)), generator=draw)}
-        if "pixel_mask" in parameters and padding == "right":
+        if "pixel_mask" in parameters and padding.endswith("right"):
             inputs["pixel_mask"] = torch.ones_like(inputs["pixel_values"][:, 0], dtype=torch.int64)
             inputs["pixel_mask"][1::2, -8:] = 0
         if "text" in spec.modalities:
@@ -223,6 +223,9 @@ def make_inputs(
         if sounds.shape[1] != getattr(config, "max_length", None):
             mask = torch.ones(sounds.shape[:2], dtype=torch.int64)
             mask[1:, mask.shape[1] // 2 if padding != "none" else mask.shape[1] :] = 0
+            for row in range(len(mask)) if padding.startswith("ragged") else ():
+                mask[row] = 0
+                mask[row, : mask.shape[1] * (8 - row % 5) // 8] = 1
             inputs["attention_mask"] = mask
     if spec.generates and config.is_encoder_decoder:
         ids = torch.randint(FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, (batch, 4), generator=draw)
@@ -241,7 +244,9 @@ def _text(
     pad = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else PAD
     for row in range(1, len(rows)) if padding != "none" and "attention_mask" in parameters else ():
         hidden = length // 3 if row % 2 else length // 2
-        place = slice(length - hidden, length) if padding == "right" else slice(0, hidden)
+        if padding.startswith("ragged"):
+            hidden = 2 * row % (length - 4)
+        place = slice(length - hidden, length) if padding.endswith("right") else slice(0, hidden)
         rows[row, place], masks[row, place] = pad, 0
     if config.is_encoder_decoder:
         # BART's classifier reads the end token, of which every row must hold one.

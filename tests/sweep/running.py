@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .cases import Pair
-from .cells import BUILD, EXPORT, FAILED, HALF, NOT_BUILT, PYTORCH, Cell, stages_of, sweep_pair, wanted
+from .cells import BUILD, EXPORT, FAILED, HALF, NOT_BUILT, PYTORCH, STAGES, Cell, stages_of, sweep_pair, wanted
 from .store import Store
 
-_SAVE_EVERY_S = 20.0
+_SAVE_EVERY_S = 10.0
 Sweep = Callable[..., None]
 
 
@@ -77,6 +77,7 @@ def run(
     limit_s: float,
     advance: Callable[[Pair], None] = lambda _: None,
     sweep: Sweep = sweep_pair,
+    stages: Sequence[str] = STAGES,
 ) -> None:
     """Sweep pairs in processes, and write what they found now and then, and at the end.
 
@@ -89,14 +90,15 @@ def run(
         limit_s: Seconds that a stage may take.
         advance: Called with each pair that is done.
         sweep: What a process does; `sweep_pair`'s signature.
+        stages: What is tried; an export is made in any case, and known afterwards.
     """
     waiting = []
     for pair in _longest_first(pairs, store):
-        known = store.known(pair.architecture, pair.task, backends, digests)
-        if backends and known == wanted(pair.task, backends):
+        known = store.known(pair, backends, digests)
+        if backends and known >= wanted(pair, backends, stages):
             advance(pair)
         else:
-            waiting.append(_Job(pair, known))
+            waiting.append(_Job(pair, known | (wanted(pair, backends) - wanted(pair, backends, stages))))
     waiting.reverse()
     context = multiprocessing.get_context("fork")
     running: list[_Job] = []
@@ -140,7 +142,7 @@ def _longest_first(pairs: Sequence[Pair], store: Store) -> list[Pair]:
     for cell in store.cells.values():
         key = (cell.architecture, cell.task)
         took[key] = took.get(key, 0.0) + cell.seconds
-    return sorted(pairs, key=lambda pair: -took.get((pair.architecture, pair.task), 30.0 * len(stages_of(pair.task))))
+    return sorted(pairs, key=lambda pair: -took.get((pair.architecture, pair.task), 30.0 * len(stages_of(pair))))
 
 
 def _start(job: _Job, context: Any, backends: Sequence[str], sweep: Sweep, *, one_core: bool) -> None:
@@ -227,11 +229,11 @@ def _finish(
     if stage == BUILD:
         store.put(_failed(job, backend, stage, what, digests))
         return False
-    lost = stages_of(job.pair.task, backend) if stage in (EXPORT, HALF) else (stage,)
+    lost = stages_of(job.pair, backend) if stage in (EXPORT, HALF) else (stage,)
     for one in lost:
         store.put(_failed(job, backend, one, what, digests))
         job.skip.add((backend, one))
-    return bool(wanted(job.pair.task, backends) - job.skip) and job.tries < 4
+    return bool(wanted(job.pair, backends) - job.skip) and job.tries < 4
 
 
 def _failed(job: _Job, backend: str, stage: str, reason: str, digests: Mapping[str, str]) -> Cell:

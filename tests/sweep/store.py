@@ -11,12 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .cases import Pair
 from .cells import Cell, wanted
 
 ROOT = Path(__file__).parents[2]
 # Rooms that no cell's answer depends on.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
-_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "shrinking")
+_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "rows", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 _RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": ("onnxruntime-gpu",)}
 
@@ -47,7 +48,7 @@ def digest_of(backend: str) -> str:
     ]
     if backend == "pytorch":
         # Whether a model can be built has nothing to do with the library.
-        paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu")]
+        paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu", "rows")]
     made = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
         made.update(path.name.encode() + path.read_bytes())
@@ -114,15 +115,13 @@ class Store:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path)
 
-    def known(
-        self, architecture: str, task: str, backends: Sequence[str], digests: Mapping[str, str]
-    ) -> set[tuple[str, str]]:
+    def known(self, pair: Pair, backends: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:
         """Backends and stages of a pair whose cells were made with this very code."""
-        wanted_here = wanted(task, backends)
-        build = self.cells.get(f"{architecture}/{task}/pytorch/build")
+        wanted_here = wanted(pair, backends)
+        build = self.cells.get(f"{pair.name}/pytorch/build")
         if build is not None and build.digest == digests["pytorch"]:
             return wanted_here
-        found = {key: self.cells.get("/".join((architecture, task, *key))) for key in wanted_here}
+        found = {key: self.cells.get("/".join((pair.name, *key))) for key in wanted_here}
         return {key for key, cell in found.items() if cell is not None and cell.digest == digests[key[0]]}
 
 

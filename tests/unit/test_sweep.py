@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import accel
-from tests.sweep import cells, gpu, running
+from tests.sweep import cells, gpu, rows, running
 from tests.sweep.__main__ import main
 from tests.sweep.building import build
 from tests.sweep.cases import Pair, pairs
-from tests.sweep.cells import Cell, stages_of, sweep_pair
-from tests.sweep.page import number, page
+from tests.sweep.cells import Cell, stages_of, sweep_pair, wanted
+from tests.sweep.page import number, page, rows_of
 from tests.sweep.questions import Question, answers, difference, prompts, questions
 from tests.sweep.rounding import largest_error
-from tests.sweep.shrinking import VOCABULARY, NotShrinkable, small_config
+from tests.sweep.shrinking import FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, PAD, VOCABULARY, NotShrinkable, small_config
 from tests.sweep.store import Store, digest_of
 
 BERT = Pair("bert", "text-classification", "BertForSequenceClassification")
@@ -203,7 +203,7 @@ def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(accel, "optimize", lambda *_, **__: Exported())
     monkeypatch.setattr(cells, "load", lambda _: Liar)
     found: list[Cell] = []
-    known = [("cpu", "int8")]
+    known = [("cpu", "int8"), ("cpu", "rows"), ("cpu", "rows-int8")]
     sweep_pair(BERT, ["cpu"], found.append, lambda *_: None, known)
     assert [(cell.stage, cell.status, cell.difference) for cell in found] == [
         ("export", "wrong", 1.0),
@@ -226,7 +226,7 @@ def test_a_refusal_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "captured_upstream", lambda *_: False)
     found: list[Cell] = []
     sweep_pair(BERT, ["cpu"], found.append, lambda *_: None)
-    assert {cell.stage for cell in found} == set(stages_of(BERT.task))
+    assert {cell.stage for cell in found} == set(stages_of(BERT))
     assert {(cell.status, cell.reason) for cell in found} == {("refused", "AccelError: This graph is round.")}
     assert found[0].upstream is False
 
@@ -289,7 +289,7 @@ def swept(
 
 
 def all_green(pair: Pair, backends: Sequence[str], report: Any, announce: Any, skip: Any = ()) -> None:
-    for stage in stages_of(pair.task):
+    for stage in stages_of(pair):
         if ("cpu", stage) not in skip:
             report(a_cell(stage=stage, digest=""))
 
@@ -315,7 +315,7 @@ class TestRunning:
 
     def test_a_stage_that_hangs_is_ended_and_the_next_one_tried(self) -> None:
         def hangs(pair: Pair, backends: Sequence[str], report: Any, announce: Any, skip: Any = ()) -> None:
-            for stage in stages_of(pair.task):
+            for stage in stages_of(pair):
                 if ("cpu", stage) not in skip:
                     announce("cpu", stage)
                     time.sleep(60 if stage == "O2" else 0)
@@ -336,7 +336,7 @@ class TestRunning:
         store = Store()
         assert swept(crashes, store) == [BERT.name]
         assert {cell.reason for cell in store.cells.values()} == {"ended the process with SIGKILL"}
-        assert len(store.cells) == len(stages_of(BERT.task))
+        assert len(store.cells) == len(stages_of(BERT))
 
 
 def test_shards_share_the_architectures_out() -> None:
@@ -356,3 +356,64 @@ def test_a_digest_is_of_one_backends_code() -> None:
 def test_gpu_shapes_have_every_padding() -> None:
     assert {padding for *_, padding in gpu.SHAPES} == {"none", "left", "right"}
     assert {(batch, sequence) for batch, sequence, _ in gpu.SHAPES} >= {(1, 7), (16, 256)}
+
+
+class Neighbour(torch.nn.Module):
+    """A classifier that answers every row with what it makes of the first one, or of its own."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> dict[str, torch.Tensor]:
+        own = input_ids.float().sum(1, keepdim=True)
+        return {"logits": own[:1].expand_as(own) if self.first else own}
+
+
+def test_an_answer_from_another_row_is_found() -> None:
+    ids = torch.arange(18).reshape(6, 3)
+    right, wrong = Neighbour(first=False), Neighbour(first=True)
+    alone = [rows.cut({"input_ids": ids}, i, 6) for i in range(6)]
+    company = rows.Company({"input_ids": ids}, [
+        rows.Row(f"row {i}", one, answers(right, one), (i, 6)) for i, one in enumerate(alone)
+    ])  # fmt: skip
+    assert rows.apart(company, lambda inputs: answers(right, inputs)).worst == 0
+    found = rows.apart(company, lambda inputs: answers(wrong, inputs))
+    assert found.alone == 0
+    assert found.in_batch == pytest.approx(45 / 48)
+    assert found.where == "logits of row 5, in the batch and alone"
+
+
+def test_rows_differ_in_length_and_special_tokens() -> None:
+    model = build(BERT)
+    (company,) = rows.companies(BERT, model)
+    ids, mask = company.inputs["input_ids"], company.inputs["attention_mask"]
+    special = ((ids < FIRST_PLAIN_TOKEN) | (ids > LAST_PLAIN_TOKEN)) & mask.bool()
+    assert len(ids) >= 5
+    assert len(set(mask.sum(1).tolist())) >= 4
+    assert len(set(special.sum(1).tolist())) >= 3
+    assert ((ids == PAD) & mask.bool()).any(), "a padding token within a text"
+    assert sum("without padding" in row.name for row in company.rows) >= 3
+
+
+def test_stages_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
+    assert wanted(BERT, ["cpu"], ["rows"]) == {("cpu", "rows")}
+    store = Store(tmp_path / "sweep.json")
+    store.put(a_cell(stage="rows", digest=DIGESTS["cpu"]))
+    done: list[str] = []
+    running.run(
+        [BERT], ["cpu"], store, digests=DIGESTS, jobs=1, limit_s=5, advance=lambda p: done.append(p.name), sweep=must_not_run,
+        stages=["rows"],
+    )  # fmt: skip
+    assert done == [BERT.name]
+
+
+def test_pairs_refused_because_rows_depend_on_each_other_are_listed() -> None:
+    some = [
+        a_cell(stage="rows", in_batch=2e-7, difference=1e-7),
+        a_cell(architecture="x", status="refused", reason="ValidationError: The answer to row 2 depends on the other rows of"),
+    ]  # fmt: skip
+    assert rows_of(some) == [
+        "rows on cpu: 1 ok, 0 refused, 0 failed, 0 wrong, 0 none; alone and in a batch at most 2e-7 apart",
+        "pairs refused because rows depend on each other: 1 x/text-classification",
+    ]

@@ -1,0 +1,286 @@
+"""Rows of a batch, recomputed alone: an answer must not depend on the other rows.
+
+The rows differ in length, in padding, and in number and place of special tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from accel.tasks.infer import task_spec
+
+from .building import NotBuilt, first_line
+from .cases import Pair
+from .questions import Tensors, answers, is_decoder, make_inputs, prompts
+from .shrinking import FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN
+
+ROWS, SEQUENCE, NEW_TOKENS = 6, 13, 4
+_TOKENS_ALIKE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "bbox")  # one value for each token
+_SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
+_TIE = 1e-3  # as in `cells`: next tokens whose logits are this close, relative to the largest
+
+INTEGER_PAIRS = frozenset({
+    "albert/text-classification", "bart/text-classification", "bart/text2text-generation", "beit/image-classification",
+    "bert/feature-extraction", "bert/fill-mask", "bert/question-answering", "bert/text-classification",
+    "bert/token-classification", "bloom/text-generation", "clip/zero-shot-image-classification",
+    "convbert/text-classification", "deberta-v2/text-classification", "deit/image-classification",
+    "distilbert/text-classification", "electra/token-classification", "gpt2/text-generation", "gpt_neox/text-generation",
+    "llama/text-generation", "mbart/text-classification", "mixtral/text-generation", "mpnet/feature-extraction",
+    "qwen2/text-generation", "roberta/multiple-choice", "roberta/text-classification", "t5/text-classification",
+    "t5/text2text-generation", "vit/image-classification", "wav2vec2/automatic-speech-recognition",
+    "whisper/automatic-speech-recognition",
+})  # fmt: skip
+"""Pairs whose dynamic int8 graph is compared, rows alone and in a batch, with the float32 graph that it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row alone.
+
+    Attributes:
+        name: Number of the row, and how it is given.
+        inputs: Inputs by name, with one row.
+        expected: PyTorch's answer to this row alone.
+        place: Number of the row and of all rows, to find it in the batch; `None` where its padding was removed.
+        real: `(1, sequence)` boolean, the positions without padding; `None` where nothing is padded.
+    """
+
+    name: str
+    inputs: Tensors
+    expected: Tensors
+    place: tuple[int, int] | None = None
+    real: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """A batch of rows, and the same rows alone."""
+
+    inputs: Tensors
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Apart:
+    """Largest relative differences: of rows alone from the expected answers, and from the same rows in the batch."""
+
+    alone: float = 0.0
+    in_batch: float = 0.0
+    where: str = ""
+
+    def add(self, *, alone: float = 0.0, in_batch: float = 0.0, where: str = "") -> None:
+        """Keep the larger differences."""
+        if not max(alone, in_batch) <= self.worst:
+            self.where = where
+        self.alone, self.in_batch = max(self.alone, alone), max(self.in_batch, in_batch)
+
+    def merge(self, other: Apart) -> None:
+        """Keep the larger differences of another comparison."""
+        self.add(alone=other.alone, in_batch=other.in_batch, where=other.where)
+
+    @property
+    def worst(self) -> float:
+        """The larger one of the two."""
+        return max(self.alone, self.in_batch)
+
+
+def companies(pair: Pair, model: Any) -> list[Company]:
+    """Batches of rows that differ; two where images or sounds and texts have a batch each.
+
+    Raises:
+        NotBuilt: PyTorch itself does not answer a row alone.
+    """
+    padding = "ragged-left" if is_decoder(pair) else "ragged-right"
+    inputs, _ = make_inputs(pair, model, ROWS, SEQUENCE, padding, seed=7)
+    edited = _with_special_tokens(pair, model, inputs)
+    counts = [ROWS]
+    texts = inputs.get("input_ids")
+    if texts is not None and texts.shape[0] == ROWS + 1:
+        counts.append(ROWS + 1)
+    return [_company(pair, model, edited, inputs, count) for count in counts]
+
+
+def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int) -> Company:
+    made = Company({name: tensor.clone() for name, tensor in edited.items()})
+    kept = task_spec(pair.task).keeps
+    for i in range(count):
+        try:
+            alone = cut(edited, i, count)
+            expected = _answer(model, alone, kept)
+        except Exception:  # noqa: BLE001  # foreign model code: the row is asked again without special tokens
+            alone = cut(plain, i, count)
+            for name, tensor in made.inputs.items():
+                _slice(tensor, i, count).copy_(_slice(plain[name], i, count))
+            try:
+                expected = _answer(model, alone, kept)
+            except Exception as error:
+                raise NotBuilt(f"does not answer a row alone in PyTorch: {first_line(error)}") from error
+        mask = alone.get("attention_mask")
+        by_token = isinstance(mask, torch.Tensor) and mask.ndim == 2 and "input_ids" in alone
+        by_token = by_token and mask.shape == alone["input_ids"].shape and mask.shape[0] == 1
+        hidden = by_token and not bool(mask.all())
+        # An encoder-decoder's outputs follow the decoder's tokens, which have no padding.
+        decodes = "decoder_input_ids" in alone
+        made.rows.append(Row(f"row {i}", alone, expected, (i, count), mask.bool() if hidden and not decodes else None))
+        if hidden:
+            trimmed = {
+                name: tensor[:, mask[0].bool()] if name in _TOKENS_ALIKE and tensor.shape[:2] == mask.shape else tensor
+                for name, tensor in alone.items()
+            }
+            try:
+                made.rows.append(Row(f"row {i} without padding", trimmed, _answer(model, trimmed, kept)))
+            except Exception:  # noqa: BLE001  # some models take no text that is so short
+                continue
+    return made
+
+
+def _answer(model: Any, inputs: Tensors, kept: Any) -> Tensors:
+    found = answers(model, inputs)
+    found = {name: value for name, value in found.items() if name in kept} or found
+    if not all(bool(value.isfinite().all()) for value in found.values()):
+        raise NotBuilt("is not finite for a row alone")
+    return found
+
+
+def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
+    """The part of a tensor that belongs to one row of `count`; all of it where it has no such axis."""
+    if tensor.ndim and tensor.shape[0] and tensor.shape[0] % count == 0:
+        size = tensor.shape[0] // count
+        return tensor[i * size : (i + 1) * size]
+    if tensor.ndim > 1 and tensor.shape[1] == count:
+        return tensor[:, i : i + 1]
+    return tensor
+
+
+def cut(tensors: Mapping[str, torch.Tensor], i: int, count: int) -> Tensors:
+    """One row of `count`: of inputs, or of answers."""
+    return {name: _slice(tensor, i, count).clone() for name, tensor in tensors.items()}
+
+
+def _with_special_tokens(pair: Pair, model: Any, inputs: Tensors) -> Tensors:
+    """The same inputs, with `i` special tokens in row `i`, at places of plain tokens within the text."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.is_floating_point():
+        return inputs
+    config = model.config.get_text_config() if "pixel_values" in inputs else model.config
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
+    special = [value for value in (getattr(config, name, None) for name in _SPECIAL) if isinstance(value, int)]
+    # Longformer's head for questions wants three separators in each row.
+    barred = {getattr(config, "sep_token_id", None)} if config.model_type == "longformer" else set()
+    special = [token for token in dict.fromkeys(special) if 0 <= token < vocabulary and token not in barred]
+    if not special:
+        return inputs
+    draw = torch.Generator().manual_seed(13)
+    edited = ids.clone()
+    for i, row in enumerate(edited.view(-1, edited.shape[-1])):
+        plain = ((row >= FIRST_PLAIN_TOKEN) & (row < LAST_PLAIN_TOKEN)).nonzero()[1:, 0]
+        places = plain[torch.randperm(len(plain), generator=draw)][: i % ROWS]
+        for k, place in enumerate(places.tolist()):
+            row[place] = special[(i + k) % len(special)]
+    return {**inputs, "input_ids": edited}
+
+
+def apart(
+    company: Company,
+    found: Callable[[Tensors], Tensors],
+    expected: Callable[[Row], Tensors] | None = None,
+    *,
+    from_batch: bool = False,
+) -> Apart:
+    """How far rows alone are from what is expected of them, and from the same rows in the batch.
+
+    Args:
+        company: The batch and its rows.
+        found: What answers inputs.
+        expected: The right answer to a row; PyTorch's to the row alone when `None`.
+        from_batch: Compare the rows in the batch, and not the rows alone, with what is expected.
+    """
+    together = found(company.inputs)
+    scales: dict[str, float] = {}
+    wanted = [expected(row) if expected is not None else row.expected for row in company.rows]
+    for one in wanted:
+        for name, value in one.items():
+            scales[name] = max(scales.get(name, 1e-6), float(value.abs().max()) if value.numel() else 0.0)
+    made = Apart()
+    for row, right in zip(company.rows, wanted, strict=True):
+        if from_batch and row.place is None:
+            continue
+        alone = cut(together, *row.place) if from_batch and row.place is not None else found(row.inputs)
+        names = [name for name in right if name in alone and not name.startswith("encoder_")]
+        if not names:
+            made.add(alone=float("inf"), where=f"{row.name} has none of {', '.join(right)}")
+        in_batch = cut(together, *row.place) if row.place is not None else None
+        for name in names:
+            where = f"{name} of {row.name}"
+            made.add(alone=_relative(alone[name], right[name], row.real, scales[name]), where=f"{where}, alone")
+            if in_batch is not None:
+                difference = _relative(in_batch[name], alone[name], row.real, scales[name])
+                made.add(in_batch=difference, where=f"{where}, in the batch and alone")
+    return made
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor, real: torch.Tensor | None, scale: float) -> float:
+    if real is not None and a.ndim >= 2 and a.shape[:2] == real.shape == b.shape[:2]:
+        a, b = a[real], b[real]
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().nan_to_num(nan=float("inf")).max()) / scale if b.numel() else 0.0
+
+
+@torch.inference_mode()
+def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
+    """The same of the logits of a few generated tokens, as far as the tokens before them are the same."""
+    inputs = prompts(pair, model, batch=ROWS, sequence=SEQUENCE, ragged=True)
+    inputs = _with_special_tokens(pair, model, inputs)
+    together = _steps(opened, inputs)
+    made = Apart()
+    for i in range(ROWS):
+        row = cut(inputs, i, ROWS)
+        right, alone = _steps(model, row), _steps(opened, row)
+        in_batch = ([logits[i : i + 1] for logits in together[0]], together[1][i : i + 1])
+        made.add(alone=_apart_by_step(alone, right), where=f"generated tokens of row {i}, alone")
+        made.add(in_batch=_apart_by_step(in_batch, alone), where=f"generated tokens of row {i}, in the batch and alone")
+    return made
+
+
+_Steps = tuple[list[torch.Tensor], torch.Tensor]
+
+
+def _steps(model: Any, inputs: Tensors) -> _Steps:
+    """The logits of each new token, and the new tokens `(batch, steps)`."""
+    result = model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return [one.float().cpu() for one in result.logits], result.sequences[:, -len(result.logits) :].cpu()
+
+
+def _apart_by_step(found: _Steps, right: _Steps) -> float:
+    worst = 0.0
+    for step, (a, b) in enumerate(zip(found[0], right[0], strict=False)):
+        finite = b.isfinite() & (b > -1e3)
+        scale = max(float(b[finite].abs().max()), 1e-6)
+        worst = max(worst, _relative(a[finite], b[finite], None, scale))
+        chosen, other = int(right[1][0, step]), int(found[1][0, step])
+        if chosen != other:
+            # Equally likely tokens: the rows go on differently, and rightly.
+            return worst if float(b[0, chosen] - b[0, other]) <= _TIE * scale else float("inf")
+    return worst
+
+
+def all_apart(pair: Pair, model: Any, opened: Any, batches: Sequence[Company]) -> Apart:
+    """All comparisons of a pair in float32."""
+    made = Apart()
+    for company in batches:
+        made.merge(apart(company, lambda inputs: answers(opened, inputs)))
+    if task_spec(pair.task).generates:
+        made.merge(generated_apart(pair, model, opened))
+    return made
