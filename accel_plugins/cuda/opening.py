@@ -21,7 +21,7 @@ from ..ortkit.graph.editing import load_graph
 from ..ortkit.optimization.causal import NoCausalFormError
 from ..ortkit.optimization.growing import growing_form
 from ..ortkit.runtime.device_session import DeviceSession
-from ..ortkit.runtime.nvidia import CUDA
+from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder import DecoderSession
 from .options import CudaOptions, read_options
@@ -60,6 +60,12 @@ class Opener:
                 f"accel export --dtype {request.session.compute_dtype}.",
             )
         session = for_float8(request.session, artifact)
+        with on_gpu(request.device.index):
+            return self._opened(artifact, request, checked, session)
+
+    def _opened(
+        self, artifact: Artifact, request: OpenRequest, checked: CudaOptions, session: SessionOptions
+    ) -> dict[str, CudaSession | DeviceSession]:
         ort.set_default_logger_severity(_ERRORS_ONLY)
         opened: dict[str, CudaSession | DeviceSession] = {}
         for component in artifact.components:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from accel.errors import SessionError
 from ..ortkit.graph.editing import read_graph
 from ..ortkit.optimization.causal import NoCausalFormError, causal_form
 from ..ortkit.runtime.assignment import Assignment, assignment_of
-from ..ortkit.runtime.nvidia import CUDA
+from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.runtime.values import ort_value_as_tensor
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
@@ -377,10 +379,17 @@ class Runtime:
 
     def close(self) -> None:
         """Wait for the GPU and give ONNX Runtime's memory back."""
-        with self.lock:
+        with self.lock, torch.cuda.device(self.device):
             if self._sessions:
                 self.stream.synchronize()
             self._sessions.clear()
+
+    def __del__(self) -> None:
+        # A forked process has no GPU.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            if not sys.is_finalizing():
+                with on_gpu(self.device.index):
+                    self._sessions.clear()
 
 
 def _is_of_tokens(spec: TensorSpec) -> bool:

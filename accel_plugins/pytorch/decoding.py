@@ -26,6 +26,7 @@ from accel.backends.specs import DeviceSpec
 from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
 from accel.errors import AccelError, InputError
 
+from .graphs import on_device
 from .session import RUN_ERRORS, ModuleSession, failed
 
 _ENCODER_MASK = "encoder_attention_mask"
@@ -157,7 +158,7 @@ class DecoderSession(ModuleSession):
         new = self._check_step(read, state.batch, state.length)
         tensors = self._moved(read)
         try:
-            with torch.inference_mode():
+            with on_device(self._where), torch.inference_mode():
                 if self._cross:
                     logits = self._decode(model, tensors, state)
                 elif self._component.croppable:

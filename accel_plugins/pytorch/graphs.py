@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current device of this thread; does nothing for a CPU.
+
+    PyTorch's own operations go to the device of their tensors. Triton's launches, events, captures and PyTorch's compiler go to the
+    current device.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def captured(
@@ -25,7 +35,7 @@ def captured(
         device: The GPU that it runs on.
         warm_up: Calls before the captured one.
     """
-    with torch.cuda.device(device):
+    with on_device(device):
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -36,7 +46,8 @@ def captured(
         _give_scratch_back()
         try:
             # Other threads may allocate meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # On this device's stream: the default capture stream belongs to the device on which the process captured first.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 result = call()
         finally:
             _give_scratch_back()

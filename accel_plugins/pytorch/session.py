@@ -25,7 +25,7 @@ from accel.backends.specs import DeviceSpec
 from accel.capture import graph_name, named_tensors
 from accel.errors import AccelError, SessionError
 
-from .graphs import Turns, captured
+from .graphs import Turns, captured, on_device
 
 Module = Callable[..., Any]
 RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError, AssertionError)
@@ -76,7 +76,7 @@ class ModuleSession(SessionDescription):
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)
         try:
-            with torch.inference_mode():
+            with on_device(self._where), torch.inference_mode():
                 found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
             values = {name: self._declared(name, found[name]) for name in names}
         except AccelError:

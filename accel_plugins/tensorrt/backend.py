@@ -18,7 +18,7 @@ from accel.errors import ConfigError, SessionError
 
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.runtime.device_session import DeviceSession
-from ..ortkit.runtime.nvidia import CUDA, TENSORRT, judge, survey
+from ..ortkit.runtime.nvidia import CUDA, TENSORRT, judge, on_gpu, survey
 from ..ortkit.runtime.session import for_float8, open_runtime
 from . import FORMAT
 from .building import EngineExporter
@@ -131,22 +131,23 @@ class TensorrtBackend:
         found = precisions(load_graph(artifact, component))
         precision = "+".join(found) or "float32"
         cache = engine_cache(artifact, component.name, machine, profile, precision)
-        runtime = open_runtime(
-            artifact.path / component.file,
-            component,
-            provider=TENSORRT,
-            provider_options={
-                **options.provider,
-                **provider_options(component, profile),
-                **precision_flags(found),
-                "trt_engine_cache_enable": "1",
-                "trt_engine_cache_path": str(cache),
-                "trt_timing_cache_enable": "1",
-                "trt_timing_cache_path": str(timing_cache(machine)),
-            },
-            options=for_float8(session, artifact),
-            others=(CUDA,),
-        )
+        with on_gpu(device.index):
+            runtime = open_runtime(
+                artifact.path / component.file,
+                component,
+                provider=TENSORRT,
+                provider_options={
+                    **options.provider,
+                    **provider_options(component, profile),
+                    **precision_flags(found),
+                    "trt_engine_cache_enable": "1",
+                    "trt_engine_cache_path": str(cache),
+                    "trt_timing_cache_enable": "1",
+                    "trt_timing_cache_path": str(timing_cache(machine)),
+                },
+                options=for_float8(session, artifact),
+                others=((CUDA, {"device_id": str(device.index)}),),
+            )
         low = [word for word in found if word in ("int8", "float8_e4m3fn")]
         return DeviceSession(runtime, component, device, low[0] if low else artifact.dtype)
 

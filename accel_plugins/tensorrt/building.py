@@ -16,6 +16,7 @@ from accel.errors import ConfigError, ExportError
 
 from ..ortkit.export.exporter import OnnxExporter
 from ..ortkit.graph.editing import MICROSOFT, load_graph
+from ..ortkit.runtime.nvidia import on_gpu
 from . import FORMAT
 from .caches import Machine, timing_cache
 from .engines import Engine, build_plan, check_precisions
@@ -58,11 +59,13 @@ def build(
             )
         wanted = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
         sizes[component.name] = {axis: str(found) for axis, found in wanted.items()}
-        plan = build_plan(
-            artifact.path / component.file,
-            {spec.name: shapes_of(spec, wanted) for spec in component.inputs},
-            times=timing_cache(machine) / "times.bin",
-        )
+        # TensorRT builds for the current GPU.
+        with on_gpu(device.index):
+            plan = build_plan(
+                artifact.path / component.file,
+                {spec.name: shapes_of(spec, wanted) for spec in component.inputs},
+                times=timing_cache(machine) / "times.bin",
+            )
         engine = Engine(plan, device)
         try:
             check_precisions(engine.information(), precisions(model))

@@ -71,7 +71,7 @@ def build_plan(
     workspace_bytes: int | None = None,
     tf32: bool = False,
 ) -> bytes:
-    """Build an engine for the GPU at hand. Takes minutes.
+    """Build an engine for the current GPU. Takes minutes.
 
     Args:
         graph: An ONNX file; its types decide what is computed in what (a strongly typed network).

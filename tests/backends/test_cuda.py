@@ -23,16 +23,17 @@ from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import rescale, tiny_model
+from tests.devices import GPU
 
 pytestmark = pytest.mark.gpu
 
 Open = Callable[..., Session]
-GPU = DeviceSpec("cuda", 0)
+DEVICE = DeviceSpec.parse(str(GPU))
 
 
 class TestCuda(BackendConformance):
     backend = "cuda"
-    device = "cuda:0"
+    device = str(GPU)
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
         """Float32, for which attention is spelled out."""
@@ -55,7 +56,9 @@ def open_on_gpu() -> Iterator[Open]:
 
     def get(artifact: Artifact, session: SessionOptions | None = None, **options: object) -> Session:
         backend = registry.load(registry.describe("cuda"))
-        sessions = backend.open(artifact, OpenRequest(device=GPU, options=options, session=session or SessionOptions()))
+        sessions = backend.open(
+            artifact, OpenRequest(device=DEVICE, options=options, session=session or SessionOptions())
+        )
         opened.extend(sessions.values())
         return sessions["model"]
 
@@ -85,7 +88,7 @@ def feeds_of(artifact: Artifact, batch: int, sequence: int, seed: int = 0) -> di
 
 
 def on_gpu(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cuda() for name, tensor in feeds.items()}
+    return {name: tensor.to(GPU) for name, tensor in feeds.items()}
 
 
 def on_cpu(artifact: Artifact, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -257,11 +260,11 @@ def test_ordered_on_the_callers_stream(fused: Callable[..., Artifact], open_on_g
     session = open_on_gpu(artifact, cuda_graphs=graphs)
     feeds = on_gpu(feeds_of(artifact, 4, 32))
     expected = [session.run(feeds)["logits"].clone() for _ in range(3)][-1]
-    torch.cuda.synchronize()
-    busy = torch.randn(4096, 4096, device="cuda")
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()):
+    torch.cuda.synchronize(GPU)
+    busy = torch.randn(4096, 4096, device=str(GPU))
+    for stream in (torch.cuda.Stream(GPU), torch.cuda.Stream(GPU), torch.cuda.default_stream(GPU)):
         late = {name: torch.zeros_like(tensor) for name, tensor in feeds.items()}
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
         with torch.cuda.stream(stream):
             for _ in range(20):
                 busy = torch.tanh(busy @ busy)
@@ -282,10 +285,10 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
         feeds = on_gpu(feeds_of(artifact, 4, 32))
         for _ in range(4):
             session.run(feeds)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
             session.run(feeds)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(GPU)
         names = [event.name for event in profiled.events()]
         assert not [name for name in names if "HtoD" in name]
         # Whether the ids are within bounds; `check` reads two numbers about the mask as well.
@@ -326,12 +329,12 @@ def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
     short, long = feeds_of(made, 4, 24), feeds_of(made, 2, 80)
     expected = [(feeds, on_cpu(made, feeds)) for _, feeds in (*masks(short), *masks(long))]
     session.run(on_gpu(long))
-    torch.cuda.synchronize()
-    free_before, _ = torch.cuda.mem_get_info()
+    torch.cuda.synchronize(GPU)
+    free_before, _ = torch.cuda.mem_get_info(GPU)
     for feeds, answer in expected:
         assert difference(session.run(on_gpu(feeds)), answer) < 1e-4
-    torch.cuda.synchronize()
-    free_after, _ = torch.cuda.mem_get_info()
+    torch.cuda.synchronize(GPU)
+    free_after, _ = torch.cuda.mem_get_info(GPU)
     # Each form has its own room for intermediate results, and cuBLAS takes some.
     assert free_before - free_after < 0.75 * 4 * vocabulary * hidden
 
@@ -353,7 +356,7 @@ def test_buckets(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Ar
 
     artifact, original = fused(), tiny_artifact()
     model = ORTModelForSequenceClassification.from_pretrained(
-        artifact.path, backend="cuda", session_options=SessionOptions(buckets=(16, 32))
+        artifact.path, backend="cuda", device=str(GPU), session_options=SessionOptions(buckets=(16, 32))
     )
     for sequence in (5, 11, 16, 17, 31):
         feeds = feeds_of(original, 2, sequence)
@@ -362,24 +365,11 @@ def test_buckets(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Ar
         assert difference({"logits": found}, on_cpu(original, feeds)) < 1e-4
 
 
-def test_second_gpu(fused: Callable[..., Artifact]) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU only")
-    backend = registry.load(registry.describe("cuda"))
-    where = DeviceSpec("cuda", 1)
-    session = backend.open(fused(), OpenRequest(device=where))["model"]
-    feeds = feeds_of(fused(), 2, 8)
-    for _ in range(3):
-        result = session.run({name: tensor.to("cuda:1") for name, tensor in feeds.items()})["logits"]
-        assert result.device == torch.device("cuda", 1)
-    session.close()
-
-
 def test_pytorch_in_a_cuda_graph_answers_as_pytorch_does(tiny_folder: Callable[..., Path]) -> None:
     from accel import benchmark
 
     found = benchmark(
-        tiny_folder(), device="cuda", backends=["cuda"], batch=[2], sequence=[5, 9], rounds=2, calls=3, warmup=2
+        tiny_folder(), device=str(GPU), backends=["cuda"], batch=[2], sequence=[5, 9], rounds=2, calls=3, warmup=2
     )
     graph = found["PyTorch eager float32 in a CUDA graph"]
     assert graph.error is None
@@ -403,7 +393,7 @@ def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open)
         export(model, tmp_path / "onnx", task="text-classification"), tmp_path / "o4", backend="cuda", level="O4"
     )
     session: Any = open_on_gpu(artifact)
-    exact, eager = model.cuda(), copy.deepcopy(model).half().cuda()
+    exact, eager = model.to(GPU), copy.deepcopy(model).half().to(GPU)
     ratios: dict[str, float] = {}
     for batch, sequence in SHAPES:
         lengths = torch.linspace(sequence, 1, batch).round().long() if batch > 1 else torch.tensor([sequence - 1])
@@ -443,7 +433,7 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     # Opened by a backend of its own, which shares no graph with other tests.
     backend = type(registry.load(registry.describe("cuda")))()
     artifact = fused("bert", "text-classification", "O4")
-    session: Any = backend.open(artifact, OpenRequest(device=GPU, options={"packing": False}))["model"]
+    session: Any = backend.open(artifact, OpenRequest(device=DEVICE, options={"packing": False}))["model"]
     feeds = with_lengths(feeds_of(artifact, 8, 40), 0.3, 0)
     for _ in range(3):
         assert difference(session.run(on_gpu(feeds)), on_cpu(tiny_artifact("bert"), feeds)) < 3e-2
@@ -461,7 +451,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     artifact = fused(level=level)
     session = open_on_gpu(artifact, padding=padding)
     feeds = on_gpu(feeds_of(artifact, 4, 24))
-    bad = {**feeds, "input_ids": feeds["input_ids"].index_fill(1, torch.tensor([3], device="cuda"), wrong)}
+    bad = {**feeds, "input_ids": feeds["input_ids"].index_fill(1, torch.tensor([3], device=str(GPU)), wrong)}
     with pytest.raises(InputError, match=f"holds {wrong}"):
         session.run(bad)
     expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
@@ -469,7 +459,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     with pytest.raises(InputError, match="This call, or an earlier one"):
         session.run(bad)
         assert padding == "right" or level == "O1"
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
         session.run(feeds)
     assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0
 

@@ -15,6 +15,7 @@ from accel.artifact import Artifact
 from accel.errors import InputError
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, RECOMPUTED, STATES, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
+from tests.devices import GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def halved(exported: Halved, tmp_path_factory: pytest.TempPathFactory) -> Halved
 
 
 def opened(artifact: Artifact, **options: object) -> Any:
-    return ORTModelForCausalLM(artifact, device="cuda:0", provider_options=options)
+    return ORTModelForCausalLM(artifact, device=str(GPU), provider_options=options)
 
 
 def rows_of(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -70,7 +71,7 @@ def rows_of(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def on_gpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cuda() for name, tensor in tensors.items()}
+    return {name: tensor.to(GPU) for name, tensor in tensors.items()}
 
 
 def margin(original: Any, prompt: dict[str, torch.Tensor], tokens: torch.Tensor) -> float:
@@ -132,11 +133,11 @@ def test_steps_behind_a_prompt(halved: Halved) -> None:
     model = opened(halved("qwen3"))
     ids = torch.randint(4, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(2))
     whole = logits_of("qwen3", ids)
-    output = model(input_ids=ids[:, :5].cuda())
+    output = model(input_ids=ids[:, :5].to(GPU))
     assert (output.logits.cpu() - whole[:, :5]).abs().max() < CLOSE
     cache = output.past_key_values
     for place in range(5, 20):
-        output = model(input_ids=ids[:, place : place + 1].cuda(), past_key_values=cache)
+        output = model(input_ids=ids[:, place : place + 1].to(GPU), past_key_values=cache)
         assert (output.logits.cpu() - whole[:, place : place + 1]).abs().max() < CLOSE
     assert cache.state.captured
     assert cache.get_seq_length() == 20
@@ -167,7 +168,7 @@ def test_several_tokens_behind_a_past(family: str, halved: Halved) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_conversation_equals_one_shot(rows: int, halved: Halved) -> None:
     model = opened(halved("qwen3"))
-    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2)).cuda()
+    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2)).to(GPU)
     cache = model.new_cache()
     model.generate(ids[:, :5], attention_mask=torch.ones_like(ids[:, :5]), past_key_values=cache, max_new_tokens=1)
     assert cache.get_seq_length() == 5
@@ -180,12 +181,12 @@ def test_a_cache_is_cloned_cropped_and_reordered(halved: Halved) -> None:
     model = opened(halved("llama"))
     ids = torch.randint(4, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(4))
     whole = logits_of("llama", ids)
-    ids = ids.cuda()
+    ids = ids.to(GPU)
     cache = model(input_ids=ids[:, :6]).past_key_values
     copy = cache.clone()
     copy.crop(-2)
     assert (cache.get_seq_length(), copy.get_seq_length()) == (6, 4)
-    cache.reorder_cache(torch.tensor([1, 0]).cuda())
+    cache.reorder_cache(torch.tensor([1, 0]).to(GPU))
     swapped = model(input_ids=ids.flip(0)[:, 6:7], past_key_values=cache).logits
     assert (swapped.cpu() - whole.flip(0)[:, 6:7]).abs().max() < CLOSE
     for place in range(4, 9):
@@ -219,21 +220,21 @@ def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     model = opened(halved("llama"))
-    ids = torch.randint(4, VOCABULARY, (2, 12)).cuda()
-    ones = torch.ones(2, 13).long().cuda()
+    ids = torch.randint(4, VOCABULARY, (2, 12)).to(GPU)
+    ones = torch.ones(2, 13).long().to(GPU)
     cache = model(input_ids=ids[:, :6], attention_mask=ones[:, :6]).past_key_values
 
     def step(place: int) -> None:
-        given = {"input_ids": ids[:, place : place + 1], "position_ids": torch.full((2, 1), place).cuda()}
+        given = {"input_ids": ids[:, place : place + 1], "position_ids": torch.full((2, 1), place).to(GPU)}
         model(**given, attention_mask=ones[:, : place + 1], past_key_values=cache)
 
     for place in range(6, 10):
         step(place)
-    position = torch.full((2, 1), 10).cuda()
-    torch.cuda.synchronize()
+    position = torch.full((2, 1), 10).to(GPU)
+    torch.cuda.synchronize(GPU)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         model(input_ids=ids[:, 10:11], position_ids=position, attention_mask=ones[:, :11], past_key_values=cache)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
     names = [event.name for event in profiled.events()]
     assert not [name for name in names if "HtoD" in name]
     assert len([name for name in names if "DtoH" in name]) == 2
@@ -241,13 +242,13 @@ def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
 
 def test_a_changed_mask_is_noticed(halved: Halved) -> None:
     model = opened(halved("llama"))
-    ids = torch.tensor([[5, 6, 7, 8]]).cuda()
-    ones = torch.ones(1, 8).long().cuda()
+    ids = torch.tensor([[5, 6, 7, 8]]).to(GPU)
+    ones = torch.ones(1, 8).long().to(GPU)
     cache = model(input_ids=ids, attention_mask=ones[:, :4]).past_key_values
     odd = ones.clone()
     odd[0, 1] = 0
     model(input_ids=ids[:, :1], attention_mask=odd[:, :5], past_key_values=cache)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     with pytest.raises(InputError, match="earlier step"):
         model(input_ids=ids[:, :1], attention_mask=ones[:, :6], past_key_values=cache)
     for wrong in (odd, odd.cpu()):
@@ -311,7 +312,7 @@ def test_encoder_decoders(family: str, exported: Halved, halved: Halved) -> None
     original = tiny_generator(family)
     for choices in ({}, {"num_beams": 3}):
         expected = original.generate(**given, max_new_tokens=10, **choices)
-        found = ORTModelForSeq2SeqLM(exported(family), device="cuda:0").generate(
+        found = ORTModelForSeq2SeqLM(exported(family), device=str(GPU)).generate(
             **on_gpu(given), max_new_tokens=10, **choices
         )
         assert found.is_cuda
@@ -321,7 +322,7 @@ def test_encoder_decoders(family: str, exported: Halved, halved: Halved) -> None
     decoder = {"decoder_input_ids": torch.full((3, 4), 5)}
     with torch.inference_mode():
         whole = original(**given, **decoder).logits
-    half = ORTModelForSeq2SeqLM(halved(family), device="cuda:0")
+    half = ORTModelForSeq2SeqLM(halved(family), device=str(GPU))
     assert (half(**on_gpu({**given, **decoder})).logits.cpu() - whole).abs().max() < CLOSE
     assert half.generate(**on_gpu(given), max_new_tokens=10).shape[0] == 3
 
@@ -339,9 +340,9 @@ def test_sounds_and_images(family: str, exported: Halved, halved: Halved) -> Non
         },
     }[family]
     expected = tiny_generator(family).generate(**given, max_new_tokens=8)
-    found = ORTModel.from_pretrained(exported(family).path, device="cuda:0").generate(**on_gpu(given), max_new_tokens=8)
+    found = ORTModel.from_pretrained(exported(family).path, device=str(GPU)).generate(**on_gpu(given), max_new_tokens=8)
     assert torch.equal(found.cpu(), expected)
-    half = ORTModel.from_pretrained(halved(family).path, device="cuda:0")
+    half = ORTModel.from_pretrained(halved(family).path, device=str(GPU))
     assert half.generate(**on_gpu(given), max_new_tokens=8).shape == expected.shape
 
 
@@ -356,7 +357,7 @@ def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None
     for wrong in (0, 0, 0, 10**6):
         mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
         found = model(tokens + wrong, attention_mask=mask, past_key_values=found.past_key_values)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     with pytest.raises(InputError, match="This call, or an earlier one"):
         model(**prompt)
     assert torch.equal(

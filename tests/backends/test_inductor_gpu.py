@@ -20,13 +20,14 @@ from accel.config import AccelerateConfig, PrepareConfig
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model
+from tests.devices import GPU
 
 pytestmark = pytest.mark.gpu
 
 
 class TestInductorOnGpu(BackendConformance):
     backend = "inductor"
-    device = "cuda:0"
+    device = str(GPU)
     artifact_format = "torch"
 
     def preparation(self, scheme: str) -> PrepareConfig:
@@ -44,7 +45,7 @@ def opened(shared: Callable[..., Path]) -> Callable[[str], list[Any]]:
         folder = shared(f"inductor-{family}", lambda folder: save_generator(folder, family))
         options = SessionOptions(compute_dtype="float32")
         return [
-            accel.ORTModelForCausalLM.from_pretrained(folder, backend=name, device="cuda:0", session_options=options)
+            accel.ORTModelForCausalLM.from_pretrained(folder, backend=name, device=str(GPU), session_options=options)
             for name in ("pytorch", "inductor")
         ]
 
@@ -54,7 +55,7 @@ def opened(shared: Callable[..., Path]) -> Callable[[str], list[Any]]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_compiled_steps_give_the_model_s_tokens(family: str, opened: Callable[[str], list[Any]]) -> None:
     plain, stepping = opened(family)
-    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     for settings in ({}, {"num_beams": 3}):
@@ -69,7 +70,7 @@ def test_attention_that_the_steps_do_not_know(
     opened: Callable[[str], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, stepping = opened("mistral")
-    ids = torch.tensor([[5, 6, 7, 8]]).cuda()
+    ids = torch.tensor([[5, 6, 7, 8]]).to(GPU)
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
     assert "attention with sliding_window" in caplog.text
@@ -78,12 +79,12 @@ def test_attention_that_the_steps_do_not_know(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> None:
-    model = tiny_model(family).cuda()
+    model = tiny_model(family).to(GPU)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
     mask = torch.ones_like(ids)
     padded = (
-        (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().cuda()
+        (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().to(GPU)
     )
     calls = [{"attention_mask": mask}, {}, {"attention_mask": padded}, {"attention_mask": padded.flip(1)}]
     with torch.no_grad():
@@ -105,12 +106,12 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
 
 def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own values, whatever mode they are made in; what is another kind of call is looked at."""
-    model = tiny_model("bert").cuda()
+    model = tiny_model("bert").to(GPU)
     random = torch.Generator().manual_seed(0)
     calls: list[dict[str, Any]] = []
     for rows, tokens, filled in ((1, 16, 16), (64, 32, 32), (64, 32, 20), (64, 32, 19), (1, 16, 9)):
-        ids = torch.randint(5, 90, (rows, tokens), generator=random).cuda()
-        mask = (torch.arange(tokens) < filled).long().expand(rows, tokens).cuda()
+        ids = torch.randint(5, 90, (rows, tokens), generator=random).to(GPU)
+        mask = (torch.arange(tokens) < filled).long().expand(rows, tokens).to(GPU)
         calls += [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids.flip(0), "attention_mask": mask}]
     with torch.no_grad():
         expected = [model(**call).logits for call in calls]
@@ -145,7 +146,7 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
 def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
     """Positions, a mask and what is asked for come from the host, while the GPU still computes the step before."""
     models = opened("llama")
-    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
     tokens = [ids[:, i : i + 1] for i in range(6)]
     (cache, expected), (own, found) = ((model(ids).past_key_values, []) for model in models)
     plain, stepping = models
@@ -182,7 +183,8 @@ def test_attention_of_one_token(
     bias = torch.where(seen[:, None, None], 0.0, torch.finfo(torch.float32).min)
     module = torch.nn.Module()
     expected, _ = _attend(module, query.double(), key.double(), value.double(), bias.double())
-    found, _ = _attend(module, *(tensor.cuda() for tensor in (query, key, value, bias)))
+    with torch.cuda.device(GPU):
+        found, _ = _attend(module, *(tensor.to(GPU) for tensor in (query, key, value, bias)))
     assert found.dtype == query.dtype
     assert (found.cpu() - expected).abs().max() <= {"float16": 1e-3, "float32": 1e-5}[dtype] * expected.abs().max()
 
@@ -194,13 +196,13 @@ def test_attention_of_one_token(
 def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype: str) -> None:
     """With padding on either side, holes, and no mask: the hidden states of every token."""
     model = tiny_model("bert", hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=1024).bert
-    model = model.cuda().to(getattr(torch, dtype))
+    model = model.to(GPU).to(getattr(torch, dtype))
     exact = copy.deepcopy(model).float()
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 90, (rows, tokens), generator=random).cuda()
+    ids = torch.randint(5, 90, (rows, tokens), generator=random).to(GPU)
     right = torch.ones_like(ids)
     right[:, -tokens // 3 :] = 0
-    holes = (torch.rand(rows, tokens, generator=random) < 0.7).long().cuda()
+    holes = (torch.rand(rows, tokens, generator=random) < 0.7).long().to(GPU)
     holes[:, 0] = 1
     calls = [{}, *({"attention_mask": mask} for mask in (right, right.flip(1), holes))]
     with torch.no_grad():
@@ -214,9 +216,9 @@ def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype:
 
 
 def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
-    model = tiny_model("bert").cuda()
-    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
-    masks = [(torch.arange(32) < filled).long().expand(64, 32).cuda() for filled in (32, 20)]
+    model = tiny_model("bert").to(GPU)
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
+    masks = [(torch.arange(32) < filled).long().expand(64, 32).to(GPU) for filled in (32, 20)]
     order = [0] * 12 + [1] * 2 + [0] + [1] * 30 + [0] * 2
     with torch.no_grad():
         expected = [model(input_ids=ids, attention_mask=mask).logits for mask in masks]
@@ -231,12 +233,12 @@ def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float8_computes_near_the_same(dtype: str) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
+    if torch.cuda.get_device_capability(GPU) < (8, 9):
         pytest.skip("this GPU computes in no float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    model = tiny_model("bert", seed=1, **sizes).cuda()
-    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).cuda()
-    mask = (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().cuda()
+    model = tiny_model("bert", seed=1, **sizes).to(GPU)
+    ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
+    mask = (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().to(GPU)
     with torch.no_grad():
         for given in (torch.ones_like(mask), mask):
             expected = model(input_ids=ids, attention_mask=given).logits
@@ -252,7 +254,7 @@ def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path)
     def resident() -> int:
         for _ in range(3):
             gc.collect()
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated(GPU)
 
     words = 100_003
     save, family, kind = (
@@ -262,8 +264,8 @@ def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path)
     )
     save(tmp_path, family, vocab_size=words)
     before = resident()
-    model = kind.from_pretrained(tmp_path, backend="inductor", device="cuda:0")
-    ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
+    model = kind.from_pretrained(tmp_path, backend="inductor", device=str(GPU))
+    ids = torch.ones(2, 8, dtype=torch.int64, device=str(GPU))
     for _ in range(3):
         if generates:
             model.generate(ids, max_new_tokens=5)

@@ -25,8 +25,9 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
-from accel_plugins.pytorch.graphs import Turns
+from accel_plugins.pytorch.graphs import Turns, captured
 from accel_plugins.pytorch.session import CapturedModule
+from tests.devices import GPU
 
 
 class TestPytorch(BackendConformance):
@@ -216,18 +217,18 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
             self.result.copy_(self.buffers["x"] * 2)
 
     @contextlib.contextmanager
-    def graph(made: Graph, **options: str) -> Iterator[None]:
-        captured.append(made)
+    def graph(made: Graph, **options: object) -> Iterator[None]:
+        captures.append(made)
         yield
 
     def model(*, x: torch.Tensor) -> torch.Tensor:
         calls.append(x)
         result = x * 2
-        if captured and not hasattr(captured[-1], "result"):
-            captured[-1].buffers, captured[-1].result = {"x": x}, result
+        if captures and not hasattr(captures[-1], "result"):
+            captures[-1].buffers, captures[-1].result = {"x": x}, result
         return result
 
-    captured: list[Graph] = []
+    captures: list[Graph] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
         "device": lambda device: contextlib.nullcontext(),
@@ -249,7 +250,40 @@ def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pyte
     assert given.tolist() == [1.0, 2.0], "a graph's buffers are its own"
     assert len(calls) == 4, "three calls to warm up and the captured one"
     assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
-    assert len(captured) == 2
+    assert len(captures) == 2
+
+
+def test_a_capture_runs_on_a_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.graph` keeps one stream for all captures, which belongs to the device that was current at the first."""
+    current, captures = ["cuda:0"], []
+
+    @contextlib.contextmanager
+    def device(index: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], str(index)
+        yield
+        current[0] = before
+
+    def stream() -> SimpleNamespace:
+        return SimpleNamespace(device=current[0], wait_stream=lambda other: None)
+
+    def graph(made: object, *, stream: SimpleNamespace, **options: str) -> contextlib.AbstractContextManager[None]:
+        captures.append((stream.device, current[0]))
+        return contextlib.nullcontext()
+
+    for name, value in {
+        "device": device,
+        "Stream": stream,
+        "current_stream": stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "CUDAGraph": object,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    for name in ("cuda:0", "cuda:1"):
+        captured(lambda: None, torch.device(name))
+    assert captures == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")]
+    assert current == ["cuda:0"]
 
 
 def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +304,7 @@ def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
     """cuBLAS' scratch memory is kept by stream: of a graph that went, until `torch.compile` records one of its own."""
-    device = torch.device("cuda")
+    device = GPU
     # Few results of long sums: they are computed in pieces, in scratch memory.
     weights = [torch.randn(size, 32, dtype=torch.float16, device=device) for size in (8192, 16384, 65536)]
     inputs = {f"x{i}": torch.randn(8, len(w), dtype=torch.float16, device=device) for i, w in enumerate(weights)}
@@ -295,7 +329,7 @@ def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
 
 @pytest.mark.gpu
 def test_callers_on_streams_of_their_own_take_turns() -> None:
-    device = torch.device("cuda")
+    device = GPU
     weight = torch.randn(2048, 2048, device=device)
 
     def model(*, x: torch.Tensor) -> torch.Tensor:
@@ -307,11 +341,11 @@ def test_callers_on_streams_of_their_own_take_turns() -> None:
     inputs = [torch.randn(512, 2048, device=device) for _ in range(8)]
     expected = [model(x=x) for x in inputs]
     call(x=inputs[0])
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     found = []
     for x in inputs:
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):  # type: ignore[no-untyped-call]
             found.append(call(x=x))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     for one, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)

@@ -14,6 +14,7 @@ from accel.backends.interfaces import OpenRequest
 from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.testing.conformance import BackendConformance
+from tests.devices import GPU
 
 
 def unavailable() -> str:
@@ -25,7 +26,7 @@ def unavailable() -> str:
 @pytest.mark.skipif(bool(unavailable()), reason=f"no TensorRT: {unavailable()}")
 class TestTensorrt(BackendConformance):
     backend = "tensorrt"
-    device = "cuda:0"
+    device = str(GPU)
 
 
 @pytest.mark.gpu
@@ -39,16 +40,20 @@ def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Arti
     artifact = tiny_artifact("bert", task)
     component = artifact.components[0]
     runtime = open_runtime(
-        artifact.file(), component, provider=CUDA, provider_options={"use_tf32": "0"}, options=SessionOptions()
+        artifact.file(),
+        component,
+        provider=CUDA,
+        provider_options={"use_tf32": "0", "device_id": str(GPU.index)},
+        options=SessionOptions(),
     )
-    session = DeviceSession(runtime, component, DeviceSpec("cuda"), "float32")
+    session = DeviceSession(runtime, component, DeviceSpec.parse(str(GPU)), "float32")
     cpu = registry.load(registry.describe("cpu"))
     expected_by = cpu.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
     kept = []
     for seed, (batch, sequence) in enumerate([(1, 5), (3, 17), (3, 17)]):
         sizes = {"batch": batch, "sequence": sequence}
         feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=artifact.path)
-        found = session.run({name: tensor.cuda() for name, tensor in feeds.items()})
+        found = session.run({name: tensor.to(GPU) for name, tensor in feeds.items()})
         kept.append((found, expected_by.run(feeds)))
     for found, expected in kept:
         for name, value in expected.items():

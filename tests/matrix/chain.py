@@ -25,6 +25,7 @@ from accel.tasks.infer import TASKS, task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN
 from accel.testing.models import VOCABULARY
 from accel_plugins.pytorch.aotinductor.packages import remember
+from tests.devices import placed
 
 Tensors = dict[str, torch.Tensor]
 Shared = Callable[..., Path]
@@ -267,7 +268,7 @@ class Chains:
         if how:
             given["session_options"] = SessionOptions.from_dict(how)
         cls = getattr(accel, task_spec(case.task).model_name)
-        where = {"backend": case.runner, "device": case.device}
+        where = {"backend": case.runner, "device": placed(case.device)}
         if isinstance(artifact, Artifact):
             return cls(artifact, **where, **given)
         return cls.from_pretrained(artifact, **where, **given)
@@ -276,7 +277,7 @@ class Chains:
         """The library's own comparison with the source; options play no part in it."""
         key = _digest(case.made) + case.runner + case.device
         if key not in self._valid:
-            self._valid[key] = validate(folder, backend=case.runner, device=case.device)
+            self._valid[key] = validate(folder, backend=case.runner, device=placed(case.device))
         return self._valid[key]
 
     def _made(self, name: str, make: Callable[[Path], object]) -> Artifact:

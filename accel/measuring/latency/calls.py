@@ -121,7 +121,7 @@ class _Served:
 
         where = self._model.device
         model = partial(_generate, self._model, workload.new_tokens) if workload.new_tokens else self._model
-        call = _synchronized(model) if where.type == "cuda" else model
+        call = _synchronized(model, where) if where.type == "cuda" else model
         if workload.tokenizer is None:
             cases = [
                 {
@@ -236,13 +236,13 @@ def _traffic(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]], traff
     return times
 
 
-def _synchronized(model: Any) -> Callable[..., Any]:
+def _synchronized(model: Any, device: Any) -> Callable[..., Any]:
     """A call on a GPU ends when its results are there."""
     import torch
 
     def call(**feeds: Any) -> Any:
         result = model(**feeds)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         return result
 
     return call

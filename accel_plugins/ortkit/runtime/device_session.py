@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
 
 import onnxruntime as ort
 import torch
@@ -12,6 +14,7 @@ from accel.backends.checks import no_state
 from accel.backends.interfaces import Feeds, State
 from accel.backends.specs import DeviceSpec
 
+from .nvidia import on_gpu
 from .session import OrtSession
 from .state import OrtState
 from .values import ort_value_as_tensor
@@ -35,6 +38,16 @@ class DeviceSession(OrtSession):
         super().__init__(session, component, device, compute_dtype, shapes)
         self._plain = False
         self._where = torch.device(device.type, device.index)
+
+    def _run_unusual(
+        self,
+        feeds: Feeds,
+        outputs: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+        state: State | None,
+    ) -> dict[str, torch.Tensor]:
+        with on_gpu(self._where.index):
+            return super()._run_unusual(feeds, outputs, out, state)
 
     def _run_bound(
         self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
@@ -61,3 +74,14 @@ class DeviceSession(OrtSession):
         if not self._component.stateful:
             raise no_state()
         return OrtState(self.runtime, self._component, batch, self._where)
+
+    def close(self) -> None:
+        """Give ONNX Runtime's memory back."""
+        with on_gpu(self._where.index):
+            super().close()
+
+    def __del__(self) -> None:
+        # A forked process has no GPU.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            if not sys.is_finalizing():
+                self.close()

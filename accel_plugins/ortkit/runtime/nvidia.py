@@ -11,7 +11,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -173,6 +173,16 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
             raise ConfigError(
                 f"{provider} has no option {name!r}.{did_you_mean(name, known)}", fix=f"use one of {', '.join(known)}."
             )
+
+
+def on_gpu(index: int) -> AbstractContextManager[object]:
+    """Make a GPU the current device of this thread, and the device before it current again afterwards; does nothing without GPUs.
+
+    ONNX Runtime makes a session's GPU the current device when it opens, runs and frees, and leaves it so.
+    """
+    import torch
+
+    return torch.cuda.device(index) if torch.cuda.is_available() else nullcontext()
 
 
 def survey(provider: str = CUDA) -> Facts:

@@ -177,7 +177,7 @@ def open_runtime(
     shapes: Mapping[str, int] | None = None,
     model: bytes | None = None,
     weights: Mapping[str, ort.OrtValue] | None = None,
-    others: Sequence[str] = (),
+    others: Sequence[tuple[str, Mapping[str, str]]] = (),
     devices: Sequence[ort.OrtEpDevice] = (),
 ) -> ort.InferenceSession:
     """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
@@ -195,7 +195,7 @@ def open_runtime(
         shapes: Fixed sizes for named axes.
         model: The serialized graph to open instead of the file's, with its weights in the file's folder.
         weights: Initializers to use where they are, instead of the graph's own; they must outlive the session.
-        others: Providers that may take what this one has no kernels for.
+        others: Providers that may take what this one has no kernels for, with their options.
         devices: For a provider that is not in the build but in a library of its own: ONNX Runtime's devices of it.
 
     Raises:

@@ -19,6 +19,7 @@ from accel.capture import IntegerLinear, first_lines, pad_id
 from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 
+from ..graphs import on_device
 from ..session import CapturedModule
 from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 from .compiling import compiled, compiling
@@ -101,6 +102,10 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to a call, computed without gradients."""
+        with on_device(self.device):
+            return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         seen = None if args else seen_of(kwargs)
         if (known := self._repeats.get(seen)) is not None:
             found = known.answer(kwargs, self._asked(kwargs, known.plan))

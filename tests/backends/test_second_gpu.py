@@ -1,0 +1,206 @@
+"""Every GPU path on the second GPU, while the first one is the current device: the answers of the first, and no change of device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel import SessionOptions, export, optimize
+from accel.artifact import Artifact
+from accel.testing.generators import save_generator
+from accel.testing.models import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason=f"needs two GPUs, and there are {torch.cuda.device_count()}"
+    ),
+]
+
+GPUS = ("cuda:0", "cuda:1")
+# Two GPUs of one kind run the same kernels; what is compiled on each is tuned on each, and float16 sums in another order.
+EQUAL, TUNED = 1e-5, 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _first_gpu_stays_current() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    yield
+    assert torch.cuda.current_device() == 0
+
+
+def batch(rows: int, tokens: int, device: str, padded: bool = True) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 90, (rows, tokens), generator=random)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask = (torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1), generator=random)).long()
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def assert_equal(found: dict[str, torch.Tensor], tolerance: float) -> None:
+    first, second = (found[gpu] for gpu in GPUS)
+    assert (str(first.device), str(second.device)) == GPUS
+    expected = first.float().cpu()
+    assert (second.float().cpu() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "float16"}, {"dtype": "float16", "quantization": "float8"}], ids=str
+)
+def test_an_accelerated_model(settings: dict[str, Any]) -> None:
+    if "quantization" in settings and torch.cuda.get_device_capability(1) < (8, 9):
+        pytest.skip("this GPU computes in no float8")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    for padded in (False, True):
+        found = {}
+        for gpu in GPUS:
+            model = tiny_model("bert", seed=1, **sizes).to(gpu)
+            with torch.no_grad():
+                accel.accelerate(model, keep_slower=True, **settings)
+                # The third call replays what the first one captured.
+                found[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
+            assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
+            model.restore()
+        assert_equal(found, TUNED)
+
+
+def test_an_accelerated_generator(tmp_path: Path) -> None:
+    """Its steps are recorded as CUDA graphs by the compiler."""
+    import transformers
+
+    save_generator(tmp_path, "llama")
+    found = {}
+    for gpu in GPUS:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval().to(gpu)
+        accel.accelerate(model, keep_slower=True)
+        ids = torch.tensor([[5, 6, 7, 8]], device=gpu)
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        found[gpu] = [model.generate(ids, **given) for _ in range(2)][-1]
+        model.restore()
+    assert_equal(found, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("pytorch", {}), ("pytorch", {"cuda_graph": True}), ("inductor", {"keep_slower": True}), ("cuda", {}), ("cuda", {"cuda_graphs": 0})],
+    ids=str,
+)  # fmt: skip
+def test_a_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Called from a thread of its own, too, whose current device is the first one whatever this thread's is."""
+    source: Path = tiny_folder("bert")
+    if backend == "cuda":
+        source = optimize(export(source, tmp_path / "onnx"), tmp_path / "o4", backend="cuda", level="O4").path
+    found, threaded = {}, {}
+    for gpu in GPUS:
+        model: Any = accel.ORTModelForSequenceClassification.from_pretrained(
+            source, backend=backend, device=gpu, provider_options=options
+        )
+        calls = [batch(8, 16, gpu), batch(64, 32, gpu), batch(8, 16, gpu, padded=False)]
+        answers = [torch.cat([model(**call).logits for call in calls]) for _ in range(3)]
+
+        def call(model: Any = model, calls: list[dict[str, torch.Tensor]] = calls, gpu: str = gpu) -> None:
+            threaded[gpu] = torch.cat([model(**one).logits for one in calls])
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        found[gpu] = answers[-1]
+        assert torch.cuda.current_device() == 0
+        model.close()
+    assert_equal(found, TUNED)
+    assert_equal(threaded, TUNED)
+
+
+def test_a_session_that_is_dropped_leaves_the_current_device(tiny_artifact: Callable[..., Artifact]) -> None:
+    model = accel.ORTModelForSequenceClassification.from_pretrained(
+        tiny_artifact().path, backend="cuda", device="cuda:1"
+    )
+    model(**batch(2, 8, "cuda:1"))
+    del model
+    assert torch.zeros(1, device="cuda").device.index == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("pytorch", ""), ("inductor", ""), ("cuda", "float16"), ("cuda", "")], ids=str
+)
+def test_generation(backend: str, dtype: str, tmp_path: Path) -> None:
+    """Float16 on the CUDA backend is a decoder whose step is one graph; float32 runs kernel by kernel."""
+    source: Any = save_generator(tmp_path / "llama", "llama")
+    if backend == "cuda":
+        source = export(source, tmp_path / "onnx")
+        if dtype:
+            source = optimize(source, tmp_path / "o4", backend="cuda", level="O4")
+        source = source.path
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    for beams in ({}, {"num_beams": 3}):
+        found = {}
+        for gpu in GPUS:
+            model: Any = accel.ORTModelForCausalLM.from_pretrained(source, backend=backend, device=gpu)
+            given = {"attention_mask": mask.to(gpu), **settings, **beams}
+            found[gpu] = [model.generate(ids.to(gpu), **given) for _ in range(2)][-1]
+            assert torch.cuda.current_device() == 0
+            model.close()
+        assert_equal(found, 0)
+
+
+def test_an_engine_s_answers(tiny_artifact: Callable[..., Artifact]) -> None:
+    texts = ["where is my card", "help", "the bank"]
+    found = []
+    for gpu in GPUS:
+        with accel.Engine(tiny_artifact().path, backend="cuda", device=gpu) as engine:
+            found.append([engine.run(text) for text in texts])
+    for one, other in zip(*found, strict=True):
+        (one,), (other,) = ([answer] if isinstance(answer, dict) else answer for answer in (one, other))
+        assert one["label"] == other["label"]
+        assert abs(one["score"] - other["score"]) <= EQUAL
+
+
+def test_a_benchmark_waits_for_the_gpu_that_computes(tiny_folder: Callable[..., Path]) -> None:
+    result = accel.benchmark(
+        tiny_folder(), device="cuda:1", backends=["cuda"], batch=[2], sequence=[5], rounds=2, calls=3, warmup=2
+    )
+    graph = result["PyTorch eager float32 in a CUDA graph"]
+    assert graph.error is None
+    assert graph.max_abs_difference <= graph.tolerance
+
+
+def test_a_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Q/DQ pairs on the CUDA provider."""
+    fused = optimize(tiny_artifact(), tmp_path / "o2", backend="cuda", level="O2")
+    feeds = [{name: tensor.cpu() for name, tensor in batch(2, 8, "cpu", padded).items()} for padded in (False, True)]
+    calibration = [{**one, "token_type_ids": torch.zeros_like(one["input_ids"])} for one in feeds]
+    made = accel.quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
+    found = {}
+    for gpu in GPUS:
+        model = accel.ORTModelForSequenceClassification.from_pretrained(made.path, backend="cuda", device=gpu)
+        found[gpu] = model(**batch(4, 8, gpu)).logits
+        model.close()
+    assert_equal(found, EQUAL)
+
+
+def test_buckets_and_settings_of_threads(tiny_artifact: Callable[..., Artifact]) -> None:
+    found = {}
+    for gpu in GPUS:
+        model = accel.ORTModelForSequenceClassification.from_pretrained(
+            tiny_artifact().path, backend="cuda", device=gpu, session_options=SessionOptions(buckets=(16, 32))
+        )
+        found[gpu] = torch.cat([model(**batch(2, tokens, gpu)).logits for tokens in (5, 16, 17, 5)])
+        model.close()
+    assert_equal(found, EQUAL)
+
+
+def test_aotinductor_has_no_gpu() -> None:
+    """Its packages are for processors: no device of another kind is offered, the second one as little as the first."""
+    from accel.backends import registry
+
+    assert {device.type for device in registry.probe(registry.describe("aotinductor")).devices} == {"cpu"}
