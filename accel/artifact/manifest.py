@@ -181,8 +181,9 @@ class Manifest:
             if component["domains"] is None:
                 del component["domains"]
             for spec in (*component["inputs"], *component["outputs"]):
-                if spec["bounds"] is None:
-                    del spec["bounds"]
+                for name, default in (("bounds", None), ("required", None), ("equal_counts", False)):
+                    if spec[name] is default:
+                        del spec[name]
             if not component["own_defaults"]:
                 del component["own_defaults"]
             if component["croppable"]:

@@ -20,6 +20,9 @@ class TensorSpec:
         pad_value: What fills the padding when an axis is rounded up to a bucket.
         bounds: The smallest and the largest value that it may hold, where there are such: ids of tokens, positions, masks. A mask with
             bounds leaves every row a token.
+        required: A token that each row must hold at a place that its mask keeps: a head reads the last of them (BART's classifier).
+        equal_counts: All rows of a batch must hold the required token equally often. Graphs of other tools select these tokens by a
+            mask over the whole batch, and answer a row from another row's tokens where the counts differ.
         pair: For a cache tensor, the name of its past (of an output) or present (of an input) counterpart.
     """
 
@@ -31,3 +34,5 @@ class TensorSpec:
     pad_value: float = 0
     pair: str | None = None
     bounds: tuple[int, int] | None = None
+    required: int | None = None
+    equal_counts: bool = False

@@ -159,7 +159,7 @@ def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) ->
 def _without_bounds(artifact: Artifact) -> Artifact:
     """The same for sessions that look at no values."""
     components = tuple(
-        replace(component, inputs=tuple(replace(spec, bounds=None) for spec in component.inputs))
+        replace(component, inputs=tuple(replace(spec, bounds=None, required=None) for spec in component.inputs))
         for component in artifact.components
     )
     return replace(artifact, manifest=replace(artifact.manifest, components=components))

@@ -26,7 +26,7 @@ from ..tasks.spec import TaskSpec, load
 from .alone import alone
 from .answering import Answering
 from .inner import WithInnerStates
-from .pooling import SentenceEmbedder
+from .pooling import SentenceEmbedder, answering_by_row
 from .positions import max_sizes_of
 from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
@@ -95,7 +95,7 @@ def load_source(
         folder = model.folder
         module = _load_module(folder, spec, config, hub, weights)
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
-    module = module.eval()
+    module = answering_by_row(module.eval())
     if config.output_hidden_states or config.output_attentions:
         if spec.generates or spec.stands_in or spec.parts:
             raise TaskError(

@@ -14,6 +14,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..tasks.infer import task_spec
 from .inner import TracedPlainly
+from .pooling import required_token
 from .positions import position_bounds, rows_of_table, text_rows
 from .quantized import record_of
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
@@ -91,6 +92,12 @@ class Source:
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
         """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""
         return resize(self.example, self.axes, sizes, self.config, seed)
+
+    @property
+    def required(self) -> dict[str, int]:
+        """Tokens that each row of an input must hold, by input."""
+        token = required_token(self.model.unwrapped if isinstance(self.model, Wrapper) else self.model)
+        return {} if token is None else {"input_ids": token}
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
         """Smallest and largest value of inputs that are looked up in a table, ids of tokens and of token types, positions; and of masks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -117,4 +118,11 @@ class ORTModelForImageTextToText(Generator):
                 f"The prompt has {int(places.sum())} image tokens; {len(pixel_values)} images need {len(features)}.",
                 fix="make prompt and images with one call of the model's processor.",
             )
+        ends = {0, *itertools.accumulate(map(len, read))}
+        for row, end in enumerate(places.sum(1).cumsum(0).tolist()):
+            if end not in ends:
+                raise InputError(
+                    f"The image tokens of row {row} end within an image: a row would hold a part of another row's image.",
+                    fix="make prompt and images with one call of the model's processor, and do not truncate image tokens.",
+                )
         return embeds.masked_scatter(places.unsqueeze(-1).to(embeds.device), features.to(embeds.dtype))

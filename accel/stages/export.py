@@ -231,13 +231,17 @@ def _export_source(
 
 
 def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
-    """With the bounds of ids in the specs of all graphs; exporters need not know them."""
+    """With the bounds of ids, and the tokens that rows must hold, in the specs of all graphs; exporters need not know them."""
     components = []
     for component in artifact.components:
         bounds = source.bounds(stateful=component.stateful)
         # A mask of floats is added to what attention computes.
         inputs = tuple(
-            replace(spec, bounds=None if spec.dtype.startswith("float") else bounds.get(spec.name))
+            replace(
+                spec,
+                bounds=None if spec.dtype.startswith("float") else bounds.get(spec.name),
+                required=source.required.get(spec.name),
+            )
             for spec in component.inputs
         )
         components.append(replace(component, inputs=inputs))

@@ -111,6 +111,7 @@ def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[T
             role="mask" if name.endswith("attention_mask") else "data",
             pad_value=pad_id(part.config) if name == "input_ids" else 0,
             bounds=None if tensor.is_floating_point() else bounds.get(name),
+            required=part.required.get(name),
         )
         for name, tensor in part.example.items()
         if not name.startswith("past_")

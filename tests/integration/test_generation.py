@@ -730,6 +730,10 @@ def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="8 image tokens; 1 images need 4"):
         ids = torch.full((1, 8), IMAGE_TOKEN)
         model(input_ids=ids, pixel_values=feeds["pixel_values"])
+    with pytest.raises(InputError, match="row 0 end within an image"):
+        ids = torch.full((2, 8), IMAGE_TOKEN)
+        ids[0, 6:] = ids[1, 2:] = 7
+        model(input_ids=ids, pixel_values=feeds["pixel_values"].repeat(2, 1, 1, 1))
     text_alone = {name: feeds[name][:, -4:] for name in ("input_ids", "attention_mask")}
     expected = tiny_generator("llava").generate(**text_alone, max_new_tokens=6)
     assert torch.equal(model.generate(**text_alone, max_new_tokens=6), expected)

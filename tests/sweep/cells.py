@@ -246,7 +246,8 @@ class _Run:
         except (_NoStage, NotBuilt) as error:
             status, reason = NONE, str(error)
         except AccelError as error:
-            status, reason = REFUSED, reason_of(error)
+            # An export that answers must answer these rows as well.
+            status, reason = FAILED if stage in (ROWS, ROWS_INT8) else REFUSED, reason_of(error)
         # Whatever else comes out of it is a finding about the library.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)

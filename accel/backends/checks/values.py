@@ -27,7 +27,7 @@ class ValueCheck:
         inputs: What the graph takes.
     """
 
-    __slots__ = ("_bounded", "_long", "_long_unsigned", "_masks")
+    __slots__ = ("_bounded", "_long", "_long_unsigned", "_mask_place", "_masks", "_required")
 
     def __init__(self, inputs: Sequence[TensorSpec]) -> None:
         import numpy as np
@@ -43,6 +43,12 @@ class ValueCheck:
         self._masks: list[tuple[int, str, int, int, bool]] = [
             (*row, spec.shape[-1:] != ("total",)) for _, spec, row in bounded if spec.role == "mask"
         ]
+        self._required = [
+            (place, spec.name, spec.required, spec.equal_counts)
+            for place, spec in enumerate(inputs)
+            if spec.required is not None
+        ]
+        self._mask_place = next((place for place, spec in enumerate(inputs) if spec.name == "attention_mask"), None)
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
@@ -63,6 +69,11 @@ class ValueCheck:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
                 self._check_mask(tensor.numpy(), name, least, most, filled)
+        # On a GPU they are waited for: few models have such tokens, and nothing in a graph says that one is missing.
+        for _, name, token, equal_counts in self._required:
+            tensor, mask = feeds.get(name), feeds.get("attention_mask")
+            if tensor is not None:
+                check_required(tensor, mask, name, token, equal_counts=equal_counts)
 
     def waiting(self, feeds: Feeds) -> None:
         """The same for tensors on a device, which it waits for; masks are not looked at.
@@ -98,6 +109,9 @@ class ValueCheck:
             self._check(values, name, least, most)
         for place, name, least, most, filled in self._masks:
             self._check_mask(arrays[place], name, least, most, filled)
+        for place, name, token, equal_counts in self._required:
+            mask = None if self._mask_place is None else arrays[self._mask_place]
+            check_required(arrays[place], mask, name, token, equal_counts=equal_counts)
 
     def _check_mask(self, mask: np.ndarray[Any, Any], name: str, least: int, most: int, filled: bool) -> None:
         """Hold a mask against its bounds and, where its rows are to be `filled`, find those without a token."""
@@ -151,6 +165,38 @@ def check_filled(mask: np.ndarray[Any, Any], name: str) -> None:
             f"Row {int(rows.argmin())} of {name!r} has no token that is not masked: what a model makes of such a row is defined nowhere, "
             "and differs between runtimes.",
             fix="leave such rows out, or give rows that only fill a batch one token (1 in the first place) and drop their answers.",
+        )
+
+
+def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: bool) -> None:
+    """Check that each row of `ids: (batch, sequence)` holds a token where `mask` is not 0.
+
+    Args:
+        ids: NumPy array or tensor.
+        mask: Likewise, of the same shape; `None` keeps all tokens.
+        name: Input name.
+        token: The token's id.
+        equal_counts: Whether all rows must hold it equally often.
+
+    Raises:
+        InputError: A row lacks the token, or rows hold it unequally often.
+    """
+    if ids.ndim != 2:
+        return
+    kept = ids == token
+    if mask is not None and mask.shape == ids.shape:
+        kept = kept & (mask != 0)
+    counts = kept.sum(1).tolist()
+    if not all(counts):
+        raise InputError(
+            f"Row {counts.index(0)} of {name!r} has no token {token}, which the model looks for in each row.",
+            fix="use the tokenizer that belongs to the model, with add_special_tokens=True, and truncate with the tokenizer.",
+        )
+    if equal_counts and len(set(counts)) > 1:
+        raise InputError(
+            f"Rows of {name!r} hold the token {token} {min(counts)} to {max(counts)} times: this graph answers a row "
+            "from another row's tokens where the numbers differ.",
+            fix="pass such rows one by one, or export the model again with this version of accel: accel export MODEL OUT.",
         )
 
 

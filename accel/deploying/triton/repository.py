@@ -235,6 +235,12 @@ class _TextWriter(_Writer):
             raise TaskError(
                 f"The graph takes {', '.join(others)}, which no tokenizer makes.", fix="deploy it with --layout graph."
             )
+        if any(spec.equal_counts for spec in component.inputs):
+            raise TaskError(
+                "This graph answers a row from another row's tokens where they hold unequal numbers of end tokens, and Triton batches "
+                "rows of several callers.",
+                fix="export the model again with this version of accel: accel export MODEL OUT.",
+            )
         for name in self.service.reads(self.facts):
             self.facts.sizes(name)
             if next(spec.dtype for spec in component.outputs if spec.name == name) == "bfloat16":
@@ -269,6 +275,7 @@ class _TextWriter(_Writer):
             "max_rows": self.config.max_batch_size,
             "max_length": self.length,
             "buckets": list(self.config.buckets),
+            "required": {spec.name: spec.required for spec in component.inputs if spec.required is not None},
             "padding": {
                 "side": tokenizer.padding_side,
                 "values": {spec.name: fill[spec.name] for spec in component.inputs},

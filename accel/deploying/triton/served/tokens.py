@@ -34,8 +34,8 @@ class Tokens:
 
     Args:
         folder: Holds `tokenizer.json`.
-        settings: `inputs` (types by name), `padding` (a side, and values by name), `truncation_side`, `max_length` and
-            `buckets`.
+        settings: `inputs` (types by name), `padding` (a side, and values by name), `truncation_side`, `max_length`, `buckets`
+            and `required` (tokens that each row must hold, by input).
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -49,6 +49,7 @@ class Tokens:
         self._zeros = frozenset(settings["zeros"])
         self._cut_side = settings["truncation_side"]
         self._buckets: Sequence[int] = settings["buckets"]
+        self._required: Mapping[str, int] = settings["required"]
         self._cut: tuple[Any, ...] | None = None
 
     def encode(
@@ -102,13 +103,20 @@ class Tokens:
         return [found, *found.overflowing]
 
     def row(self, encoding: Any) -> Row:
-        """What the graph reads of an encoding."""
+        """What the graph reads of an encoding.
+
+        Raises:
+            Refused: It lacks a token that the graph reads its answer from.
+        """
         known = {
             "input_ids": encoding.ids,
             "attention_mask": encoding.attention_mask,
             "token_type_ids": encoding.type_ids,
         }
         length = len(encoding.ids)
+        for name, token in self._required.items():
+            if token not in known[name]:
+                raise Refused(f"the text has no token {token}, which the model looks for in each text")
         return Row({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
 
     def pad(self, rows: Sequence[Row]) -> dict[str, Array]:

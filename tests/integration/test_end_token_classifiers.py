@@ -1,0 +1,138 @@
+"""Classifiers that read the last end token of a text: rows of a batch with unequal numbers of these tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.errors import InputError
+from accel.testing.models import rescale
+
+SIZES: dict[str, Any] = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 64, "vocab_size": 60, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "num_labels": 3,
+}  # fmt: skip
+T5_SIZES: dict[str, Any] = {
+    "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 60, "pad_token_id": 0,
+    "eos_token_id": 2, "decoder_start_token_id": 0, "num_labels": 3,
+}  # fmt: skip
+FAMILIES = {
+    "Bart": SIZES,
+    "MBart": SIZES,
+    "Mvp": SIZES,
+    "PLBart": SIZES,
+    "BigBirdPegasus": {**SIZES, "attention_type": "original_full"},
+    "T5": T5_SIZES,
+    "MT5": T5_SIZES,
+    "UMT5": T5_SIZES,
+}
+END = 2
+
+
+def build(family: str) -> Any:
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    torch.manual_seed(0)
+    return rescale(getattr(transformers, f"{family}ForSequenceClassification")(config)).eval()
+
+
+def a_batch(pad: int) -> dict[str, torch.Tensor]:
+    """Rows with one, two, three and one end tokens, of several lengths."""
+    ids = torch.tensor(
+        [
+            [7, 8, 9, 10, 11, 12, END],
+            [7, END, 9, 10, END, pad, pad],
+            [END, 21, END, 23, 24, 25, END],
+            [31, END, pad, pad, pad, pad, pad],
+        ]
+    )
+    return {"input_ids": ids, "attention_mask": (ids != pad).long()}
+
+
+@pytest.fixture(scope="module")
+def bart(shared: Callable[..., Path]) -> Path:
+    return shared("end-token-bart", lambda folder: build("Bart").save_pretrained(folder))
+
+
+def opened(model: Any, tmp_path: Path, backend: str) -> Any:
+    artifact = accel.export(model, tmp_path / "out", task="text-classification", backend=backend)
+    return accel.ORTModelForSequenceClassification(artifact, backend=backend)
+
+
+def assert_rows_are_their_own(model: Any, found: Any) -> None:
+    """Each row in the batch, and alone, is what PyTorch answers to the row alone."""
+    batch = a_batch(model.config.pad_token_id)
+    together = found(**batch).logits
+    for i, mask in enumerate(batch["attention_mask"]):
+        row = {name: tensor[i : i + 1, mask.bool()] for name, tensor in batch.items()}
+        with torch.inference_mode():
+            expected = model(**row).logits
+        # Float32 sums in another order: 1e-6 of logits of order 1.
+        torch.testing.assert_close(together[i : i + 1], expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found(**row).logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
+def test_a_row_is_answered_from_its_own_last_end_token(backend: str, tmp_path: Path, bart: Path) -> None:
+    model = build("Bart")
+    if backend == "pytorch":
+        found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
+    else:
+        found = opened(model, tmp_path, backend)
+    assert_rows_are_their_own(model, found)
+
+
+def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> None:
+    batch = a_batch(pad=1)
+    batch["input_ids"][3, 1] = 32
+    for backend in ("cpu", "pytorch"):
+        if backend == "cpu":
+            found = opened(build("Bart"), tmp_path, backend)
+        else:
+            found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
+        with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
+            found(**batch)
+        # An end token in the padding does not count.
+        hidden = {**batch, "input_ids": batch["input_ids"].clone()}
+        hidden["input_ids"][3, 6] = END
+        with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
+            found(**hidden)
+        found(**{name: tensor[:3] for name, tensor in batch.items()})
+
+
+def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path: Path) -> None:
+    """Longformer's head takes every third separator of the batch for the end of a question."""
+    config = transformers.LongformerConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60, num_labels=2,
+        max_position_embeddings=64, attention_window=4, pad_token_id=1, sep_token_id=END, type_vocab_size=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = rescale(transformers.LongformerForQuestionAnswering(config)).eval()
+    artifact = accel.export(model, tmp_path / "out", task="question-answering")
+    found = accel.ORTModelForQuestionAnswering(artifact)
+    ids = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
+    for row, places in enumerate(((3, 4, 11), (2, 11), (2, 4, 5, 11))):
+        ids[row, list(places)] = END
+    together = found(input_ids=ids, attention_mask=torch.ones_like(ids)).start_logits
+    for row in range(3):
+        alone = found(input_ids=ids[row : row + 1], attention_mask=torch.ones_like(ids[:1])).start_logits
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
+    with torch.inference_mode():
+        expected = model(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1])).start_logits
+    torch.testing.assert_close(together[:1], expected, atol=1e-4, rtol=0)
+    with pytest.raises(InputError, match="Row 0 of 'input_ids' has no token 2"):
+        found(input_ids=torch.full((1, 12), 7), attention_mask=torch.ones((1, 12), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "family", ["T5", *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES if name not in ("Bart", "T5"))]
+)  # fmt: skip
+def test_all_architectures_that_pool_so_answer_rows_by_themselves(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    assert_rows_are_their_own(model, opened(model, tmp_path, "cpu"))
