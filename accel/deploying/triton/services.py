@@ -138,7 +138,7 @@ def _hidden_size(facts: Facts) -> int:
 def _windows(facts: Facts) -> dict[str, Any]:
     if facts.artifact.component().max_sizes.get("sequence", 384) < 16:
         raise ConfigError("The model reads fewer than 16 tokens.", fix="deploy it with layout='graph'.")
-    return {"longest": 384}
+    return {"longest": 384, "no_answer": facts.tokenizer.cls_token_id}
 
 
 CLASSIFICATION = TextService(

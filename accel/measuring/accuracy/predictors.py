@@ -225,7 +225,9 @@ class Answers(Predictor):
         found: list[Any] = []
         parts = [examples[i : i + self.batch_size] for i in range(0, len(examples), self.batch_size)]
         for part in progress.track(parts, what):
-            found += [answer["answer"] for answer in pipe(part, batch_size=self.batch_size, **options)]
+            found += [
+                answer["answer"] if answer else "" for answer in pipe(part, batch_size=self.batch_size, **options)
+            ]
         return found
 
 

@@ -14,28 +14,30 @@ from .tokens import Array, Refused, Row, Tokens
 
 @dataclass(frozen=True)
 class _Windows:
-    """A context, and for each window where its tokens stand in it; `None` for tokens that are not of the context."""
+    """A context, and the encoding of each of its windows with the question."""
 
     context: str
-    offsets: Sequence[Sequence[tuple[int, int] | None]]
+    encodings: Sequence[Any]
 
 
 class Service:
     """`QUESTION` and `CONTEXT` to `ANSWER`, `SCORE`, `START` and `END`: `top_k` of each, characters of the context.
 
     Args:
-        settings: `longest`: tokens of a window at most, where the request does not say it.
+        settings: `longest`: tokens of a window at most, where the request does not say it; `no_answer`: the id of the token that
+            stands for no answer.
         tokens: Reads the texts.
     """
 
-    options = ("top_k", "max_answer_len", "max_seq_len", "doc_stride", "handle_impossible_answer")
+    options = ("top_k", "max_answer_len", "max_seq_len", "doc_stride", "handle_impossible_answer", "align_to_words")
 
     def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
         self._longest: int = settings["longest"]
+        self._no_answer: int | None = settings["no_answer"]
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Windows, list[Row]]:
-        """A row for each window of the context."""
+        """A row for each window of the context, which is the first text where rows are padded on the left."""
         question, context = texts["QUESTION"][0], texts["CONTEXT"][0]
         for name, text in (("question", question), ("context", context)):
             if not text.strip():
@@ -43,37 +45,40 @@ class Service:
         longest = option(options, "max_seq_len", self._longest, int)
         if self._tokens.max_length is not None:
             longest = min(longest, self._tokens.max_length)
-        stride = option(options, "doc_stride", min(longest // 4, 128), int)
-        windows = self._tokens.encode(question, context, cut="only_second", max_length=longest, stride=stride)
-        offsets = [
-            [place if side == 1 else None for place, side in zip(one.offsets, one.sequence_ids, strict=True)]
-            for one in windows
-        ]
-        return _Windows(context, offsets), [self._tokens.row(one) for one in windows]
+        stride = option(options, "doc_stride", min(longest // 2, 128), int)
+        pair, cut = ((context, question), "only_first") if self._tokens.left else ((question, context), "only_second")
+        windows = self._tokens.encode(*pair, cut=cut, max_length=longest, stride=stride)
+        return _Windows(context, windows), [self._tokens.row(one) for one in windows]
 
     def write(
         self, memory: _Windows, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The best spans over all windows; one that two windows hold counts once."""
+        """The best answers over all windows; the scores of equal answers are added up, as in the local pipeline."""
         count = option(options, "top_k", 1, int)
         longest = option(options, "max_answer_len", 15, int)
+        whole_words = option(options, "align_to_words", True, bool)
         if count < 1 or longest < 1:
             raise Refused(f"top_k is {count} and max_answer_len {longest}; both are at least 1")
-        best: dict[tuple[int, int], float] = {}
+        spans = count * 2 + 10 if whole_words else count
+        side = 0 if self._tokens.left else 1
+        answers: dict[str, tuple[Any, ...]] = {}
         impossible = 1.0
-        for offsets, output in zip(memory.offsets, outputs, strict=True):
-            inside = np.array([place is not None for place in offsets])
-            start = self._probabilities(output["start_logits"], inside)
-            end = self._probabilities(output["end_logits"], inside)
-            impossible = min(impossible, float(start[0] * end[0]))
+        for encoding, output in zip(memory.encodings, outputs, strict=True):
+            inside = np.array([place == side for place in encoding.sequence_ids])
+            no_answer = np.array(encoding.ids) == self._no_answer
+            start = self._probabilities(output["start_logits"], inside | no_answer)
+            end = self._probabilities(output["end_logits"], inside | no_answer)
+            impossible = min(impossible, float((start * end)[no_answer].max(initial=0.0)))
             scores = np.tril(np.triu(np.outer(start * inside, end * inside)), longest - 1)
-            for flat in np.argsort(-scores, axis=None)[: count * 4]:
-                first, last = np.unravel_index(flat, scores.shape)
-                begins, ends = offsets[int(first)], offsets[int(last)]
-                if scores[first, last] > 0 and begins is not None and ends is not None:
-                    span = (int(begins[0]), int(ends[1]))
-                    best[span] = max(best.get(span, 0.0), float(scores[first, last]))
-        found = [(score, *span, memory.context[slice(*span)]) for span, score in best.items()]
+            for flat in _largest(scores, spans):
+                first, last = (int(place) for place in np.unravel_index(flat, scores.shape))
+                if scores[first, last] <= 0:
+                    continue
+                begins, ends = _characters(encoding, first, last, side, whole_words)
+                text = memory.context[begins:ends]
+                summed, *place = answers.get(text.lower(), (0.0, begins, ends, text))
+                answers[text.lower()] = (summed + float(scores[first, last]), *place)
+        found = list(answers.values())
         if option(options, "handle_impossible_answer", False, bool):
             found.append((impossible, 0, 0, ""))
         found = sorted(found, key=lambda one: -one[0])[:count]
@@ -82,11 +87,25 @@ class Service:
         score, start_of, end_of, answer = zip(*found, strict=True)
         return {"ANSWER": list(answer), "SCORE": list(score), "START": list(start_of), "END": list(end_of)}
 
-    def _probabilities(self, logits: Array, inside: Array) -> Array:
-        """Over the context and the first token, which stands for no answer."""
-        own = self._tokens.unpadded(logits.astype("float32"), len(inside))
-        keep = inside.copy()
-        keep[0] = True
-        weights = np.where(keep, np.exp(own - own[keep].max()), 0.0)
-        result: Array = weights / weights.sum()
+    def _probabilities(self, logits: Array, keep: Array) -> Array:
+        """Over the tokens of the context and the one that stands for no answer."""
+        own = self._tokens.unpadded(logits.astype("float32"), len(keep))
+        weights = np.exp(np.where(keep, own - own[keep].max(initial=-np.inf), -np.inf))
+        result: Array = weights / max(float(weights.sum()), np.finfo(np.float32).tiny)
         return result
+
+
+def _largest(scores: Array, count: int) -> Array:
+    """Indices of the largest scores, the largest first, into the flattened array."""
+    flat = -scores.reshape(-1)
+    found = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
+    return found[np.argsort(flat[found], kind="stable")]
+
+
+def _characters(encoding: Any, first: int, last: int, side: int, whole_words: bool) -> tuple[int, int]:
+    """The characters of a span of tokens, or of the words that they belong to, where the tokenizer has words."""
+    if whole_words:
+        begins, ends = (encoding.token_to_word(token) for token in (first, last))
+        if begins is not None and ends is not None:
+            return int(encoding.word_to_chars(begins, side)[0]), int(encoding.word_to_chars(ends, side)[1])
+    return int(encoding.offsets[first][0]), int(encoding.offsets[last][1])

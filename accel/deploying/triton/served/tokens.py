@@ -36,6 +36,9 @@ class Tokens:
         folder: Holds `tokenizer.json`.
         settings: `inputs` (types by name), `padding` (a side, and values by name), `truncation_side`, `max_length`, `buckets`
             and `required` (tokens that each row must hold, by input).
+
+    Attributes:
+        left: Whether rows are padded on the left.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -44,7 +47,7 @@ class Tokens:
         self.tokenizer.no_truncation()
         self.max_length: int | None = settings["max_length"]
         self._inputs: Mapping[str, str] = settings["inputs"]
-        self._left = settings["padding"]["side"] == "left"
+        self.left: bool = settings["padding"]["side"] == "left"
         self._fill: Mapping[str, int] = settings["padding"]["values"]
         self._zeros = frozenset(settings["zeros"])
         self._cut_side = settings["truncation_side"]
@@ -136,4 +139,4 @@ class Tokens:
         return part
 
     def _own(self, length: int, padded: int) -> slice:
-        return slice(padded - length, None) if self._left else slice(0, length)
+        return slice(padded - length, None) if self.left else slice(0, length)

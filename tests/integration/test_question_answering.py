@@ -1,0 +1,126 @@
+"""Question answering, which transformers 5 removed, answers as transformers 4.57 does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact
+
+SHORT = "i lost my card in paris . the bank can open a new account in london ."
+WITH_UNKNOWN = f"{SHORT} xyzzy quux."
+LONG = " ".join(
+    ["the money is here ."] * 12
+    + [SHORT]
+    + ["i can not pay with Wolfgang's phone app, please help me now!"] * 9
+    + [SHORT]
+)
+
+# (question, context, options, answers): what transformers 4.57.6 answers with the logits of `logits_by_token` and this tokenizer, as
+# (score, start, answer). Of the long context, most answers are found in several windows and places, and added up.
+ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
+    ("who", SHORT, {"top_k": 3, "align_to_words": False}, [
+        (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
+    ]),
+    ("where is my card", LONG, {"max_seq_len": 62}, [(0.158174, 390, "Wolfgang's phone app, please")]),
+    ("where", LONG, {"top_k": 4, "max_seq_len": 40}, [
+        (0.354889, 329, "Wolfgang's phone app, please"), (0.316276, 349, ", please"), (0.14792, 133, "here"),
+        (0.137643, 320, "pay with Wolfgang's phone app, please"),
+    ]),
+    ("where", LONG, {"top_k": 4, "max_seq_len": 40, "doc_stride": 10, "max_answer_len": 4}, [
+        (0.236104, 410, ", please"), (0.108289, 133, "here"), (0.084461, 113, "here . the"),
+        (0.052876, 310, "i can not pay"),
+    ]),
+    ("where", LONG, {"top_k": 4, "handle_impossible_answer": True, "max_seq_len": 50}, [
+        (0.220173, 410, ", please"), (0.21832, 390, "Wolfgang's phone app, please"),
+        (0.109608, 371, "i can not pay with Wolfgang's phone app, please"),
+        (0.077194, 381, "pay with Wolfgang's phone app, please"),
+    ]),
+    ("where", SHORT, {"top_k": 4, "padding": "max_length", "max_seq_len": 50}, [
+        (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
+        (0.02252, 50, "account in london ."),
+    ]),
+    ("xyzzy quux", WITH_UNKNOWN, {"top_k": 6}, [
+        (0.032367, 7, "my card"), (0.02625, 7, "my card in paris . the"), (0.018363, 0, "i lost my card"),
+        (0.017187, 50, "account in london . xyzzy quux."), (0.017187, 50, "account in london ."),
+        (0.014893, 0, "i lost my card in paris . the"),
+    ]),
+]  # fmt: skip
+
+
+def logits_by_token(input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+    """Start and end logits `(batch, sequence)` that follow from the tokens alone, so that no weights have to be stored."""
+    angles = input_ids.double() * 1.7
+    return {
+        "start_logits": (torch.sin(angles) * 3).float(),
+        "end_logits": (torch.sin(angles * 1.3 + 0.5) * 3).float(),
+    }
+
+
+@pytest.fixture
+def answer(tiny_artifact: Callable[..., Artifact]) -> Any:
+    return accel.pipeline("question-answering", model=tiny_artifact("bert", "question-answering").path)
+
+
+@pytest.mark.parametrize(
+    ("question", "context", "options", "expected"), ANSWERS, ids=[str(number) for number in range(len(ANSWERS))]
+)
+def test_answers_are_those_of_transformers_4(
+    answer: Any, question: str, context: str, options: dict[str, Any], expected: list[tuple[float, int, str]]
+) -> None:
+    answer.model = logits_by_token
+    found = answer(question=question, context=context, **options)
+    found = found if isinstance(found, list) else [found]
+    assert [(one["start"], one["answer"]) for one in found] == [(start, text) for _, start, text in expected]
+    assert all(one["answer"] == context[one["start"] : one["end"]] for one in found)
+    # Six places are stored.
+    assert [one["score"] for one in found] == pytest.approx([score for score, _, _ in expected], abs=1e-6)
+
+
+def test_windows_overlap_by_at_most_128_tokens(answer: Any) -> None:
+    asked = {"question": "where", "context": "the money is here . " * 200}
+    for longest, stride in ((90, 45), (384, 128)):
+        named = list(answer.preprocess(asked, max_seq_len=longest, doc_stride=stride))
+        usual = list(answer.preprocess(asked, max_seq_len=longest))
+        assert [one["encoding"].ids for one in usual] == [one["encoding"].ids for one in named]
+
+
+def test_no_window_is_longer_than_384_tokens_or_the_tokenizers_limit(answer: Any) -> None:
+    asked = {"question": "where", "context": "the money is here . " * 200}
+    limit = answer.tokenizer.model_max_length
+    assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == min(limit, 384)
+    answer.tokenizer.model_max_length = 10**9
+    assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == 384
+
+
+def test_a_question_is_cut_to_max_question_len_tokens(answer: Any) -> None:
+    asked = {"question": "where is my card", "context": SHORT}
+    cut = next(iter(answer.preprocess(asked, max_question_len=2)))
+    assert cut["encoding"].ids == answer.tokenizer("where is", SHORT)["input_ids"]
+    whole = next(iter(answer.preprocess(asked, max_question_len=64)))
+    assert whole["encoding"].ids == answer.tokenizer("where is my card", SHORT)["input_ids"]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_seq_len": 40, "top_k": 3}])
+def test_answers_in_batches_padded_on_the_left(answer: Any, options: dict[str, Any]) -> None:
+    answer.model, answer.tokenizer.padding_side = logits_by_token, "left"
+    questions = ["where", "who is in london now"]
+    asked = [{"question": question, "context": context} for question in questions for context in (SHORT, LONG[-300:])]
+    alone = [answer(one, **options) for one in asked]
+    together = answer(asked, batch_size=3, **options)
+    for one, other, given in zip(alone, together, asked, strict=True):
+        one, other = ([found] if isinstance(found, dict) else found for found in (one, other))
+        # Answers are parts of the context.
+        assert all(found["answer"] == given["context"][found["start"] : found["end"]] != "" for found in one)
+        assert [found["answer"] for found in one] == [found["answer"] for found in other]
+
+
+def test_a_context_of_nothing_but_ignored_characters_has_no_answer(answer: Any) -> None:
+    from tokenizers import normalizers
+
+    answer.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    assert answer(question="where", context="~~") == []
