@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 from transformers.image_utils import load_image
-from transformers.pipelines.base import Pipeline
 
 from ...errors import ConfigError
 from ..prompting import asked_of
+from .task_defaults import GenerationPipeline
 
 # With the mask of patches that are padding.
 _READ = ("pixel_values", "flattened_patches", "attention_mask")
@@ -20,14 +20,13 @@ def _set(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class ImageToTextPipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
+class ImageToTextPipeline(GenerationPipeline):
     """The text of each image, in the shape that transformers 4 had: `[{"generated_text": ...}]`, and a list of such for a list."""
 
     _load_processor = False
     _load_image_processor = True
     _load_feature_extractor = False
     _load_tokenizer = True
-    _pipeline_calls_generate = True
     # What transformers 4 wrote at most where neither the caller nor the model said how much.
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
@@ -64,11 +63,6 @@ class ImageToTextPipeline(Pipeline):  # type: ignore[misc]  # transformers is un
         picture = load_image(image, timeout=timeout)
         inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt", **asked).to(self.dtype)
         return {name: inputs[name] for name in _READ if name in inputs}
-
-    def _forward(self, inputs: Mapping[str, Any], **generate: Any) -> Mapping[str, Any]:
-        batch = inputs[self.model.main_input_name].shape[0]
-        tokens = self.model.generate(**inputs, **self._prepare_generate_kwargs(generate))
-        return {"output_ids": tokens.reshape(batch, tokens.shape[0] // batch, *tokens.shape[1:])}
 
     def postprocess(self, outputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Each answer as text."""

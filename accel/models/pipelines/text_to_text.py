@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.pipelines.base import Pipeline
+from transformers import GenerationConfig
 
 from ...errors import ConfigError, InputError
+from .task_defaults import GenerationPipeline
 
 _TOKENIZER_OPTIONS = ("truncation", "max_length_input", "src_lang", "tgt_lang")
 _OUTPUT_OPTIONS = ("clean_up_tokenization_spaces", "return_text", "return_tensors")
 
 
-class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
+class Text2TextGenerationPipeline(GenerationPipeline):
     """Text to text with an encoder-decoder: `[{"generated_text": ...}]` a text.
 
-    Every argument that is not `truncation`, `max_length_input`, `return_tensors` or a language goes to `generate`.
+    Every argument that is not `truncation`, `max_length_input`, `return_tensors`, `stop_sequence` or a language goes to `generate`.
     """
 
     return_name = "generated"
@@ -24,13 +25,8 @@ class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transforme
     _load_image_processor = False
     _load_feature_extractor = False
     _load_tokenizer = True
-    _pipeline_calls_generate = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        specific = getattr(self.model.config, "task_specific_params", None) or {}
-        settings = specific.get(self.task) or {}
-        self.prefix = settings.get("prefix") or getattr(self.model.config, "prefix", None) or ""
+    # As in transformers 4, where neither the caller nor the model's files say how much.
+    _default_generation_config = GenerationConfig(max_new_tokens=256, num_beams=4)
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         """One text or a list of texts.
@@ -51,26 +47,44 @@ class Text2TextGenerationPipeline(Pipeline):  # type: ignore[misc]  # transforme
     def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         before = {name: kwargs.pop(name) for name in _TOKENIZER_OPTIONS if name in kwargs}
         after = {name: kwargs.pop(name) for name in _OUTPUT_OPTIONS if name in kwargs}
+        if (stop := kwargs.pop("stop_sequence", None)) is not None:
+            kwargs["eos_token_id"] = self._token_of(stop)
         return before, kwargs, after
 
+    def _token_of(self, stop: str) -> int:
+        """The token that a `stop_sequence` is.
+
+        Raises:
+            ConfigError: It is none, or several.
+        """
+        tokens: list[int] = self.tokenizer.encode(stop, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"stop_sequence={stop!r} is {len(tokens)} tokens; it is one token.",
+                fix="pass stop_strings=[...] and tokenizer=..., which `generate` takes, for longer ones.",
+            )
+        return tokens[0]
+
     def preprocess(
-        self, text: str, truncation: bool | str = False, max_length_input: int | None = None
+        self,
+        text: str,
+        truncation: bool | str = False,
+        max_length_input: int | None = None,
+        prefix: str | None = None,
     ) -> Mapping[str, Any]:
-        """Tokenize one text, behind the model's prefix for the task (T5's "summarize: ").
+        """Tokenize one text, after a prefix, by default the model's for the task (T5's "summarize: ").
 
         Raises:
             InputError: It is no text.
         """
         _check_text(text)
         encoded = self.tokenizer(
-            self.prefix + text, truncation=truncation, max_length=max_length_input, return_tensors="pt"
+            (self.prefix if prefix is None else prefix) + text,
+            truncation=truncation,
+            max_length=max_length_input,
+            return_tensors="pt",
         )
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
-
-    def _forward(self, inputs: Mapping[str, Any], **generate: Any) -> Mapping[str, Any]:
-        batch = inputs["input_ids"].shape[0]
-        tokens = self.model.generate(**inputs, **self._prepare_generate_kwargs(generate))
-        return {"output_ids": tokens.reshape(batch, tokens.shape[0] // batch, *tokens.shape[1:])}
 
     def postprocess(
         self,
@@ -144,13 +158,14 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         if build is not None:
             encoded = build(text, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang)
             return dict(encoded)
-        settings = getattr(self.model.config, "task_specific_params", None) or {}
+        prefix = None
         named = f"translation_{src_lang}_to_{tgt_lang}"
         if src_lang is not None and tgt_lang is not None and self.task != named:
-            if named not in settings:
+            settings = self.task_settings(named)
+            if not settings:
                 raise ConfigError(
                     f"This model's tokenizer does not choose languages, so {src_lang!r} to {tgt_lang!r} cannot be asked for.",
                     fix="leave src_lang and tgt_lang out.",
                 )
-            self.prefix = settings[named].get("prefix", "")
-        return super().preprocess(text, truncation, max_length_input)
+            prefix = settings.get("prefix", "")
+        return super().preprocess(text, truncation, max_length_input, prefix)
