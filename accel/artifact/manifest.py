@@ -48,6 +48,9 @@ DTYPES = frozenset(
 PADDING_DIFFERENCE = "padding_difference"
 """In an export's validation: how much more padding changes the model's answers, relative to the largest."""
 
+ROW_DIFFERENCE = "row_difference"
+"""In an export's validation: the largest difference between rows of a batch and the same rows alone."""
+
 OWN_ROUNDING = "own_rounding"
 """In an export's validation, where it was asked for: how far float32 is from float64 in PyTorch, for each 1 of an output's scale."""
 
@@ -238,7 +241,7 @@ class Manifest:
             if recorded.setdefault(record.name, record) != record:
                 yield f"two records of {record.name[:80]!r} differ"
         for step in self.steps:
-            for measured in (PADDING_DIFFERENCE, OWN_ROUNDING):
+            for measured in (PADDING_DIFFERENCE, ROW_DIFFERENCE, OWN_ROUNDING):
                 value = step.validation.get(measured, 0)
                 if not _is_finite(value) or value < 0:
                     yield f"{measured!r} of the step {step.stage!r} is {value!r}"

@@ -60,7 +60,7 @@ from .references import (
     tolerance,
 )
 from .rewrites import make_rewrites_exact
-from .samples import IMAGE_AXES, Axes, pad_id
+from .samples import IMAGE_AXES, Axes, pad_id, with_special_tokens
 from .sounds import AXIS_STEPS
 from .source import Source
 from .tracing import capture_onnx, capture_openvino, capture_program, first_lines
@@ -131,4 +131,5 @@ __all__ = [
     "unpack",
     "usual_sizes_in",
     "with_record",
+    "with_special_tokens",
 ]

@@ -40,6 +40,7 @@ _ENDS_OF_PHRASES = (101, 102, 1012, 1029)
 _REGIONS, _REGION_MASK, _REGION_TYPES = "visual_embeds", "visual_attention_mask", "visual_token_type_ids"
 # Which tokens are no padding: the text's own, and those that an encoder answered for.
 _MASKS = ("attention_mask", "encoder_attention_mask", _REGION_MASK)
+_SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
@@ -433,6 +434,31 @@ def _separate(ids: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
     question = (lengths - 1) // 3
     for place in (question, (question + 1).clamp(max=lengths - 1), lengths - 1):
         ids.scatter_(-1, place, config.sep_token_id)
+
+
+def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tensors:
+    """The same inputs with `i` special tokens in row `i`, at places of plain tokens: `input_ids: (batch, sequence)`.
+
+    The first and the last kept token of a row stay. Inputs without token ids are returned as they are.
+    """
+    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+    if ids is None or ids.ndim != 2 or config is None:
+        return dict(feeds)
+    config = text_config(config)
+    known = {
+        value
+        for name, value in vars(config).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    special = [value for value in (getattr(config, name, None) for name in _SPECIAL) if value in known]
+    special = [token for token in dict.fromkeys(special) if 0 <= token < _vocabulary(config)]
+    edited = ids.clone()
+    for i, row in enumerate(edited):
+        kept = mask[i] != 0 if mask is not None and mask.shape == ids.shape else torch.ones_like(row, dtype=torch.bool)
+        plain = [place for place in kept.nonzero()[1:-1, 0].tolist() if int(row[place]) not in known]
+        for k, place in enumerate(plain[1::3][:i] if special else ()):
+            row[place] = special[(i + k) % len(special)]
+    return {**feeds, "input_ids": edited}
 
 
 def text_config(config: Any) -> Any:

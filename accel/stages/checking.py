@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
-from ..artifact.manifest import OWN_ROUNDING, Artifact
+from ..artifact.manifest import OWN_ROUNDING, ROW_DIFFERENCE, Artifact
 from ..artifact.tensors import TensorSpec
 from ..backends.interfaces import Session
-from ..errors import ValidationError
+from ..errors import SessionError, ValidationError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,143 @@ def compare_whole(
         "float32 is %.2g off from float64 in PyTorch, and the graph %.2g from it", own, found["max_abs_difference"]
     )
     return {**found, OWN_ROUNDING: own}
+
+
+def check_rows(
+    sessions: Mapping[str, Session],
+    cases: Mapping[str, list[capture.Case]],
+    found: Mapping[str, Any],
+    atol: float | None,
+    dtype: str,
+    model: torch.nn.Module,
+) -> dict[str, Any]:
+    """What was found of an artifact's graphs, with the largest difference between rows of a batch and the same rows alone.
+
+    As in `compare_whole`, PyTorch's own rounding is measured only where it is needed.
+
+    Raises:
+        ValidationError: A row alone differs from the row in the batch by more than the tolerance.
+    """
+    config: Any = getattr(model, "config", None)
+
+    def largest(own: float) -> float:
+        rounding = accepted_rounding(own)
+        return max(
+            compare_rows(session, cases[name], config, atol, dtype, rounding=rounding)
+            for name, session in sessions.items()
+        )
+
+    own = float(found.get(OWN_ROUNDING, 0.0))
+    try:
+        return {**found, ROW_DIFFERENCE: largest(own)}
+    except ValidationError:
+        whole = len(sessions) == 1 and not any(case.stateful for some in cases.values() for case in some)
+        measured = whole and not own and dtype == "float32" and atol is None
+        own = capture.own_rounding(model, [case for some in cases.values() for case in some]) if measured else 0.0
+        if not own:
+            raise
+        return {**found, ROW_DIFFERENCE: largest(own), OWN_ROUNDING: own}
+
+
+def compare_rows(
+    session: Session,
+    cases: Sequence[capture.Case],
+    config: Any,
+    atol: float | None,
+    dtype: str,
+    *,
+    rounding: float = 0.0,
+) -> float:
+    """Compare rows of a batch with the same rows alone: the answer to a row must not depend on the other rows.
+
+    The rows are those of the largest batch among the cases, with special tokens put in. A state is followed to its end.
+
+    Args:
+        session: What runs the graph.
+        cases: Reference cases of the graph; what is expected of them is not read.
+        config: The transformers config, which names the special tokens.
+        atol: See `differences`.
+        dtype: See `differences`.
+        rounding: See `differences`.
+
+    Returns:
+        The largest difference; 0 for a graph without a batch.
+
+    Raises:
+        ValidationError: A row alone differs from the row in the batch by more than the tolerance.
+    """
+    axes = {spec.name: spec.shape.index("batch") for spec in session.inputs if "batch" in spec.shape}
+    names = {spec.name for spec in session.inputs if spec.pair is None}
+    case: capture.Case | None = max(cases, key=lambda one: (one.sizes.get("batch", 1), one.sizes.get("sequence", 0)))
+    count = case.sizes.get("batch", 1) if case is not None and axes else 1
+    states = [session.new_state(1) if case is not None and case.stateful else None for _ in range(count)]
+    state = session.new_state(count) if states[0] is not None else None
+    largest, feeds = 0.0, capture.with_special_tokens(case.feeds, config) if case is not None else {}
+    while case is not None and count > 1:
+        batch = {name: tensor for name, tensor in feeds.items() if name in names}
+        rows = [
+            {name: tensor.narrow(axes[name], i, 1) if name in axes else tensor for name, tensor in batch.items()}
+            for i in range(count)
+        ]
+        alone = [session.run(row, state=kept) for row, kept in zip(rows, states, strict=True)]
+        try:
+            found = session.run(batch, state=state)
+        except SessionError as error:
+            raise _dependent(f"rows that are answered alone fail in a batch of {count}: {error.message}") from error
+        expected = _stacked(alone, found)
+        found = {name: found[name] for name in expected}
+        if case.stateful:
+            found, expected = ({n: t[:, case.skip :] for n, t in some.items()} for some in (found, expected))
+        else:
+            found, expected = (_without_padding(some, session.outputs, feeds) for some in (found, expected))
+        for name, (difference, scale) in capture.differences_by_output(found, expected).items():
+            accepted = _accepted(scale, atol, dtype, rounding)
+            if not difference <= accepted:
+                raise _dependent(
+                    f"{name!r} changes by {difference:.3g} where a row is alone; accepted is {accepted:.3g}"
+                )
+            largest = max(largest, difference)
+        case = case.then
+        feeds = case.feeds if case is not None else {}
+    return largest
+
+
+def _stacked(
+    alone: Sequence[Mapping[str, torch.Tensor]], together: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outputs of rows alone as a batch would have them. An output whose size depends on the data, or on the number of texts for an
+    image, cannot be compared and is left out.
+    """
+    import torch
+
+    found = {}
+    for name, value in together.items():
+        rows = [row[name] for row in alone]
+        if rows[0].shape == value.shape:
+            found[name] = rows[0]  # without an axis of rows: the texts beside images
+            continue
+        for axis in range(value.ndim):
+            shapes = {
+                (*row.shape[:axis], len(rows), *row.shape[axis + 1 :])
+                for row in rows
+                if row.shape[axis : axis + 1] == (1,)
+            }
+            if shapes == {tuple(value.shape)}:
+                found[name] = torch.cat(rows, dim=axis)
+                break
+    return found
+
+
+def _accepted(scale: float, atol: float | None, dtype: str, rounding: float) -> float:
+    """The accepted absolute difference of an output of a scale."""
+    return max(capture.tolerance(atol, dtype, scale), rounding * max(1.0, scale) if atol is None else 0.0)
+
+
+def _dependent(what: str) -> ValidationError:
+    return ValidationError(
+        f"The answer to a row {DEPENDS_ON_ROWS} of its batch: {what}.",
+        fix="run the model in PyTorch, one row at a time; and report the architecture.",
+    )
 
 
 def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -153,10 +290,7 @@ def differences(
                 if difference > worst.get(name, -1.0):
                     worst[name], where[name] = difference, dict(case.sizes)
             case = case.then
-    accepted = {
-        name: max(capture.tolerance(atol, dtype, scale), rounding * max(1.0, scale) if atol is None else 0.0)
-        for name, scale in scales.items()
-    }
+    accepted = {name: _accepted(scale, atol, dtype, rounding) for name, scale in scales.items()}
     furthest = max(worst, key=lambda name: (_share(worst[name], accepted[name]), worst[name]))
     return {
         "max_abs_difference": worst[furthest],

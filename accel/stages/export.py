@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..signatures import checked_arguments
 from ..tasks.infer import is_adapter, task_spec
-from .checking import compare, compare_whole, merged
+from .checking import check_rows, compare, compare_whole, merged
 from .foreign import adopt_weights
 from .resolving import Resolved, resolve
 
@@ -93,7 +93,8 @@ def export(
     Raises:
         TaskError: The task is unknown or does not fit the model.
         ExportError: The model cannot be captured.
-        ValidationError: The graph differs from the PyTorch model by more than the tolerance.
+        ValidationError: The graph differs from the PyTorch model by more than the tolerance, or a row of a batch from the same row
+            alone.
         OutputFolderError: `out` is the input or not empty.
         BackendUnavailableError: The exporter's requirements are missing.
     """
@@ -283,7 +284,7 @@ def _check(
     """Run every graph of the new artifact on its reference cases, as the model answered them.
 
     Raises:
-        ValidationError: A case differs by more than the tolerance.
+        ValidationError: A case differs by more than the tolerance, or a row of a batch from the same row alone.
     """
     probe = registry.probe(spec)
     made_for = DeviceSpec.parse(artifact.manifest.run.device).type if artifact.manifest.run is not None else "cpu"
@@ -296,8 +297,10 @@ def _check(
     try:
         if len(sessions) == 1 and not any(component.stateful for component in artifact.components):
             (name,) = sessions
-            return compare_whole(sessions[name], cases[name], config.atol, word, model)
-        return merged({name: compare(sessions[name], cases[name], config.atol, word) for name in sessions})
+            found = compare_whole(sessions[name], cases[name], config.atol, word, model)
+        else:
+            found = merged({name: compare(sessions[name], cases[name], config.atol, word) for name in sessions})
+        return check_rows(sessions, cases, found, config.atol, word, model)
     except SessionError as error:
         raise ExportError(
             f"The new graph of {artifact.manifest.architecture} does not run on backend {spec.name!r}: {error.message}",

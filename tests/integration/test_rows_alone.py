@@ -1,0 +1,74 @@
+"""The check of an export that the answer to a row does not depend on the other rows of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from accel import capture
+from accel.artifact.manifest import ROW_DIFFERENCE, Artifact
+from accel.errors import ValidationError
+from accel.testing.models import tiny_model
+
+
+class LessTheMean(transformers.BertForSequenceClassification):
+    """A classifier whose logits are relative to the mean of the batch."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        logits = super().forward(input_ids=input_ids, attention_mask=attention_mask).logits
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=logits - logits.mean(0, keepdim=True))
+
+
+class EndsOfTheBatch(transformers.BertForSequenceClassification):
+    """A classifier that selects separators by a mask over the batch: right while all rows have one."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        places = torch.arange(input_ids.numel(), 0, -1, device=input_ids.device)
+        first = ((input_ids == 3).flatten() * input_ids.numel() + places).topk(input_ids.shape[0]).indices
+        chosen = hidden.flatten(0, 1)[first]
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(chosen))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_an_export_whose_rows_depend_on_each_other_is_refused(backend: str, tmp_path: Path) -> None:
+    plain = tiny_model("bert")
+    model = LessTheMean(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(ValidationError, match="depends on the other rows of its batch: 'logits' changes by"):
+        accel.export(model, tmp_path / "out", task="text-classification", backend=backend)
+    assert not (tmp_path / "out").exists()
+
+
+def test_special_tokens_show_rows_that_depend_on_each_other(tmp_path: Path) -> None:
+    """PyTorch and the graph agree in each batch; only rows alone tell that another row's token was read."""
+    plain = tiny_model("bert", sep_token_id=3, eos_token_id=3)
+    model = EndsOfTheBatch(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(ValidationError, match="depends on the other rows of its batch"):
+        accel.export(model, tmp_path / "out", task="text-classification")
+
+
+def test_rows_of_a_decoder_are_followed_with_its_cache(generator: Callable[..., Artifact]) -> None:
+    validation = generator("llama").manifest.steps[0].validation
+    # Float32 sums in another order.
+    assert 0 <= validation[ROW_DIFFERENCE] < 1e-4
+
+
+def test_special_tokens_are_put_between_plain_ones() -> None:
+    config = transformers.BartConfig(vocab_size=60)
+    ids = torch.arange(10, 40).reshape(3, 10)
+    ids[1, 5:] = config.pad_token_id
+    mask = (ids != config.pad_token_id).long()
+    found = capture.with_special_tokens({"input_ids": ids, "attention_mask": mask}, config)["input_ids"]
+    changed = found != ids
+    assert changed.sum(1).tolist() == [0, 1, 2]
+    assert not changed[:, 0].any()
+    assert not changed[1, 4:].any(), "neither the last token nor padding"
+    assert set(found[changed].tolist()) <= {config.eos_token_id, config.bos_token_id, config.pad_token_id}
