@@ -36,7 +36,7 @@ _COUNTS_BY_TOKENS = (
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 # Those whose angles change with the length of a text, so that keys of a shorter one are computed again.
-_ANGLES_BY_LENGTH = ("phi3",)
+_ANGLES_BY_LENGTH = ("phi3", "phi4_multimodal", "phimoe")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
@@ -341,7 +341,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                         fix=f"leave {name} out, or run the model with transformers.",
                     )
                 continue
-            if name == "token_type_ids" and not torch.as_tensor(value).any():
+            if name in ("token_type_ids", "mm_token_type_ids") and not torch.as_tensor(value).any():
                 # What models that know types take for no types.
                 continue
             if name == "labels":

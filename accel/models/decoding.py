@@ -26,7 +26,7 @@ from .cache import StateCache
 from .tokens import drawn, likeliest
 
 # Modules whose way to prepare a call is as described above.
-_KNOWN = ("accel.models.decoders", "accel.models.vision_language")
+_KNOWN = ("accel.models.decoders", "accel.models.speech", "accel.models.vision_language")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # Tokens of a row, the prompt's among them: masks are made that long at the beginning.
 _LONGEST = 1 << 20

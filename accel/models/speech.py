@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from ..errors import InputError
@@ -41,6 +42,17 @@ class ORTModelForSpeechSeq2Seq(
                 fix="ask for those of segments, return_timestamps=True; or run Whisper with transformers, or a model with a CTC head.",
             )
         return super().generate(input_features, *args, **renamed(kwargs))
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> dict[str, Any]:  # transformers' signature
+        """Whisper's positions count what the mask of the decoder's tokens shows: rows of a batch may be padded in front."""
+        mask = kwargs.get("decoder_attention_mask")
+        if self.config.model_type == _WHISPER and mask is not None and kwargs.get("decoder_position_ids") is None:
+            positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+            kwargs["decoder_position_ids"] = positions[:, -input_ids.shape[1] :]
+        made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return made
 
     def _open(self) -> None:
         super()._open()

@@ -1,0 +1,180 @@
+"""What transformers' classes override of `generate`, and what becomes of it: graphs run behind accel's classes, not theirs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationMixin
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import InputError
+from accel.models.decoders import _ANGLES_BY_LENGTH
+from accel.tasks.infer import all_tasks
+from accel.testing.generators import save_generator, tiny_generator
+from tests.sweep.cases import pairs
+
+PREPARE = "prepare_inputs_for_generation"
+# Why an override of an exported model changes nothing, or where it is honoured.
+HONOURED: dict[str, dict[str, str]] = {
+    PREPARE: {
+        "BambaForCausalLM": "num_logits_to_keep of the config: how many logits are computed, of which the last one is read",
+        "CTRLLMHeadModel": "drops token_type_ids, which the graph does not take",
+        "FalconH1ForCausalLM": "as Bamba",
+        "FalconMambaForCausalLM": "no mask after the prompt: the mask of one new token is 1",
+        "Gemma3ForConditionalGeneration": "token types tell images from text; exported for text alone",
+        "Gemma4ForConditionalGeneration": "as Gemma 3",
+        "Gemma4UnifiedForConditionalGeneration": "as Gemma 3",
+        "Mamba2ForCausalLM": "as FalconMamba",
+        "MambaForCausalLM": "as FalconMamba",
+        "NemotronHForCausalLM": "as Bamba",
+        "OpenAIGPTLMHeadModel": "has no cache: all tokens are passed at each step, as GenerationMixin does without a cache",
+        "Phi3ForCausalLM": "`Generator.prepare_inputs_for_generation`; tests/integration/test_positions_by_model.py",
+        "Phi4MultimodalForCausalLM": "as Phi-3",
+        "PhimoeForCausalLM": "as Phi-3",
+        "RoCBertForCausalLM": "cuts ids of shapes and pronunciations, which the graph does not take",
+        "WhisperForConditionalGeneration": "`ORTModelForSpeechSeq2Seq.prepare_inputs_for_generation`",
+        "Zamba2ForCausalLM": "as Bamba",
+    },
+    "_prepare_cache_for_generation": {
+        "T5Gemma2ForConditionalGeneration": "PyTorch's cache of the encoder's keys; the graphs have their own, without windows",
+        "T5GemmaForConditionalGeneration": "as T5Gemma 2",
+    },
+    "generate": {
+        "SeamlessM4TForTextToText": "tgt_lang, in `ORTModelForSeq2SeqLM.generate`",
+        "SeamlessM4Tv2ForTextToText": "as SeamlessM4T",
+        "WhisperForConditionalGeneration": "`ORTModelForSpeechSeq2Seq` inherits from WhisperGenerationMixin",
+    },
+}
+# Classes that are not exported (docs/models.md says why) and override something: to be looked at when they are.
+NOT_EXPORTED = frozenset(
+    """
+Apertus1p5ForConditionalGeneration Blip2ForConditionalGeneration BlipForConditionalGeneration CanaryForConditionalGeneration
+CohereAsrForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
+Cosmos3OmniForConditionalGeneration CpmAntForCausalLM DeepseekVLForConditionalGeneration DeepseekVLHybridForConditionalGeneration
+DiaForConditionalGeneration DiffusionGemmaForBlockDiffusion Dots3NoteForConditionalGeneration Emu3ForConditionalGeneration
+Ernie4_5_VLMoeForConditionalGeneration Exaone4_5_ForConditionalGeneration Florence2ForConditionalGeneration
+Glm46VForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration Glm5NextForConditionalGeneration
+GlmOcrForConditionalGeneration Granite4VisionForConditionalGeneration GraniteSpeechForConditionalGeneration
+GraniteSpeechPlusForConditionalGeneration HYV4VLForConditionalGeneration HunYuanVLForConditionalGeneration
+HyperCLOVAXVisionV2ForConditionalGeneration IdeficsForVisionText2Text InklingForConditionalGeneration
+InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration JanusForConditionalGeneration Kosmos2ForConditionalGeneration
+Kosmos2_5ForConditionalGeneration KyutaiSpeechToTextForConditionalGeneration MiniCPMOcrForConditionalGeneration
+MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration MllamaForConditionalGeneration
+Molmo2ForConditionalGeneration MusicgenForCausalLM MusicgenMelodyForCausalLM NemotronH_Omni_Reasoning_V3
+PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration Pop2PianoForConditionalGeneration
+Qwen2VLForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration ReformerModelWithLMHead
+RwkvForCausalLM SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText UnlimitedOcrForConditionalGeneration
+VibeVoiceAsrForConditionalGeneration VibeVoiceForConditionalGeneration VoxtralRealtimeForConditionalGeneration
+XLMWithLMHeadModel XLNetLMHeadModel ZambaForCausalLM
+""".split()
+)
+
+
+def overrides_of(cls: type) -> set[str]:
+    """The members of GenerationMixin that a model's classes define again."""
+    found = set()
+    for name in vars(GenerationMixin):
+        owner = next((base for base in cls.__mro__ if name in vars(base)), GenerationMixin)
+        if not name.startswith("__") and owner.__module__.startswith("transformers.models."):
+            found.add(name)
+    return found
+
+
+def test_each_override_of_generate_is_looked_at() -> None:
+    tasks = [spec.name for spec in all_tasks() if spec.generates]
+    known = {name: set(classes) for name, classes in HONOURED.items()}
+    unknown = [
+        f"{pair.model}.{name}"
+        for pair in pairs(tasks)
+        if pair.model not in NOT_EXPORTED
+        for name in sorted(overrides_of(getattr(transformers, pair.model)))
+        if pair.model not in known.get(name, ())
+    ]
+    assert not unknown, "say in HONOURED how these are honoured, or why they change nothing"
+
+
+def test_what_the_table_of_overrides_names_exists() -> None:
+    for name, classes in HONOURED.items():
+        for cls in classes:
+            # Older versions of transformers may lack a model.
+            assert not hasattr(transformers, cls) or name in overrides_of(getattr(transformers, cls)), (name, cls)
+
+
+def test_models_whose_angles_change_are_known_by_their_override() -> None:
+    classes = {name for name, how in HONOURED[PREPARE].items() if "Phi-3" in how or name == "Phi3ForCausalLM"}
+    kinds = {getattr(transformers, name).config_class.model_type for name in classes}
+    assert kinds == set(_ANGLES_BY_LENGTH)
+
+
+def padded_in_front() -> dict[str, torch.Tensor]:
+    """Three sounds, and prompts of the decoder of unequal lengths."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 90, (3, 6), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[2, :1] = 0, 0
+    sounds = torch.randn((3, 80, 40), generator=draw)
+    return {"input_features": sounds, "decoder_input_ids": ids * mask, "decoder_attention_mask": mask}
+
+
+@pytest.fixture
+def whisper(generator: Callable[..., Artifact]) -> Any:
+    return accel.ORTModelForSpeechSeq2Seq.from_pretrained(generator("whisper").path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"use_cache": False}],
+    ids=["greedy", "beams", "sampled", "without a cache"],
+)
+@pytest.mark.filterwarnings("ignore:.*max_length.*")
+def test_prompts_of_whispers_decoder_that_are_padded_in_front(whisper: Any, settings: dict[str, Any]) -> None:
+    rows, found = padded_in_front(), []
+    for model in (tiny_generator("whisper"), whisper):
+        torch.manual_seed(0)
+        found.append(model.generate(**rows, max_new_tokens=8, **settings))
+    assert torch.equal(*found)
+
+
+def test_rows_of_whisper_alone_and_in_a_padded_batch(whisper: Any) -> None:
+    rows = padded_in_front()
+    together = whisper.generate(**rows, max_new_tokens=8)
+    for i, length in enumerate(rows["decoder_attention_mask"].sum(dim=1).tolist()):
+        alone = whisper.generate(
+            rows["input_features"][i : i + 1], decoder_input_ids=rows["decoder_input_ids"][i : i + 1, -length:],
+            max_new_tokens=8,
+        )  # fmt: skip
+        assert torch.equal(alone[0, -8:], together[i, -8:])
+
+
+@pytest.fixture
+def translator(shared: Callable[..., Path]) -> Any:
+    folder = shared("generator-t5", lambda folder: save_generator(folder, "t5"))
+    model = accel.ORTModelForSeq2SeqLM.from_pretrained(folder, backend="pytorch")
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.text_decoder_lang_to_code_id = {"deu": 7, "fra": 8}
+    return model
+
+
+@pytest.mark.parametrize("language", ["fra", "__fra__"])
+def test_a_target_language_is_the_first_token(translator: Any, language: str) -> None:
+    ids = torch.tensor([[5, 6, 9], [9, 8, 7]])
+    found = translator.generate(ids, tgt_lang=language, max_new_tokens=4)
+    expected = translator.generate(ids, decoder_input_ids=torch.tensor([[8], [8]]), max_new_tokens=4)
+    assert torch.equal(found, expected)
+
+
+def test_a_target_language_that_the_model_has_not(translator: Any) -> None:
+    with pytest.raises(InputError, match="deu, fra"):
+        translator.generate(torch.tensor([[5, 6]]), tgt_lang="eng")
+    del translator.generation_config.text_decoder_lang_to_code_id
+    with pytest.raises(InputError, match="no languages"):
+        translator.generate(torch.tensor([[5, 6]]), tgt_lang="eng")
