@@ -17,7 +17,7 @@ from .errors import ConfigError, did_you_mean
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-Pooling = Literal["mean", "cls", "max", "last"]
+Pooling = Literal["mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean"]
 Level = Literal["O1", "O2", "O3", "O4"]
 QatPreset = Literal["int8", "int8-symmetric", "int8-per-tensor", "int4-int8", "int4-per-tensor", "int4"]
 Calibration = Literal["minmax", "moving_average", "entropy", "percentile"]

@@ -26,7 +26,6 @@ from .graphs import (
 )
 from .loading import base_of_adapter, code_elsewhere, load_source, modes_kept
 from .pages import release_pages
-from .pooling import SentenceEmbedder
 from .prompts import cases_by_part
 from .quantized import (
     BLOCK_LINEAR,
@@ -61,6 +60,7 @@ from .references import (
 )
 from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id, with_special_tokens
+from .sentence_embeddings import SentenceEmbedder
 from .sounds import AXIS_STEPS
 from .source import Source
 from .tracing import capture_onnx, capture_openvino, capture_program, first_lines

@@ -17,20 +17,22 @@ import torch
 from ..artifact.checksums import folder_digest, sha256
 from ..artifact.hub import HubOptions, Location
 from ..artifact.manifest import Origin
-from ..artifact.reading import read_json, read_json_list
+from ..artifact.reading import read_json
+from ..artifact.sentence_settings import sentence_settings
 from ..chatter import quiet
 from ..config import ExportConfig
-from ..errors import AccelError, ExportError, IntegrityError, TaskError
+from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, is_adapter, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
 from .alone import alone
 from .answering import Answering
 from .inner import WithInnerStates
-from .pooling import SentenceEmbedder, answering_by_row
+from .pooling import answering_by_row
 from .positions import max_sizes_of
 from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .references import own_defaults_of
 from .samples import Axes, check_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
+from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .source import Source
 from .speech import longest_sound
 from .wrapper import Tensors
@@ -105,9 +107,9 @@ def load_source(
         module = WithInnerStates(
             module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
         ).eval()
-    pooling, normalize = _pooling(spec, folder, config)
-    if pooling:
-        module = SentenceEmbedder(module, pooling, normalize).eval()
+    layers = _sentence_layers(spec, folder, config)
+    if layers is not None:
+        module = SentenceEmbedder(module, layers).eval()
     elif spec.keeps:
         module = Answering(module, spec.keeps).eval()
     if spec.stands_in:
@@ -397,44 +399,16 @@ def _give_weights_of_their_own(adapted: Any) -> None:
             adapted.config.tie_word_embeddings = False
 
 
-def _pooling(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> tuple[str | None, bool]:
-    """Pooling and normalisation from the config, else from sentence-transformers' files, else the task's default."""
+def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> SentenceLayers | None:
+    """Pooling and the modules after it: from the config, else from sentence-transformers' files, else the task's default; `None` where
+    the graph returns hidden states alone.
+    """
     if not spec.embeds:
         if config.pooling or config.normalize:
             raise TaskError(f"pooling and normalize are for embeddings, not for {spec.name}.", fix="leave them out.")
-        return None, False
-    pooling: str | None = config.pooling
-    normalize = config.normalize
-    modules = folder / "modules.json" if folder else None
-    if modules is not None and modules.is_file() and spec.pooling:
-        for entry in read_json_list(modules):
-            if not isinstance(entry.get("type"), str) or not isinstance(entry.get("path"), str):
-                raise IntegrityError(
-                    f"{modules} has a module without its type or path: {entry!r:.200}.",
-                    fix="copy the file again from where it came, or pass pooling=... for a folder without it.",
-                )
-            kind = entry["type"].rsplit(".", 1)[-1]
-            if kind == "Pooling" and pooling is None:
-                pooling = _sentence_transformers_pooling(modules.parent / entry["path"] / "config.json")
-            elif kind == "Normalize" and normalize is None:
-                normalize = True
-            elif kind not in ("Transformer", "Pooling", "Normalize"):
-                raise ExportError(
-                    f"The sentence-transformers module {kind} cannot be put into the graph.",
-                    fix="export with task='feature-extraction' and do the rest outside.",
-                )
-    if pooling is None and (spec.pooling or normalize):
-        pooling = spec.pooling or "mean"
-    return pooling, bool(normalize)
-
-
-def _sentence_transformers_pooling(path: Path) -> str:
-    settings = read_json(path)
-    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
-    modes["pooling_mode_lasttoken"] = "last"
-    chosen = [name for key, name in modes.items() if settings.get(key)]
-    if settings.get("pooling_mode") in modes.values():
-        chosen = [settings["pooling_mode"]]
-    if len(chosen) != 1:
-        raise ExportError(f"{path} asks for a pooling that cannot be put into the graph.", fix="pass pooling=...")
-    return chosen[0]
+        return None
+    if not (spec.pooling or config.pooling or config.normalize):
+        return None
+    # Features of a folder are what is asked for, whatever its own modules make of them.
+    settings = sentence_settings(folder) if folder is not None and spec.pooling else None
+    return sentence_layers(settings, pooling=config.pooling, normalize=config.normalize, default=spec.pooling or "mean")

@@ -42,7 +42,10 @@ def export(
     format: Annotated[str, typer.Option(help="Artifact format.")] = "onnx",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
     opset: Annotated[int | None, typer.Option(help="ONNX opset.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="Embeddings: mean, cls, max or last, inside the graph.")] = None,
+    pooling: Annotated[
+        str | None,
+        typer.Option(help="Embeddings: mean, cls, max, last, weightedmean or mean_sqrt_len_tokens, inside the graph."),
+    ] = None,
     normalize: Annotated[
         bool | None, typer.Option("--normalize/--no-normalize", help="Embeddings: normalise inside the graph.")
     ] = None,

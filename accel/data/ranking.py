@@ -30,9 +30,9 @@ def documents(rows: Rows) -> list[tuple[list[str], list[str]]]:
 _SIDES = ("positive", "negative")
 
 
-def encode_queries(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+def encode_queries(rows: Rows, processor: Any, max_length: int | None, *, prompt: str = "") -> Encoded:
     """One pair of texts for each document of each query, in the order of `documents`; of rows without an irrelevant one (for
-    calibration) what there is.
+    calibration) what there is. The prompt is put before each query.
     """
     sides = [use for use in _SIDES if rows.has(use)]
     columns = [[[one] if isinstance(one, str) else list(one or []) for one in rows.column(use)] for use in sides]
@@ -44,6 +44,6 @@ def encode_queries(rows: Rows, processor: Any, max_length: int | None) -> Encode
     ]
     if not pairs:
         raise InputError(f"{rows.sample.source} holds no documents.", fix="give at least one document.")
-    first, second = [query for query, _ in pairs], [document for _, document in pairs]
+    first, second = [prompt + query for query, _ in pairs], [document for _, document in pairs]
     cut = {"truncation": max_length is not None, "max_length": max_length}
     return from_tokenizer(processor(first, second, **cut), processor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -75,6 +75,8 @@ class ORTModel(Familiar, Saveable):
     _any_task: ClassVar[bool] = True
     base_model_prefix = "model"
     generation_config: Any = None
+    _after: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    """What a task's class makes of the graph's outputs."""
 
     def __init__(
         self,
@@ -428,6 +430,8 @@ class ORTModel(Familiar, Saveable):
         if self._forks != _forks:
             self._reopen_after_fork()
         values: dict[str, Any] = self._session.run(inputs)
+        if self._after is not None:
+            values = self._after(values, inputs)
         if targets:
             values = {"loss": loss_of(self._loss, values, targets, self.config), **values}
         if numpy:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
+from ..artifact.sentence_settings import embedding_roles, sentence_settings
 from ..errors import (
     ConfigError,
     InputError,
     TaskError,
 )
+from ..stages.resolving import recorded_export
 from .base import ORTModel
 from .outputs import SentenceEmbeddingOutput
 from .ranking import Activation, scores
-from .texts import Embedder
+from .texts import Embedder, SentenceVectors
 
 
 class _TextEncoder(ORTModel):
@@ -47,6 +49,8 @@ class ORTModelForSequenceClassification(_TextEncoder):
         batch_size: int = 32,
         tokenizer: Any = None,
         activation_fn: Activation | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
     ) -> Any:
         """Scores of pairs of texts, in their order, as Sentence Transformers' `CrossEncoder` gives them.
 
@@ -54,14 +58,19 @@ class ORTModelForSequenceClassification(_TextEncoder):
             pairs: `[(query, document), ...]`.
             batch_size: Pairs a call; those of like length share one.
             tokenizer: The artifact's own when `None`.
-            activation_fn: What turns outputs into scores. When `None`, what the model's config says, else a sigmoid for one output.
+            activation_fn: What turns outputs into scores. When `None`, what the model's files say, else a sigmoid for one output.
+            prompt_name: One of the prompts that the model's files name; their default one when `None`.
+            prompt: What is put before each query, in place of it.
 
         Returns:
             `(len(pairs),)` float32 of a model with one output, else `(len(pairs), num_labels)`, as NumPy.
         """
         single = len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
         given: Any = [pairs] if single else pairs
-        found = scores(self, given, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn).numpy()
+        found = scores(
+            self, given, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn, prompt_name=prompt_name,
+            prompt=prompt,
+        ).numpy()  # fmt: skip
         return found[0] if single else found
 
     def rank(
@@ -74,6 +83,8 @@ class ORTModelForSequenceClassification(_TextEncoder):
         batch_size: int = 32,
         tokenizer: Any = None,
         activation_fn: Activation | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
     ) -> list[dict[str, Any]]:
         """Documents by how well they answer a query, the best first: `[{"corpus_id": 2, "score": 0.98}, ...]`.
 
@@ -82,7 +93,7 @@ class ORTModelForSequenceClassification(_TextEncoder):
             documents: Texts; `corpus_id` is a place in them.
             top_k: How many of them; all when `None`.
             return_documents: Whether each has its `text`, too.
-            batch_size, tokenizer, activation_fn: See `predict`.
+            batch_size, tokenizer, activation_fn, prompt_name, prompt: See `predict`.
 
         Raises:
             TaskError: The model has more outputs than one.
@@ -95,7 +106,10 @@ class ORTModelForSequenceClassification(_TextEncoder):
         if isinstance(documents, str):
             raise InputError("rank takes a list of documents.", fix="pass a list of texts.")
         pairs = [(query, text) for text in documents]
-        found = scores(self, pairs, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn).tolist()
+        found = scores(
+            self, pairs, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn, prompt_name=prompt_name,
+            prompt=prompt,
+        ).tolist()  # fmt: skip
         # The first of equals comes first.
         order = sorted(range(len(found)), key=lambda i: -found[i])[:top_k]
         texts = [{"text": documents[i]} if return_documents else {} for i in order]
@@ -137,11 +151,41 @@ class ORTModelForFeatureExtraction(ORTModel):
                 f"The graph in {self.artifact.path} returns {', '.join(names)}, and no hidden states.",
                 fix="use the class that the model was exported for.",
             )
-        if "sentence_embedding" in names:
+        self._roles = embedding_roles(self._session.inputs, self._session.outputs)
+        returned = {self._roles.get(name, name) for name in names}
+        pools = self.artifact.task == "sentence-similarity" and "last_hidden_state" in returned
+        self._pools = pools and "sentence_embedding" not in returned
+        self._after = self._named_and_pooled if self._roles or self._pools else None
+        self._vectors: SentenceVectors | None = None
+        if self._pools or "sentence_embedding" in returned:
             return SentenceEmbeddingOutput
         if "pooler_output" in names:
             return modeling_outputs.BaseModelOutputWithPooling
         return modeling_outputs.BaseModelOutput
+
+    @property
+    def sentence_vectors(self) -> SentenceVectors:
+        """What makes sentence embeddings of the outputs, as the files next to the graph say.
+
+        Raises:
+            TaskError: The model is none that embeds sentences.
+            ConfigError, IntegrityError: Of those files.
+        """
+        if self._vectors is None:
+            recorded = recorded_export(self.artifact)
+            settings = sentence_settings(self.artifact.path)
+            self._vectors = SentenceVectors(settings, pooling=recorded.pooling, normalize=recorded.normalize)
+        return self._vectors
+
+    def _named_and_pooled(self, values: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs by transformers' names, with the sentence embedding that the graph leaves out."""
+        values = {self._roles.get(name, name): value for name, value in values.items()}
+        if not self._pools:
+            return values
+        hidden = values["last_hidden_state"]
+        mask = inputs.get("attention_mask")
+        mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
+        return {**values, "sentence_embedding": self.sentence_vectors.pool(hidden, mask)}
 
     def encode(
         self,
@@ -151,11 +195,14 @@ class ORTModelForFeatureExtraction(ORTModel):
         tokenizer: Any = None,
         convert_to_numpy: bool = True,
         normalize_embeddings: bool = False,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
     ) -> Any:
         """Embeddings of texts, in their order.
 
-        Texts of like length share a batch. Without pooling in the graph, hidden states are averaged over the tokens. What
-        a sentence-transformers folder says about its texts (longest length, lower case, default prompt) is followed.
+        Texts of like length share a batch. What the files of sentence-transformers next to the graph say is followed: longest
+        length, lower case, prompts, `truncate_dim`, and pooling where the graph has none. Without such files, hidden states are
+        averaged over the tokens.
 
         Args:
             texts: One text or many.
@@ -163,9 +210,16 @@ class ORTModelForFeatureExtraction(ORTModel):
             tokenizer: The artifact's own when `None`.
             convert_to_numpy: NumPy (default) or `torch`.
             normalize_embeddings: Scale each to length 1, so that products are cosines.
+            prompt_name: One of the prompts that the model's files name; their default one when `None`.
+            prompt: What is put before each text, in place of it.
 
         Returns:
-            `(len(texts), hidden)` float32; `(hidden,)` for one text.
+            `(len(texts), size)` float32; `(size,)` for one text.
+
+        Raises:
+            InputError: They are no texts.
+            TaskError: The model is none that embeds sentences, such as a cross-encoder.
+            ConfigError: An unknown prompt, or a setting in the files next to the graph that accel does not follow.
         """
         single = isinstance(texts, str)
         items = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
@@ -174,11 +228,14 @@ class ORTModelForFeatureExtraction(ORTModel):
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
         embedder = Embedder(self, tokenizer)
+        before = prompt if prompt is not None else embedder.settings.prompt(prompt_name)
         order = sorted(range(len(items)), key=lambda i: len(items[i]))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(items)
         for start in range(0, len(order), batch_size):
             part = order[start : start + batch_size]
-            for i, row in zip(part, embedder.embed(embedder.rows([items[i] for i in part])), strict=True):
+            for i, row in zip(
+                part, embedder.embed(embedder.rows([items[i] for i in part], prompt=before)), strict=True
+            ):
                 rows[i] = row
         embeddings = torch.stack(rows) if rows else torch.empty(0, 0)
         if normalize_embeddings:

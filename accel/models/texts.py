@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..artifact.reading import read_json
+from ..artifact.sentence_settings import SentenceSettings, sentence_settings
+from ..capture.sentence_embeddings import SentenceLayers, sentence_layers
 from ..data.batches import longest
-from ..errors import InputError
+from ..errors import InputError, TaskError
 from .companions import kept_companion_of
 
 TokenRow = Mapping[str, Sequence[int]]
 """Token ids, mask and so on of one text."""
+COUNTED = "counted"
+"""The mask of the tokens that are pooled, in rows of a model that leaves its prompt out."""
 
 
 class TextRows:
@@ -74,11 +76,112 @@ class TextRows:
         return feeds
 
 
-class Embedder(TextRows):
+class SentenceRows(TextRows):
+    """Makes rows of texts as sentence-transformers' files next to a model say: prompts, lower case, longest length.
+
+    Args:
+        tokenizer: Of the model.
+        settings: What the files say.
+        max_length: Tokens that the model reads at most; `None` where it does not say it.
+    """
+
+    def __init__(self, tokenizer: Any, settings: SentenceSettings, max_length: int | None) -> None:
+        own = tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None
+        limits = [max_length, own, settings.max_length]
+        super().__init__(tokenizer, min((n for n in limits if n), default=None))
+        self.settings = settings
+
+    def rows(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, prompt: str | None = None
+    ) -> list[TokenRow]:
+        """One row a text.
+
+        Where the tokens of the prompt are not pooled, each row also has `counted`, a mask of the tokens that are.
+
+        Args:
+            texts: The texts.
+            pairs: Second texts.
+            prompt: What is put before each of them; the default prompt when `None`.
+
+        Raises:
+            InputError: They are no texts.
+        """
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError("Only texts can be embedded.", fix="pass a string or a list of strings.")
+        before = self.settings.prompt() if prompt is None else prompt
+        rows = super().rows([self._cased(before + text) for text in texts], pairs)
+        if self.settings.include_prompt:
+            return rows
+        length = prompt_length(self.tokenizer, self._cased(before))
+        return [{**row, COUNTED: [int(i >= length) for i in range(len(row["input_ids"]))]} for row in rows]
+
+    def _cased(self, text: str) -> str:
+        return text.lower() if self.settings.lower else text
+
+
+def prompt_length(tokenizer: Any, prompt: str) -> int:
+    """Tokens that a prompt takes before a text: without the special token that ends it."""
+    if not prompt:
+        return 0
+    ids = tokenizer(prompt)["input_ids"]
+    return len(ids) - (ids[-1] in tokenizer.all_special_ids)
+
+
+class SentenceVectors:
+    """Makes sentence embeddings of what a model returned, in float32.
+
+    Args:
+        settings: What sentence-transformers' files next to the model say.
+        pooling: What was put into the graph in place of the folder's own pooling.
+        normalize: Likewise.
+    """
+
+    def __init__(
+        self, settings: SentenceSettings, *, pooling: str | None = None, normalize: bool | None = None
+    ) -> None:
+        if settings.kind not in ("", "embedder"):
+            settings.check_embeds()
+        self.settings = settings
+        self._pooling, self._normalize = pooling, normalize
+        self._layers: SentenceLayers | None = None
+
+    def __call__(self, output: Any, mask: torch.Tensor | None, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `(batch, size)` float32.
+
+        Args:
+            output: `sentence_embedding`, or `last_hidden_state` to pool.
+            mask: The attention mask, `(batch, sequence)`.
+            counted: The tokens that are pooled, where these are others.
+        """
+        if "sentence_embedding" in output and (counted is None or mask is None or bool((counted == mask).all())):
+            vectors: torch.Tensor = output["sentence_embedding"].float()
+        elif "last_hidden_state" in output:
+            hidden: torch.Tensor = output["last_hidden_state"]
+            mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
+            vectors = self.pool(hidden, mask, counted)
+        else:
+            raise TaskError(
+                f"The model in {self.settings.folder} returns {', '.join(output)}: no sentence embeddings, and no hidden states to pool.",
+                fix="export it with task='sentence-similarity'.",
+            )
+        return vectors[:, : self.settings.truncate_dim]
+
+    def pool(self, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool `hidden: (batch, sequence, hidden)`, not truncated; see `SentenceLayers.forward`."""
+        if self._layers is None:
+            self._layers = sentence_layers(self.settings, pooling=self._pooling, normalize=self._normalize)
+        layers = self._layers.to(hidden.device)
+        counted = counted.to(hidden.device) if counted is not None else None
+        with torch.inference_mode():
+            found: torch.Tensor = layers(hidden, mask.to(hidden.device), counted)
+        return found
+
+
+class Embedder(SentenceRows):
     """Embeddings of texts by a model of hidden states or sentence embeddings.
 
-    What a sentence-transformers folder says about its texts (longest length, lower case, default prompt) is followed. Without
-    pooling in the graph, hidden states are averaged over the tokens.
+    Without pooling in the graph, hidden states are pooled as sentence-transformers' files next to it say, and averaged over the
+    tokens where there are none.
 
     Args:
         model: An `ORTModelForFeatureExtraction`.
@@ -86,35 +189,16 @@ class Embedder(TextRows):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        folder: Path = model.artifact.path
-        tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
         self.model = model
-        self._settings, self._prompt = sentence_settings(folder)
-        own = tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None
-        limits = [model.artifact.components[0].max_sizes.get("sequence"), own, self._settings.get("max_seq_length")]
-        super().__init__(tokenizer, min((n for n in limits if n), default=None))
-
-    def rows(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[TokenRow]:
-        """One row a text.
-
-        Raises:
-            InputError: They are no texts.
-        """
-        if not all(isinstance(text, str) for text in texts):
-            raise InputError("Only texts can be embedded.", fix="pass a string or a list of strings.")
-        texts = [self._prompt + text for text in texts]
-        return super().rows([text.lower() for text in texts] if self._settings.get("do_lower_case") else texts, pairs)
+        self._vectors: SentenceVectors = model.sentence_vectors
+        tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
+        super().__init__(tokenizer, self._vectors.settings, model.artifact.components[0].max_sizes.get("sequence"))
 
     def embed(self, rows: Sequence[TokenRow]) -> torch.Tensor:
-        """Embeddings of rows: `(rows, hidden)`."""
+        """Embeddings of rows: `(rows, size)` float32."""
         inputs = self.batch(rows)
-        output = self.model(**inputs)
-        if "sentence_embedding" in output:
-            pooled: torch.Tensor = output.sentence_embedding
-            return pooled
-        hidden: torch.Tensor = output.last_hidden_state
-        mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.device, hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+        counted = inputs.pop(COUNTED, None)
+        return self._vectors(self.model(**inputs), inputs.get("attention_mask"), counted)
 
 
 class PairScorer(TextRows):
@@ -128,22 +212,22 @@ class PairScorer(TextRows):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
         self.model = model
+        self.settings = sentence_settings(model.artifact.path)
         limit = model.artifact.components[0].max_sizes.get("sequence")
-        super().__init__(tokenizer, longest(limit, tokenizer, None))
+        super().__init__(tokenizer, longest(limit, tokenizer, self.settings.max_length))
+
+    def rows(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, prompt: str | None = None
+    ) -> list[TokenRow]:
+        """One row a pair, the prompt before its first text; the default prompt when `None`."""
+        before = self.settings.prompt() if prompt is None else prompt
+        firsts, seconds = [before + text for text in texts], pairs
+        if self.settings.lower:
+            firsts = [text.lower() for text in firsts]
+            seconds = [text.lower() for text in pairs] if pairs is not None else None
+        return super().rows(firsts, seconds)
 
     def logits(self, rows: Sequence[TokenRow]) -> torch.Tensor:
         """Outputs of rows: `(rows, num_labels)` float32 on the CPU."""
         found: torch.Tensor = self.model(**self.batch(rows)).logits.float().cpu()
         return found
-
-
-def sentence_settings(folder: Path) -> tuple[Mapping[str, Any], str]:
-    """What sentence-transformers' files in a folder say about texts, and the prompt before each of them."""
-
-    def settings(name: str) -> dict[str, Any]:
-        path = folder / name
-        return read_json(path) if path.is_file() else {}
-
-    general = settings("config_sentence_transformers.json")
-    prompt = (general.get("prompts") or {}).get(general.get("default_prompt_name"), "")
-    return settings("sentence_bert_config.json"), prompt

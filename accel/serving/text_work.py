@@ -31,7 +31,7 @@ class Embedding:
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """See `Work`."""
         # NumPy's rows: handing out those of a tensor takes longer than computing a small model's last layer.
-        return list(self._embedder.embed([row.inputs for row in rows]).float().cpu().numpy())
+        return list(self._embedder.embed([row.inputs for row in rows]).cpu().numpy())
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
         """See `Work`."""
@@ -47,7 +47,7 @@ class Ranking:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._scorer = PairScorer(model, tokenizer)
         self._pads = self._scorer.pads and can_pad(model)
-        self._activation = activation_of(model.config)
+        self._activation = activation_of(model)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
         """See `Work`; the inputs are a query and its documents."""

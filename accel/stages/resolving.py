@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.sentence_settings import sentence_kind
 from ..artifact.writing import checkpoint_weights
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
@@ -153,7 +154,8 @@ def resolve(
                 return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
-            artifact = adopt(folder, file_name=file_name, task=task or default_task, hub=hub, variant=variant)
+            meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
+            artifact = adopt(folder, file_name=file_name, task=meant, hub=hub, variant=variant)
             return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
     if export is False:
         raise ArtifactNotFoundError(
@@ -236,10 +238,15 @@ def _task_of_weights(folder: Path, task: str | None, default: str | None, *, ada
     if task is not None:
         return fitting_task(task, read_config(folder))
     if default is not None:
-        # A class that embeds takes the pooling of a sentence-transformers folder.
-        spec = task_spec(default)
-        return infer_task({}, folder) if spec.embeds and (folder / "modules.json").is_file() else spec.name
+        return _task_of_class(folder, default)
     return infer_adapter_task(folder) if adapter else infer_task(read_config(folder), folder)
+
+
+def _task_of_class(folder: Path, default: str) -> str:
+    """The task of a folder for a class that does the task `default`: a class that embeds takes the pooling of a sentence embedder."""
+    spec = task_spec(default)
+    place = folder if (folder / "config.json").is_file() else folder.parent
+    return infer_task({}, place) if spec.embeds and sentence_kind(place) == "embedder" else spec.name
 
 
 def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.reading import read_json
+from ..artifact.sentence_settings import sentence_kind
 from ..errors import IntegrityError, PluginError, TaskError, did_you_mean
 from . import audio, generation, image, text, video
 from .spec import TaskSpec, load
 
 _ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
+_SENTENCE_TASKS: Mapping[str, str] = {"embedder": "sentence-similarity", "cross-encoder": "text-ranking"}
+"""The task of a kind of models of sentence-transformers."""
 _BY_NAME_ALONE = (len("ForConditionalGeneration"), "text2text-generation")
 ENTRY_POINT_GROUP = "accel.tasks"
 
@@ -114,8 +117,13 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     Raises:
         TaskError: The config names no architecture, or one without a task here.
     """
-    if folder is not None and (folder / "modules.json").is_file():
-        return "sentence-similarity"
+    if folder is not None and (kind := sentence_kind(folder)):
+        if kind not in _SENTENCE_TASKS:
+            raise TaskError(
+                f"{folder} holds a {kind} of sentence-transformers, which accel does not run yet.",
+                fix="use sentence-transformers for it, or pass task='feature-extraction' (or 'fill-mask') for the model's own outputs.",
+            )
+        return _SENTENCE_TASKS[kind]
     architectures = config.get("architectures") or []
     if not architectures:
         raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")

@@ -131,6 +131,7 @@ def quantize(
             config=model.config,
             processor=load_processor(artifact.path, artifact.task),
             limit=positions(artifact),
+            folder=artifact.path,
         )  # fmt: skip
         reference = prepared.measure(model, "measuring the float artifact")
     finally:

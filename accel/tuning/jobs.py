@@ -180,6 +180,7 @@ def accuracy(variant: Variant, data: EvaluationData, reference: Scored | None) -
             config=model.config,
             processor=load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code),
             limit=positions(resolved.artifact),
+            folder=resolved.artifact.path,
         )
         scored = prepared.measure(model)
     finally:

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...artifact.manifest import Artifact
+from ...artifact.sentence_settings import embedding_roles, sentence_settings
+from ...capture.sentence_embeddings import Normalize, sentence_layers
 from ...errors import ConfigError, TaskError
-from ...models.ranking import activation_name
-from ...models.texts import sentence_settings
+from ...models.ranking import activation_path
+from ...models.texts import prompt_length
+from ...stages.resolving import recorded_export
 
 TEXT = "string"
 
@@ -116,23 +119,61 @@ def _ranking(facts: Facts) -> dict[str, Any]:
             f"A model that ranks has one output, and this one has {facts.config.num_labels}.",
             fix="deploy it for text-classification.",
         )
-    return {"function": {"Sigmoid": "sigmoid", "Identity": "none"}[activation_name(facts.config)]}
+    settings = sentence_settings(facts.artifact.path)
+    path = activation_path(facts.config, settings)
+    function = _FUNCTIONS.get(path.rpartition(".")[2])
+    if function is None:
+        raise TaskError(
+            f"The model makes scores by {path}, which the front model does not compute.",
+            fix="deploy it with layout='graph', and apply it outside.",
+        )
+    return {"function": function, "prompt": settings.prompt(), "lower": settings.lower}
+
+
+_FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 
 def _embedding(facts: Facts) -> dict[str, Any]:
-    texts, prompt = sentence_settings(facts.artifact.path)
-    pooled = any(spec.name == "sentence_embedding" for spec in facts.artifact.component().outputs)
+    settings = sentence_settings(facts.artifact.path)
+    component = facts.artifact.component()
+    roles = embedding_roles(component.inputs, component.outputs)
+    names = {roles.get(spec.name, spec.name): spec.name for spec in component.outputs}
+    prompt = settings.prompt()
+    text = prompt.lower() if settings.lower else prompt
+    excluded = 0 if settings.include_prompt else prompt_length(facts.tokenizer, text)
+    made = {"prompt": prompt, "lower": settings.lower, "size": settings.truncate_dim}
+    if "sentence_embedding" in names and not excluded:
+        return {**made, "output": names["sentence_embedding"], "pooled": True}
+    if "last_hidden_state" not in names:
+        raise TaskError(
+            f"The graph of {facts.artifact.path} returns {', '.join(names)}: no sentence embeddings, and no hidden states to pool.",
+            fix="export it with task='sentence-similarity'.",
+        )
+    recorded = recorded_export(facts.artifact)
+    layers = sentence_layers(settings, pooling=recorded.pooling, normalize=recorded.normalize)
+    others = [type(layer).__name__ for layer in layers.after if not isinstance(layer, Normalize)]
+    if others:
+        raise TaskError(
+            f"The modules {', '.join(others)} of {facts.artifact.path} are not in its graph, and the front model does not compute them.",
+            fix="export the model's weights by accel, which puts them into the graph: `accel export MODEL OUT`.",
+        )
     return {
-        "output": "sentence_embedding" if pooled else "last_hidden_state",
-        "pooled": pooled,
-        "prompt": prompt,
-        "lower": bool(texts.get("do_lower_case")),
+        **made,
+        "output": names["last_hidden_state"],
+        "pooled": False,
+        "modes": list(layers.pooling.modes),
+        "excluded": excluded,
+        "normalize": len(layers.after) > 0,
     }
 
 
 def _hidden_size(facts: Facts) -> int:
-    size = facts.sizes(_embedding(facts)["output"])[-1]
-    return size if isinstance(size, int) else -1
+    settings = _embedding(facts)
+    size = facts.sizes(settings["output"])[-1]
+    if not isinstance(size, int):
+        return settings["size"] or -1
+    size *= len(settings.get("modes", "1"))
+    return min(size, settings["size"] or size)
 
 
 def _windows(facts: Facts) -> dict[str, Any]:
@@ -194,7 +235,7 @@ EMBEDDINGS = TextService(
     outputs=lambda facts: (Tensor(name="EMBEDDING", dtype="float32", dims=(_hidden_size(facts),)),),
     reads=lambda facts: (_embedding(facts)["output"],),
     options=_embedding,
-    limit=lambda facts: sentence_settings(facts.artifact.path)[0].get("max_seq_length"),
+    limit=lambda facts: sentence_settings(facts.artifact.path).max_length,
     sample={"TEXT": ["The card has not arrived."]},
     one_row=True,
 )
@@ -206,6 +247,7 @@ RANKING = TextService(
         Tensor(name="RANKING", dtype="int64", dims=(-1,)),
     ),
     options=_ranking,
+    limit=lambda facts: sentence_settings(facts.artifact.path).max_length,
     sample={"QUERY": ["Where is my card?"], "DOCUMENTS": ["It was sent on Monday.", "The fee is low."]},
 )
 GENERATION = TextService(

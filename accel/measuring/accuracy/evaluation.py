@@ -117,7 +117,14 @@ class EvaluationSet:
     """
 
     def __init__(
-        self, given: EvaluationData, *, task: str, config: Any, processor: Any, limit: int | None = None
+        self,
+        given: EvaluationData,
+        *,
+        task: str,
+        config: Any,
+        processor: Any,
+        limit: int | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Read, map, label and tokenize.
 
@@ -127,6 +134,7 @@ class EvaluationSet:
             config: Their transformers config, for labels.
             processor: Their tokenizer or image processor.
             limit: The models' positions.
+            folder: Holds the files that say how texts are read and outputs compared, where there is one.
         """
         if given.batch_size < 1:
             raise ConfigError(f"batch_size is {given.batch_size}.", fix="use at least 1.")
@@ -149,6 +157,7 @@ class EvaluationSet:
             max_length=given.max_length,
             limit=limit,
             batch_size=given.batch_size,
+            folder=folder,
         )
 
     def measure(self, model: Model, what: str = "evaluating") -> Scored:
@@ -255,6 +264,7 @@ def evaluate(
             config=opened.config,
             processor=processor or _processor(opened, resolved.task, trust_remote_code),
             limit=positions(opened.artifact) if isinstance(opened, ORTModel) else None,
+            folder=_folder(opened),
         )
         other, name = _other(against, resolved)
         scored = prepared.measure(opened)
@@ -311,12 +321,18 @@ def _compute_dtype(model: Model) -> str:
 
 
 def _processor(model: Model, task: str, trust_remote_code: bool) -> Any:
-    if isinstance(model, ORTModel):
-        return load_processor(model.artifact.path, task, trust_remote_code=trust_remote_code)
-    name = getattr(model.config, "_name_or_path", "")
-    if not name or not Path(name).is_dir():
+    folder = _folder(model)
+    if folder is None:
         raise ConfigError("A PyTorch model comes without its tokenizer or processor.", fix="pass processor=...")
-    return load_processor(Path(name), task, trust_remote_code=trust_remote_code)
+    return load_processor(folder, task, trust_remote_code=trust_remote_code)
+
+
+def _folder(model: Model) -> Path | None:
+    """The folder of a model's files: the artifact's, or the one that a PyTorch model was loaded from."""
+    if isinstance(model, ORTModel):
+        return model.artifact.path
+    name = getattr(model.config, "_name_or_path", "")
+    return Path(name) if name and Path(name).is_dir() else None
 
 
 def _other(against: Any, resolved: Resolved) -> tuple[Model | None, str]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import abc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ... import capture, progress
+from ...artifact.sentence_settings import SentenceSettings, sentence_settings
 from ...chatter import quiet
 from ...data.batches import Encoded, encode, for_graph, from_tokenizer, longest
 from ...data.labels import IGNORED, label_ids, numbers, texts
@@ -22,6 +25,7 @@ from ...data.rows import Rows
 from ...errors import ConfigError, InputError, TaskError
 from ...models.base import ORTModel
 from ...models.pipelines.opening import pipeline
+from ...models.texts import COUNTED, SentenceRows, SentenceVectors
 from ...tasks.infer import all_tasks, task_spec
 from ...tasks.spec import load
 from .metrics import TokenScores
@@ -45,6 +49,7 @@ class Predictor(abc.ABC):
         max_length: Tokens that longer rows are cut to; the model's limit when `None`.
         limit: The models' positions.
         batch_size: Rows a call.
+        folder: Holds their files, where there is one.
 
     Attributes:
         kind: What predictions are; the metrics of `metrics.OFFERED` that fit.
@@ -66,8 +71,10 @@ class Predictor(abc.ABC):
         max_length: int | None,
         limit: int | None,
         batch_size: int,
+        folder: Path | None = None,
     ) -> None:
         self.rows = rows
+        self.settings = sentence_settings(folder) if folder is not None else SentenceSettings(folder=Path())
         self.task = task
         self.config = config
         self.processor = processor
@@ -256,7 +263,7 @@ class Cosines(Predictor):
                 rows[i] = row
         embeddings = torch.stack(rows)
         first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
-        found: list[float] = torch.nn.functional.cosine_similarity(first, second).tolist()
+        found: list[float] = _SIMILARITY[self.settings.similarity](first, second).tolist()
         return found
 
     def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
@@ -268,31 +275,43 @@ class Cosines(Predictor):
         return None
 
 
+_SIMILARITY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cosine": torch.nn.functional.cosine_similarity,
+    "dot": lambda first, second: (first * second).sum(-1),
+    "euclidean": lambda first, second: -(first - second).norm(dim=-1),
+    "manhattan": lambda first, second: -(first - second).abs().sum(-1),
+}
+"""By sentence-transformers' words; the more alike, the larger."""
+
+
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().cpu()
 
 
 class Similarities(Cosines):
-    """The cosine of the embeddings of a row's two texts."""
+    """How alike the embeddings of a row's two texts are: their cosine, or what the model's own files name."""
 
     kind = "similarities"
 
     def _references(self) -> list[Any]:
         return numbers(self.rows, "score")
 
+    def _longest(self, limit: int | None, asked: int | None) -> int | None:
+        found = super()._longest(limit, asked)
+        own = self.settings.max_length
+        return found if own is None or (found is not None and found < own) else own
+
     def _encode(self) -> Encoded:
         both = texts(self.rows, "text") + texts(self.rows, "text_pair")
+        self._vectors = SentenceVectors(self.settings)
+        reader = SentenceRows(self.processor, self.settings, self.max_length)
         with quiet():
-            found = self.processor(both, truncation=self.max_length is not None, max_length=self.max_length)
-        return from_tokenizer(found, self.processor)
+            rows = reader.rows(both)
+        tokens = {name: [row[name] for row in rows] for name in rows[0]}
+        return replace(from_tokenizer({}, self.processor), tokens=tokens)
 
     def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
-        if "sentence_embedding" in output:
-            return _on_host(output["sentence_embedding"])
-        hidden = _on_host(output["last_hidden_state"])
-        mask = feeds["attention_mask"].unsqueeze(-1).float()
-        found: torch.Tensor = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-        return found
+        return self._vectors(output, feeds.get("attention_mask"), feeds.get(COUNTED)).cpu()
 
 
 class NextTokens(Predictor):

@@ -28,7 +28,7 @@ class Rankings(Predictor):
 
     def _encode(self) -> Encoded:
         with quiet():
-            return encode_queries(self.rows, self.processor, self.max_length)
+            return encode_queries(self.rows, self.processor, self.max_length, prompt=self.settings.prompt())
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Scores, one list a row."""

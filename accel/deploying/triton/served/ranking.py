@@ -15,7 +15,7 @@ class Service:
     """`QUERY` and `DOCUMENTS` to `SCORES`, and `RANKING`: places of the documents, the best first.
 
     Args:
-        settings: `function`: `sigmoid` or `none`.
+        settings: `function`: `sigmoid` or `none`; the `prompt` before each query; and whether texts are made `lower` case.
         tokens: Reads the texts.
     """
 
@@ -23,6 +23,8 @@ class Service:
 
     def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
         self._function: str = settings["function"]
+        self._prompt: str = settings["prompt"]
+        self._lower: bool = settings["lower"]
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[Row]]:
@@ -30,7 +32,10 @@ class Service:
         documents = texts["DOCUMENTS"]
         if not documents:
             raise Refused("there are no documents")
-        encodings = [self._tokens.encode(texts["QUERY"][0], text, cut="longest_first")[0] for text in documents]
+        pairs = [(self._prompt + texts["QUERY"][0], text) for text in documents]
+        if self._lower:
+            pairs = [(query.lower(), text.lower()) for query, text in pairs]
+        encodings = [self._tokens.encode(query, text, cut="longest_first")[0] for query, text in pairs]
         return None, [self._tokens.row(encoding) for encoding in encodings]
 
     def write(self, memory: None, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:

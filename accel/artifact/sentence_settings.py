@@ -1,0 +1,397 @@
+"""Settings that sentence-transformers writes next to a model: how texts become vectors or scores.
+
+`FIELDS` lists the files and fields that versions 2 to 6 write. A field that is not in the table, or has a value that nothing
+here follows, is an error: the model would answer differently from the library that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError, IntegrityError, TaskError, did_you_mean
+from .reading import read_json, read_json_list
+from .tensors import TensorSpec
+
+MODULES = "modules.json"
+GENERAL = "config_sentence_transformers.json"
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+Kind = Literal["", "embedder", "cross-encoder", "sparse encoder", "multi-vector encoder"]
+_KINDS: Mapping[str, Kind] = {
+    "SentenceTransformer": "embedder",
+    "CrossEncoder": "cross-encoder",
+    "SparseEncoder": "sparse encoder",
+    "MultiVectorEncoder": "multi-vector encoder",
+    # PyLate's word.
+    "ColBERT": "multi-vector encoder",
+}
+_SPARSE = ("SpladePooling", "SparseAutoEncoder", "CSRSparsity", "SparseStaticEmbedding", "IDF", "MLMTransformer")
+_MULTI_VECTOR = ("MultiVectorMask", "TokenPooling")
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Versions before 5.5, in the order in which several poolings are joined."""
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+
+READ, HARMLESS = "read", "harmless"
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+_ON_VECTORS = (None, "sentence_embedding")
+
+FIELDS: Mapping[str, Mapping[str, str | tuple[Any, ...]]] = {
+    GENERAL: {
+        "__version__": HARMLESS,
+        "model_type": READ,
+        "prompts": READ,
+        "default_prompt_name": READ,
+        "similarity_fn_name": READ,
+        "truncate_dim": READ,
+        "activation_fn": READ,
+        "keep_in_fp32_modules": _EMPTY,
+        "max_active_dims": (None,),
+    },
+    "Transformer": {
+        "max_seq_length": READ,
+        "do_lower_case": READ,
+        "transformer_task": READ,
+        "modality_config": READ,
+        "module_output_name": (None, "token_embeddings", "scores"),
+        # The same numbers, computed without padding.
+        "unpad_inputs": HARMLESS,
+        "processing_kwargs": _EMPTY,
+        "query_length": (None,),
+        "document_length": (None,),
+        "query_expansion": (None,),
+        "tokenizer_name_or_path": (None,),
+        **dict.fromkeys(("model_args", "model_kwargs", "config_args", "config_kwargs"), READ),
+        **dict.fromkeys(("tokenizer_args", "tokenizer_kwargs", "processor_kwargs"), READ),
+    },
+    "Pooling": {
+        "word_embedding_dimension": HARMLESS,
+        "embedding_dimension": HARMLESS,
+        "pooling_mode": READ,
+        **dict.fromkeys(_FLAGS, READ),
+        "include_prompt": READ,
+    },
+    "Dense": {
+        "in_features": HARMLESS,
+        "out_features": HARMLESS,
+        "bias": HARMLESS,
+        "activation_function": READ,
+        "module_input_name": _ON_VECTORS,
+        "module_output_name": _ON_VECTORS,
+        "use_residual": (None, False),
+    },
+    "LayerNorm": {"dimension": HARMLESS},
+    "Normalize": {"module_input_name": _ON_VECTORS, "module_output_name": _ON_VECTORS},
+    "Dropout": {"dropout": HARMLESS},
+}
+"""By file, and by module for the modules' own files: each field is read, harmless, or refused unless it has one of these values."""
+
+_DENSE_ACTIVATION = "torch.nn.Tanh"
+# How weights and tokenizer files are found and computed with, which `accel` decides itself.
+_LOADING = (
+    "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only", "low_cpu_mem_usage", "revision", "token",
+    "torch_dtype", "trust_remote_code", "use_fast", "use_safetensors",
+)  # fmt: skip
+_ON_TEXT = {
+    "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
+    "sequence-classification": {"method": "forward", "method_output_name": "logits"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A module after the transformer.
+
+    Attributes:
+        kind: `Pooling`, `Dense`, `LayerNorm` or `Normalize`.
+        folder: Holds its config and its weights.
+        modes: Of `Pooling`: what is computed over the tokens, joined in this order.
+        include_prompt: Of `Pooling`: whether the tokens of the prompt count.
+        activation: Of `Dense`: the path of a class of `torch.nn`.
+    """
+
+    kind: str
+    folder: Path
+    modes: tuple[str, ...] = ()
+    include_prompt: bool = True
+    activation: str = _DENSE_ACTIVATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentenceSettings:
+    """What the files of a folder say; the defaults are those of a folder without such files.
+
+    Attributes:
+        folder: The folder.
+        kind: The kind of model; empty without files of sentence-transformers.
+        prompts: By name, what is put before a text (for pairs: before the first text).
+        default_prompt: The name of the prompt that is used where the caller names none.
+        truncate_dim: How many numbers of a vector are kept.
+        similarity: How two vectors are compared.
+        activation: The path of the class that turns a cross-encoder's outputs into scores.
+        max_length: Tokens of a text at most.
+        lower: Whether texts are made lower case.
+        layers: The modules after the transformer, in their order.
+        refusal: Why vectors of this model cannot be computed; empty where they can.
+    """
+
+    folder: Path
+    kind: Kind = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    truncate_dim: int | None = None
+    similarity: str = "cosine"
+    activation: str | None = None
+    max_length: int | None = None
+    lower: bool = False
+    layers: tuple[Layer, ...] = ()
+    refusal: str = ""
+
+    @property
+    def include_prompt(self) -> bool:
+        """Whether the tokens of the prompt are pooled."""
+        return all(layer.include_prompt for layer in self.layers)
+
+    def prompt(self, name: str | None = None) -> str:
+        """The prompt of a name, or the default one.
+
+        Raises:
+            ConfigError: The model has no prompt of that name.
+        """
+        chosen = name if name is not None else self.default_prompt
+        if chosen is None:
+            return ""
+        if chosen not in self.prompts:
+            raise ConfigError(
+                f"{self.folder} has no prompt {chosen!r}.{did_you_mean(chosen, self.prompts)}",
+                fix=f"use one of {sorted(self.prompts)}." if self.prompts else "leave the prompt's name out.",
+            )
+        return self.prompts[chosen]
+
+    def check_embeds(self) -> None:
+        """Refuse a model whose vectors cannot be computed.
+
+        Raises:
+            TaskError: It is of another kind, or has modules that are not supported.
+        """
+        if self.refusal:
+            raise TaskError(
+                f"{self.folder} has no sentence embeddings that accel computes: {self.refusal}.",
+                fix="use sentence-transformers for this model, or export it with task='feature-extraction' for its hidden states alone.",
+            )
+
+
+def sentence_kind(folder: Path) -> Kind:
+    """The kind of a model, by `modules.json` and `config_sentence_transformers.json`; empty without both.
+
+    Raises:
+        IntegrityError: A file is damaged, or names a kind that does not exist.
+    """
+    if not (folder / MODULES).is_file():
+        return ""
+    word = _json(folder / GENERAL).get("model_type")
+    if word is not None:
+        if word not in _KINDS:
+            raise IntegrityError(
+                f"{folder / GENERAL} says {word!r} for model_type.", fix=f"use one of {', '.join(_KINDS)}."
+            )
+        return _KINDS[word]
+    # Versions before 5 wrote embedders alone.
+    names = {_class(entry) for entry in _modules(folder)}
+    if names & set(_SPARSE):
+        return "sparse encoder"
+    return "multi-vector encoder" if names & set(_MULTI_VECTOR) else "embedder"
+
+
+def sentence_settings(folder: Path) -> SentenceSettings:
+    """Read the settings of a folder.
+
+    Raises:
+        IntegrityError: A file is damaged.
+        ConfigError: A field that is not known here, or has a value that is not followed.
+    """
+    kind = sentence_kind(folder)
+    general = _json(folder / GENERAL)
+    if kind in ("sparse encoder", "multi-vector encoder"):
+        return SentenceSettings(folder=folder, kind=kind, refusal=f"it is a {kind}")
+    modules = _modules(folder) if kind else []
+    _check(folder / GENERAL, general, FIELDS[GENERAL])
+    first = folder / (modules[0]["path"] if modules and _class(modules[0]) == "Transformer" else "")
+    path = next((one for name in _TRANSFORMER_FILES if (one := first / name).is_file()), None)
+    transformer = _json(path) if path is not None else {}
+    limit = None
+    refusal = "it is a cross-encoder" if kind == "cross-encoder" else ""
+    if path is not None:
+        _check(path, transformer, FIELDS["Transformer"])
+        limit = _number(path, transformer, "max_seq_length")
+        for name in ("tokenizer_args", "tokenizer_kwargs", "processor_kwargs"):
+            limit = _number(path, transformer.get(name) or {}, "model_max_length") or limit
+        _check_transformer(path, transformer, kind)
+    layers: tuple[Layer, ...] = ()
+    if kind == "embedder":
+        layers, refusal = _layers(folder, modules)
+    elif kind == "cross-encoder" and [_class(entry) for entry in modules] != ["Transformer"]:
+        others = ", ".join(_class(entry) for entry in modules[1:]) or _class(modules[0])
+        raise TaskError(
+            f"{folder} is a cross-encoder with the module {others}, which accel does not compute.",
+            fix="use sentence-transformers for this model.",
+        )
+    prompts = general.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise IntegrityError(f"{folder / GENERAL} says {prompts!r:.100} for prompts.", fix="give a text for each name.")
+    settings = SentenceSettings(
+        folder=folder,
+        kind=kind,
+        prompts=prompts,
+        default_prompt=general.get("default_prompt_name"),
+        truncate_dim=_number(folder / GENERAL, general, "truncate_dim"),
+        similarity=general.get("similarity_fn_name") or "cosine",
+        activation=general.get("activation_fn"),
+        max_length=limit,
+        lower=bool(transformer.get("do_lower_case")),
+        layers=layers,
+        refusal=refusal,
+    )
+    if settings.similarity not in SIMILARITIES:
+        raise ConfigError(
+            f"{folder / GENERAL} says {settings.similarity!r} for similarity_fn_name, which accel does not compute.",
+            fix=f"use one of {', '.join(SIMILARITIES)}.",
+        )
+    settings.prompt()
+    return settings
+
+
+def embedding_roles(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Outputs of a text model's graph by transformers' names, where another tool gave them others."""
+    ranks = {spec.name: len(spec.shape) for spec in outputs}
+    if "last_hidden_state" in ranks or all(spec.name != "input_ids" for spec in inputs):
+        return {}
+    # Optimum's word for the hidden states of sentence-transformers.
+    hidden = [name for name in ranks if name == "token_embeddings"] or [
+        name for name, rank in ranks.items() if rank == 3
+    ]
+    if len(hidden) == 1:
+        return {hidden[0]: "last_hidden_state"}
+    vectors = [name for name, rank in ranks.items() if rank == 2 and name != "pooler_output"]
+    return {vectors[0]: "sentence_embedding"} if len(ranks) == len(vectors) == 1 else {}
+
+
+def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Layer, ...], str]:
+    """The modules after the transformer, or why they cannot be computed."""
+    if not modules or _class(modules[0]) != "Transformer":
+        return (), f"its first module is {_class(modules[0])} and not a Transformer" if modules else "it has no modules"
+    layers = []
+    for entry in modules[1:]:
+        name = _class(entry)
+        if name not in ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"):
+            return (), f"its module {name} is not supported"
+        place = folder / entry["path"]
+        config = _json(place / "config.json")
+        _check(place / "config.json", config, FIELDS[name])
+        if name == "Pooling":
+            modes = _modes(place / "config.json", config)
+            layers.append(
+                Layer(kind=name, folder=place, modes=modes, include_prompt=config.get("include_prompt", True) is True)
+            )
+        elif name == "Dense":
+            layers.append(
+                Layer(kind=name, folder=place, activation=config.get("activation_function", _DENSE_ACTIVATION))
+            )
+        elif name != "Dropout":
+            layers.append(Layer(kind=name, folder=place))
+    pooled = [layer.kind for layer in layers[:1]] == ["Pooling"] and all(one.kind != "Pooling" for one in layers[1:])
+    return (tuple(layers), "") if pooled else ((), "its first module after the transformer is not its only Pooling")
+
+
+def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    word = config.get("pooling_mode")
+    if word is None:
+        return tuple(mode for flag, mode in _FLAGS.items() if config.get(flag)) or ("mean",)
+    modes = (word,) if isinstance(word, str) else tuple(word) if isinstance(word, list) else ()
+    if not modes or not set(modes) <= set(POOLING_MODES):
+        raise ConfigError(
+            f"{path} says {word!r} for pooling_mode, which accel does not compute.",
+            fix=f"use one or several of {', '.join(POOLING_MODES)}.",
+        )
+    return modes
+
+
+def _check(path: Path, values: Mapping[str, Any], known: Mapping[str, str | tuple[Any, ...]]) -> None:
+    """Refuse a field that is not in the table, or whose value is none of those that are followed."""
+    for name, value in values.items():
+        use = known.get(name)
+        if use is None or (isinstance(use, tuple) and not any(value == one for one in use)):
+            raise ConfigError(
+                f"{path} says {value!r:.100} for {name}, which accel does not follow: the answers would differ.",
+                fix="use sentence-transformers for this model; or remove the field, if it does not matter.",
+            )
+
+
+def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> None:
+    task = "sequence-classification" if kind == "cross-encoder" else "feature-extraction"
+    written = values.get("transformer_task", task)
+    modalities = values.get("modality_config")
+    if kind and written != task:
+        raise ConfigError(
+            f"{path} says {written!r} for transformer_task; accel computes {kind}s of {task!r}.",
+            fix="use sentence-transformers for this model.",
+        )
+    # A chat template is applied to every text where the model has one (`message`).
+    if modalities is not None and (
+        not isinstance(modalities, dict) or "message" in modalities or modalities.get("text") != _ON_TEXT[task]
+    ):
+        raise ConfigError(
+            f"{path} says {modalities!r:.200} for modality_config; accel reads texts without a chat template, by {_ON_TEXT[task]}.",
+            fix="use sentence-transformers for this model.",
+        )
+    for name in ("model_args", "model_kwargs", "config_args", "config_kwargs"):
+        _check(path, values.get(name) or {}, dict.fromkeys(_LOADING, HARMLESS))
+    for name in ("tokenizer_args", "tokenizer_kwargs", "processor_kwargs"):
+        _check(path, values.get(name) or {}, dict.fromkeys((*_LOADING, "model_max_length"), HARMLESS))
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
+    """The entries of `modules.json`, checked."""
+    path = folder / MODULES
+    entries = read_json_list(path)
+    for entry in entries:
+        kind, place = entry.get("type"), entry.get("path")
+        if not isinstance(kind, str) or not isinstance(place, str) or ".." in Path(place).parts:
+            raise IntegrityError(
+                f"{path} has a module without its type or path: {entry!r:.200}.",
+                fix="copy the file again from where it came, or pass pooling=... for a folder without it.",
+            )
+    return entries
+
+
+def _class(entry: Mapping[str, Any]) -> str:
+    """The name of a module's class; with its package where it is not the library's own."""
+    package, _, name = str(entry["type"]).rpartition(".")
+    return name if package.partition(".")[0] == "sentence_transformers" else str(entry["type"])
+
+
+def _number(path: Path, values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise IntegrityError(f"{path} says {value!r:.100} for {name}.", fix="use a whole number above 0.")
+    return value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

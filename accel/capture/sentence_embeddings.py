@@ -1,0 +1,202 @@
+"""Sentence embeddings of hidden states: pooling and the modules after it, in a graph or after one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artifact.sentence_settings import Layer, SentenceSettings
+from ..errors import ConfigError, ExportError, IntegrityError
+from .inner import inner_states
+from .wrapper import Tensors, Wrapper
+
+_WORDS = {"last": "lasttoken"}
+"""`ExportConfig`'s words where sentence-transformers has others."""
+
+
+class Pooling(torch.nn.Module):
+    """Pooled hidden states, joined where there are several modes. Computes in float32.
+
+    Args:
+        modes: Of `sentence_settings.POOLING_MODES`.
+    """
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        super().__init__()
+        self.modes = tuple(modes)
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Pool `hidden: (batch, sequence, hidden)` over the tokens that `counted: (batch, sequence)` keeps.
+
+        Tokens that are in `attention_mask` and not in `counted` are a prompt; they take part in the positions of `weightedmean`.
+        """
+        hidden = hidden.float()
+        return torch.cat([_pooled(mode, hidden, attention_mask, counted) for mode in self.modes], dim=-1)
+
+
+def _at(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The hidden state of each row at its place."""
+    return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+
+
+def _first(mask: torch.Tensor) -> torch.Tensor:
+    """The place of the first token of each row, wherever the padding is. All values differ: runtimes choose differently among equals."""
+    return (mask * torch.arange(mask.shape[1], 0, -1, device=mask.device)).argmax(1)
+
+
+def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Hidden states pooled by one mode: `(batch, hidden)`."""
+    kept = counted.unsqueeze(-1).to(hidden.dtype)
+    if mode == "cls":
+        return _at(hidden, _first(counted))
+    if mode == "lasttoken":
+        return _at(hidden, (counted * torch.arange(1, counted.shape[1] + 1, device=counted.device)).argmax(1))
+    if mode == "max":
+        return hidden.masked_fill(kept == 0, torch.finfo(hidden.dtype).min).amax(1)
+    if mode == "weightedmean":
+        # Positions as weights, from 1 for the first token after the padding.
+        positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _first(mask).unsqueeze(1)
+        kept = kept * positions.unsqueeze(-1).to(hidden.dtype)
+    weights = kept.sum(1).clamp(min=1e-9)
+    return (hidden * kept).sum(1) / (weights.sqrt() if mode == "mean_sqrt_len_tokens" else weights)
+
+
+class Normalize(torch.nn.Module):
+    """Vectors of length 1."""
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Divide by the Euclidean norm."""
+        return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+class SentenceLayers(torch.nn.Module):
+    """What makes a sentence embedding of hidden states: pooling, then the modules after it.
+
+    Args:
+        pooling: The first of them.
+        after: The others, in their order.
+    """
+
+    def __init__(self, pooling: Pooling, *after: torch.nn.Module) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.after = torch.nn.Sequential(*after)
+
+    def forward(
+        self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `(batch, size)` float32; see `Pooling.forward`."""
+        found: torch.Tensor = self.after(
+            self.pooling(hidden, attention_mask, attention_mask if counted is None else counted)
+        )
+        return found
+
+
+class SentenceEmbedder(Wrapper):
+    """A model with the modules of a sentence embedder after it, so that the graph returns sentence embeddings.
+
+    Returns `last_hidden_state: (batch, sequence, hidden)` and `sentence_embedding: (batch, size)`.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: SentenceLayers) -> None:
+        super().__init__(model)
+        self.layers = layers
+
+    def forward(self, attention_mask: torch.Tensor, **inputs: torch.Tensor) -> Tensors:
+        """Run the model, pool its last hidden state over the tokens that `attention_mask: (batch, sequence)` keeps."""
+        found = self.model(attention_mask=attention_mask, **inputs)
+        hidden = found["last_hidden_state"]
+        # Reductions of float16 overflow: only their result is rounded.
+        vectors = self.layers(hidden, attention_mask).to(hidden.dtype)
+        return {"last_hidden_state": hidden, "sentence_embedding": vectors, **inner_states(found)}
+
+
+def sentence_layers(
+    settings: SentenceSettings | None,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    default: str = "mean",
+) -> SentenceLayers:
+    """The modules of a sentence embedder.
+
+    Args:
+        settings: Of the folder; `None` for a model in memory.
+        pooling: Replaces the folder's own.
+        normalize: `True` adds a normalization where the folder ends without one, `False` leaves them out.
+        default: The pooling where neither says it.
+
+    Raises:
+        TaskError: The folder's model has no sentence embeddings, or of a kind that is not computed here.
+        ExportError: Weights of a module are missing.
+        IntegrityError: They do not fit.
+    """
+    if settings is not None:
+        settings.check_embeds()
+    layers = settings.layers if settings is not None else ()
+    modes = layers[0].modes if layers else (default,)
+    if pooling is not None:
+        modes = (_WORDS.get(pooling, pooling),)
+    after = [_module(layer) for layer in layers[1:] if layer.kind != "Normalize" or normalize is not False]
+    if normalize and not (after and isinstance(after[-1], Normalize)):
+        after.append(Normalize())
+    return SentenceLayers(Pooling([_WORDS.get(mode, mode) for mode in modes]), *after).eval()
+
+
+def activation_function(path: str) -> torch.nn.Module:
+    """The activation that a class of `torch.nn` computes, by the path that sentence-transformers wrote.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    package, _, name = str(path).rpartition(".")
+    kind: Any = getattr(torch.nn, name, None)
+    if package.partition(".")[0] != "torch" or not isinstance(kind, type) or not issubclass(kind, torch.nn.Module):
+        raise ConfigError(
+            f"The model asks for the activation {path}, which is not one of torch.nn.",
+            fix="use sentence-transformers for this model.",
+        )
+    try:
+        made: torch.nn.Module = kind()
+    except TypeError as error:
+        raise ConfigError(f"The model asks for the activation {path}, which needs arguments: {error}") from error
+    return made
+
+
+def _module(layer: Layer) -> torch.nn.Module:
+    if layer.kind == "Normalize":
+        return Normalize()
+    weights = _weights(layer.folder)
+    prefix = "norm" if layer.kind == "LayerNorm" else "linear"
+    weight, bias = (weights.get(f"{prefix}.{name}") for name in ("weight", "bias"))
+    if weight is None or weight.dim() != (1 if layer.kind == "LayerNorm" else 2):
+        raise IntegrityError(
+            f"{layer.folder} holds no weights of a {layer.kind}: {sorted(weights)}.",
+            fix="copy the files again from where they came.",
+        )
+    made: torch.nn.Module
+    if layer.kind == "LayerNorm":
+        made = torch.nn.LayerNorm(weight.shape[0], dtype=torch.float32)
+    else:
+        made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
+    made.load_state_dict({name.partition(".")[2]: value.float() for name, value in weights.items()})
+    return torch.nn.Sequential(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    file, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    if file.is_file():
+        stored: dict[str, torch.Tensor] = load_file(file)
+        return stored
+    if pickled.is_file():
+        found: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
+        return found
+    raise ExportError(
+        f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin.",
+        fix="copy the folder with its weights from where it came.",
+    )

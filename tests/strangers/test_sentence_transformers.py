@@ -1,0 +1,471 @@
+"""Folders that sentence-transformers 3 to 6 saved: every door answers as the library that saved them, by weights and by graph.
+
+The folders and the library's answers are in `tests/fixtures/foreign/sentence_transformers.tar.xz`; see the README there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from pyarrow import parquet
+
+import accel
+from accel.artifact import Artifact
+from accel.artifact.sentence_settings import FIELDS, GENERAL, sentence_settings
+from accel.errors import AccelError, ConfigError, TaskError
+from accel.serving.batch.running import batch
+from accel.serving.engine import Engine
+from accel.stages.export import export
+
+PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "sentence_transformers.tar.xz"
+THOROUGH = pytest.mark.thorough
+# The oldest and the newest version write every form of every file; those between mix them.
+VERSIONS: list[Any] = ["3", pytest.param("4", marks=THOROUGH), pytest.param("5", marks=THOROUGH), "6"]
+WITH_GRAPH = (
+    "mean-normalize", "cls", "lasttoken", "two-poolings", "dense", "prompts", "prompt-excluded", "truncated", "lower", "short",
+)  # fmt: skip
+EMBEDDERS = (
+    *WITH_GRAPH, "max", "weightedmean", "mean_sqrt_len_tokens", "dense-identity", "prompt-excluded-weighted", "dot",
+)  # fmt: skip
+CROSS = ("cross", "cross-identity", "cross-labels", "cross-labels-sigmoid")
+REFUSED = {"sparse": "sparse encoder", "multi-vector": "multi-vector encoder", "router": "Router"}
+# Of float32 values up to 3, computed by other kernels; the answers are stored with six decimals.
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+Folder = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sentence-transformers")
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(folder, filter="data")
+    return folder / "sentence_transformers"
+
+
+@pytest.fixture(scope="session")
+def answers(root: Path) -> Callable[[str, str], dict[str, Any]]:
+    """The library's own answers, by version and folder."""
+    read = {path.parent.name: json.loads(path.read_text())["folders"] for path in root.glob("*/answers.json")}
+    return lambda version, name: read[version][name]
+
+
+@pytest.fixture
+def graph_alone(root: Path, tmp_path: Path) -> Folder:
+    """A folder without its weights: what is left is the graph in `onnx`."""
+
+    def make(version: str, name: str) -> Path:
+        target = tmp_path / f"{version}-{name}"
+        shutil.copytree(root / version / name, target)
+        (target / "model.safetensors").unlink()
+        return target
+
+    return make
+
+
+def embedder(folder: Path, **settings: Any) -> accel.ORTModelForFeatureExtraction:
+    return accel.ORTModelForFeatureExtraction.from_pretrained(folder, **settings)
+
+
+def scorer(folder: Path, **settings: Any) -> accel.ORTModelForSequenceClassification:
+    return accel.ORTModelForSequenceClassification.from_pretrained(folder, **settings)
+
+
+def check_embeddings(model: accel.ORTModelForFeatureExtraction, expected: dict[str, Any], version: str = "6") -> None:
+    found = model.encode(expected["texts"])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
+    # Versions 3 and 4 leave the first special token out after an empty prompt, as if it were one of the prompt's.
+    if "passages" in expected and (model.sentence_vectors.settings.include_prompt or version in ("5", "6")):
+        passages = model.encode(expected["texts"], prompt_name="passage")
+        np.testing.assert_allclose(passages, expected["passages"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_embed_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+    with embedder(root / version / name, export=True, backend="pytorch") as model:
+        check_embeddings(model, answers(version, name), version)
+
+
+@pytest.mark.parametrize("name", WITH_GRAPH)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_graph_next_to_the_weights_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+    with embedder(root / version / name) as model:
+        assert model.artifact.components[0].file == "onnx/model.onnx"
+        check_embeddings(model, answers(version, name), version)
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt-excluded", "dense-identity", "two-poolings", *(pytest.param(name, marks=THOROUGH) for name in EMBEDDERS)]
+)  # fmt: skip
+def test_an_export_embeds_as_the_library(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
+    export(root / "6" / name, tmp_path / "out")
+    with embedder(tmp_path / "out") as model:
+        check_embeddings(model, answers("6", name))
+
+
+@pytest.mark.parametrize("name", ["lasttoken", "prompt-excluded"])
+def test_openvinos_layout_embeds_as_the_library(root: Path, answers: Any, graph_alone: Folder, name: str) -> None:
+    openvino = pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    folder = graph_alone("6", name)
+    (folder / "openvino").mkdir()
+    model = openvino.convert_model(folder / "onnx" / "model.onnx")
+    openvino.save_model(model, folder / "openvino" / "openvino_model.xml", compress_to_fp16=False)
+    with embedder(folder, subfolder="openvino") as opened:
+        check_embeddings(opened, answers("6", name))
+
+
+@pytest.mark.parametrize("name", ["token_embeddings", "output_0"])
+def test_hidden_states_by_another_name(graph_alone: Folder, answers: Any, name: str) -> None:
+    folder = graph_alone("6", "cls")
+    graph = onnx.load(folder / "onnx" / "model.onnx")
+    renamed(graph, name)
+    onnx.save(graph, folder / "onnx" / "model.onnx")
+    with embedder(folder) as model:
+        check_embeddings(model, answers("6", "cls"))
+        output = model(**inputs(model))
+        assert output.last_hidden_state.dim() == 3
+
+
+def test_a_sentence_embedding_by_another_name(graph_alone: Folder, answers: Any) -> None:
+    """A graph of one matrix is taken for pooled already, whatever its output is called."""
+    folder = graph_alone("6", "cls")
+    graph = onnx.load(folder / "onnx" / "model.onnx")
+    renamed(graph, "hidden")
+    first = onnx.helper.make_tensor("first", onnx.TensorProto.INT64, [], [0])
+    graph.graph.initializer.append(first)
+    graph.graph.node.append(onnx.helper.make_node("Gather", ["hidden", "first"], ["embeddings"], axis=1))
+    del graph.graph.output[:]
+    graph.graph.output.append(onnx.helper.make_tensor_value_info("embeddings", onnx.TensorProto.FLOAT, ["batch", 8]))
+    onnx.save(graph, folder / "onnx" / "model.onnx")
+    with embedder(folder) as model:
+        check_embeddings(model, answers("6", "cls"))
+
+
+def renamed(graph: onnx.ModelProto, name: str) -> None:
+    """Give a graph's one output another name."""
+    (output,) = graph.graph.output
+    for node in graph.graph.node:
+        for part in (node.input, node.output):
+            part[:] = [name if one == output.name else one for one in part]
+    output.name = name
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[2, 5, 6, 3], [2, 7, 3, 0]])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "token_type_ids": torch.zeros_like(ids)}
+
+
+def test_float16_states_are_pooled_in_float32(graph_alone: Folder) -> None:
+    """Sums of 30 tokens of 3,000 are above 65,504, float16's largest number."""
+    folder = graph_alone("6", "mean-normalize")
+    (folder / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}'
+    )
+    graph = onnx.load(folder / "onnx" / "model.onnx")
+    renamed(graph, "small")
+    graph.graph.initializer.append(onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT16, [], [3000.0]))
+    graph.graph.initializer.append(onnx.helper.make_tensor("one", onnx.TensorProto.FLOAT16, [], [1.0]))
+    graph.graph.node.extend([
+        onnx.helper.make_node("Cast", ["small"], ["half"], to=onnx.TensorProto.FLOAT16),
+        onnx.helper.make_node("Clip", ["half", "one", "one"], ["ones"]),
+        onnx.helper.make_node("Mul", ["ones", "scale"], ["last_hidden_state"]),
+    ])  # fmt: skip
+    del graph.graph.output[:]
+    graph.graph.output.append(
+        onnx.helper.make_tensor_value_info("last_hidden_state", onnx.TensorProto.FLOAT16, ["batch", "sequence", 8])
+    )
+    onnx.save(graph, folder / "onnx" / "model.onnx")
+    with embedder(folder) as model:
+        found = model.encode(["card " * 40])
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, np.full((1, 8), 8**-0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CROSS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_cross_encoders_score_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+    expected = answers(version, name)
+    for settings in ({"export": True, "backend": "pytorch"}, {}):
+        if not settings and not (root / version / name / "onnx").is_dir():
+            continue
+        with scorer(root / version / name, **settings) as model:
+            np.testing.assert_allclose(model.predict(expected["pairs"]), expected["scores"], **CLOSE)
+
+
+@pytest.mark.parametrize("version", ["4", "5", "6"])
+def test_a_cross_encoder_keeps_its_head_where_no_task_is_named(root: Path, answers: Any, version: str) -> None:
+    expected = answers(version, "cross-identity")
+    with accel.ORTModel.from_pretrained(root / version / "cross-identity", backend="pytorch", export=True) as model:
+        assert model.artifact.task == "text-ranking"
+        np.testing.assert_allclose(model.predict(expected["pairs"]), expected["scores"], **CLOSE)
+
+
+def test_the_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
+    expected = answers("6", "cross-prompt")
+    query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
+    with scorer(root / "6" / "cross-prompt") as model:
+        np.testing.assert_allclose(model.predict(expected["pairs"]), expected["scores"], **CLOSE)
+        ranked = {one["corpus_id"]: one["score"] for one in model.rank(query, documents)}
+        np.testing.assert_allclose([ranked[0], ranked[1]], expected["scores"][:2], **CLOSE)
+        named = model.predict(expected["pairs"], prompt_name="other")
+        np.testing.assert_allclose(model.predict(expected["pairs"], prompt="please "), named, **CLOSE)
+        assert np.abs(named - expected["scores"]).max() > 1e-3
+        with pytest.raises(ConfigError, match="Did you mean 'query'"):
+            model.predict(expected["pairs"], prompt_name="querry")
+
+
+# The doors. Each takes the folder with the graph, where nothing but the files next to it says what becomes of its outputs.
+
+DOORS = ["prompt-excluded", "two-poolings", "truncated"]
+
+
+@pytest.mark.parametrize("version", ["3", "6"])
+@pytest.mark.parametrize("name", DOORS)
+def test_the_server_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+    starlette = pytest.importorskip("starlette.testclient", reason="the extra serving is not installed")
+    from accel.serving.http.app import create_app
+    from accel.serving.http.settings import ServerSettings
+
+    expected = answers(version, name)
+    with accel.ORTModel.from_pretrained(root / version / name) as model:
+        app = create_app(accel.Engine({"embedder": model}), ServerSettings())
+        with starlette.TestClient(app) as client:
+            found = client.post("/embed", json={"inputs": expected["texts"], "normalize": False}).json()
+            np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
+            found = client.post("/v1/embeddings", json={"input": expected["texts"], "model": "embedder"}).json()
+            vectors = np.array(expected["embeddings"])
+            given = np.array([one["embedding"] for one in found["data"]])
+            cosines = (given * vectors).sum(1) / np.linalg.norm(given, axis=1) / np.linalg.norm(vectors, axis=1)
+            np.testing.assert_allclose(cosines, 1, **CLOSE)
+
+
+def test_the_server_ranks_as_the_library(root: Path, answers: Any) -> None:
+    expected = answers("6", "cross-prompt")
+    query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
+    with accel.ORTModel.from_pretrained(root / "6" / "cross-prompt") as model, Engine(model) as engine:
+        found = {one["corpus_id"]: one["score"] for one in engine.run((query, documents), operation="rank")}
+    np.testing.assert_allclose([found[0], found[1]], expected["scores"][:2], **CLOSE)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_batches_embed_as_the_library(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
+    expected = answers("6", name)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in expected["texts"]))
+    with accel.ORTModel.from_pretrained(root / "6" / name) as model:
+        batch(model, rows, tmp_path / "out", operation="embed")
+    found = parquet.read_table(tmp_path / "out").to_pydict()["embedding"]
+    np.testing.assert_allclose(np.array(found), expected["embeddings"], **CLOSE)
+
+
+@pytest.mark.parametrize("version", ["3", "6"])
+@pytest.mark.parametrize("name", [*DOORS, "dot"])
+def test_evaluations_compare_what_the_library_embeds(root: Path, answers: Any, version: str, name: str) -> None:
+    expected = answers(version, name)
+    texts, vectors = expected["texts"], np.array(expected["embeddings"])
+    rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
+    pairs = [(vectors[i], vectors[i - 1]) for i in range(len(texts))]
+    products = [float(first @ second) for first, second in pairs]
+    lengths = [1.0 if name == "dot" else float(np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs]
+    settings = {} if (root / version / name / "onnx").is_dir() else {"backend": "pytorch"}
+    found = accel.evaluate(root / version / name, rows, **settings)
+    np.testing.assert_allclose(found.predictions, np.array(products) / lengths, rtol=0, atol=1e-4)
+
+
+def test_a_comparison_with_the_original_reads_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
+    texts = answers("6", "prompt-excluded")["texts"]
+    rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
+    found = accel.evaluate(root / "6" / "prompt-excluded", rows, against=root / "6" / "prompt-excluded")
+    assert found.comparison is not None
+    assert found.value == pytest.approx(found.comparison.value, abs=1e-6)
+
+
+def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers: Any) -> None:
+    """Hidden states, as transformers' own pipeline; the model under it has the embeddings."""
+    folder, expected = root / "6" / "two-poolings", answers("6", "two-poolings")
+    pipes = [
+        accel.pipeline("feature-extraction", str(folder), **settings)
+        for settings in ({}, {"export": True, "backend": "pytorch"})
+    ]
+    for text, vector in zip(expected["texts"], expected["embeddings"], strict=True):
+        np.testing.assert_allclose(pipes[0](text), pipes[1](text), **CLOSE)
+        for pipe in pipes:
+            output = pipe.model(**pipe.tokenizer(text, return_tensors="pt"))
+            np.testing.assert_allclose(output.sentence_embedding[0], vector, **CLOSE)
+
+
+@pytest.mark.parametrize("version", ["3", "6"])
+@pytest.mark.parametrize("name", [*DOORS, "lasttoken", "lower", "short"])
+def test_fronts_of_triton_embed_as_the_library(
+    graph_alone: Folder, answers: Any, tmp_path: Path, version: str, name: str
+) -> None:
+    answer = triton_front(graph_alone(version, name), tmp_path, "sentence-similarity")
+    expected = answers(version, name)
+    for text, vector in zip(expected["texts"], expected["embeddings"], strict=True):
+        np.testing.assert_allclose(answer({"TEXT": [text]})["EMBEDDING"][0], vector, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["cross-identity", "cross-prompt"])
+def test_fronts_of_triton_rank_as_the_library(graph_alone: Folder, answers: Any, tmp_path: Path, name: str) -> None:
+    answer = triton_front(graph_alone("6", name), tmp_path, "text-ranking")
+    expected = answers("6", name)
+    for (query, document), score in zip(expected["pairs"], expected["scores"], strict=True):
+        np.testing.assert_allclose(answer({"QUERY": [query], "DOCUMENTS": [document]})["SCORES"], [[score]], **CLOSE)
+
+
+def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list[str]]], dict[str, Any]]:
+    """What a front answers, its graph run here."""
+    pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+    import onnxruntime
+
+    from accel.deploying.triton import deploy
+    from accel.deploying.triton.served.batches import Batches, Request
+
+    with accel.ORTModel.from_pretrained(folder) as model:
+        artifact = model.artifact
+    made = deploy(artifact, out / "repository", task=task, name="front")
+    batches = Batches(made.path / "front" / "1")
+    session = onnxruntime.InferenceSession(
+        str(artifact.path / artifact.components[0].file), providers=["CPUExecutionProvider"]
+    )
+    names = list(batches.settings["outputs"])
+
+    def answer(texts: dict[str, list[str]]) -> dict[str, Any]:
+        given = {name: np.array([[one.encode() for one in values]], dtype=object) for name, values in texts.items()}
+        (found,) = batches.answer(
+            [Request(given, {})], lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
+        )
+        if isinstance(found, Exception):
+            raise found
+        return dict(found)
+
+    return answer
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("5", "sparse"), ("6", "sparse"), ("6", "multi-vector"), ("3", "router"), ("4", "router")],
+)
+def test_models_of_other_kinds_are_refused_at_every_door(root: Path, tmp_path: Path, version: str, name: str) -> None:
+    reason = REFUSED[name] if name != "router" else "Asym"
+    folder = root / version / name
+    rows = [{"sentence1": "card", "sentence2": "lost", "score": float(i)} for i in range(2)]
+    doors: list[Callable[[], Any]] = [
+        lambda: export(folder, tmp_path / "out"),
+        lambda: accel.evaluate(folder, rows),
+        lambda: accel.ORTModel.from_pretrained(folder, backend="pytorch"),
+        lambda: embedder(folder, backend="pytorch").encode(["card"]),
+        lambda: export(folder, tmp_path / "similar", task="sentence-similarity"),
+    ]
+    for door in doors:
+        with pytest.raises(TaskError, match=reason):
+            door()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("version", ["5", "6"])
+def test_a_router_is_refused_by_its_name(root: Path, version: str) -> None:
+    with pytest.raises(AccelError, match=r"config\.json|Router"):
+        embedder(root / version / "router", backend="pytorch")
+    with pytest.raises(TaskError, match="its first module is Router"):
+        sentence_settings(root / version / "router").check_embeds()
+
+
+def test_a_cross_encoder_does_not_embed(root: Path) -> None:
+    with pytest.raises(TaskError, match="cross-encoder"):
+        embedder(root / "6" / "cross", export=True, backend="pytorch").encode(["card"])
+
+
+def test_every_field_that_the_library_writes_is_in_the_table(root: Path) -> None:
+    for modules in root.glob("*/*/modules.json"):
+        if modules.parent.name in REFUSED:
+            continue
+        assert sentence_settings(modules.parent).kind in ("embedder", "cross-encoder")
+
+
+FILES = {
+    "Pooling": "1_Pooling/config.json",
+    "Dense": "2_Dense/config.json",
+    "LayerNorm": "3_LayerNorm/config.json",
+    "Dropout": "4_Dropout/config.json",
+    "Transformer": "sentence_bert_config.json",
+    GENERAL: GENERAL,
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FIELDS if kind != "Normalize"])
+def test_a_field_that_nobody_reads_is_an_error(root: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(root / "6" / "dense-identity", folder)
+    path = folder / FILES[kind]
+    values = json.loads(path.read_text())
+    for name, value in [("new_setting", 7), *_refused_values(kind)]:
+        path.write_text(json.dumps({**values, name: value}))
+        with pytest.raises(ConfigError, match=f"{path.name} says .* for {name}"):
+            sentence_settings(folder)
+
+
+def _refused_values(kind: str) -> list[tuple[str, Any]]:
+    """By field, a value that is not followed."""
+    accepted = {name: use for name, use in FIELDS[kind].items() if isinstance(use, tuple)}
+    return [(name, {"other": 1}) for name in accepted]
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("sentence_bert_config.json", "transformer_task", "text-generation"),
+        ("sentence_bert_config.json", "model_args", {"some_option": 3}),
+        ("sentence_bert_config.json", "processor_kwargs", {"padding_side": "left"}),
+        ("sentence_bert_config.json", "modality_config", {"message": {"method": "forward"}}),
+        ("1_Pooling/config.json", "pooling_mode", "attention"),
+        (GENERAL, "similarity_fn_name", "hamming"),
+        (GENERAL, "default_prompt_name", "absent"),
+        (GENERAL, "truncate_dim", -3),
+        (GENERAL, "model_type", "OtherEncoder"),
+    ],
+)
+def test_a_value_that_nobody_follows_is_an_error(root: Path, tmp_path: Path, file: str, field: str, value: Any) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(root / "6" / "dense-identity", folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**values, field: value}))
+    with pytest.raises(AccelError) as caught:
+        embedder(folder, backend="pytorch", export=True).encode(["card"])
+    assert str(value if not isinstance(value, dict) else next(iter(value))) in caught.value.message
+
+
+def test_left_padding_moves_no_first_token(root: Path, answers: Any, tmp_path: Path) -> None:
+    """The first token of a row is that of its text, wherever the padding is."""
+    for name in ("cls", "weightedmean"):
+        folder = tmp_path / name
+        shutil.copytree(root / "6" / name, folder)
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "padding_side": "left"}))
+        with embedder(folder, backend="pytorch", export=True) as model:
+            texts = answers("6", name)["texts"]
+            alone = np.stack([model.encode(text) for text in texts])
+            # BERT's positions count from the left, padding too: only texts of one length answer alike.
+            rows = [i for i, text in enumerate(texts) if len(text.split()) == max(len(one.split()) for one in texts)]
+            np.testing.assert_allclose(model.encode(texts)[rows], alone[rows], **CLOSE)
+
+
+def test_an_artifact_says_where_its_settings_came_from(root: Path, tmp_path: Path) -> None:
+    """The files of the source travel with an export, so that its settings are read there, too."""
+    export(root / "6" / "prompts", tmp_path / "out")
+    assert Artifact.load(tmp_path / "out").task == "sentence-similarity"
+    assert sentence_settings(tmp_path / "out").prompt() == sentence_settings(root / "6" / "prompts").prompt() != ""
