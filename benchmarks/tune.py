@@ -90,7 +90,11 @@ def page(values: dict[str, Any]) -> str:
                 "600 s",
                 f"{tuned['seconds']:.0f} s: {tuned['candidates']} candidates, {tuned['timed']} timed",
             ),
-            ("its winner", "4.2 times PyTorch float32", f"{tuned['speed']:.2f} times: {tuned['winner']}"),
+            (
+                "its winner",
+                "4.2 times PyTorch float32",
+                f"{tuned.get('speedup') or round(tuned['speed'], 2)} times: {tuned['winner']}",
+            ),
             ("points lost by it", "0.28", f"{tuned['drop']:.2f} on {tuned['rows']} rows"),
         ]
     if "resume" in values:
@@ -117,7 +121,10 @@ def page(values: dict[str, Any]) -> str:
     table = "\n".join(f"| {what} | {bar} | {found} |" for what, bar, found in rows)
     machine = values["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
-    front = "\n".join(f"| {n} | {s:.2f} | {d:.2f} |" for n, s, d in values.get("tune", {}).get("front", []))
+    front = "\n".join(
+        f"| {n} | {s if isinstance(s, str) else round(s, 2)} | {d:.2f} |"
+        for n, s, d in values.get("tune", {}).get("front", [])
+    )
     stages = "\n".join(f"| {name} | {took} |" for name, took in values.get("tune", {}).get("stages", {}).items())
     return f"""# Bars of benchmark and tune
 
@@ -167,9 +174,10 @@ def main() -> None:
             found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
             values["tune"] = {
                 "seconds": found.seconds, "stages": dict(found.stages), "winner": found.winner.name,
-                "speed": found.winner.speed, "drop": found.winner.drop, "rows": found.rows,
+                "speed": found.winner.speed, "speedup": str(found.winner.speedup), "disturbed": list(found.disturbance.signs),
+                "drop": found.winner.drop, "rows": found.rows,
                 "candidates": len(found.trials), "timed": sum(trial.speed is not None for trial in found.trials),
-                "front": [[trial.name, round(trial.speed or 0, 2), trial.drop] for trial in found.front],
+                "front": [[trial.name, str(trial.speedup), trial.drop] for trial in found.front],
             }  # fmt: skip
             print(render(found))
         elif part == "resume":

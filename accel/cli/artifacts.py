@@ -237,7 +237,7 @@ def quantize(
     column: Column = None,
     rows: Annotated[int | None, typer.Option(help="Rows of --data at most.")] = None,
     max_length: MaxLength = None,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = 1,
     backend: Backend = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -287,10 +287,13 @@ def _quantized(artifact: Any) -> str:
     accuracy = step.validation.get("accuracy")
     if accuracy is None:
         return f"{lines[0]}\naccuracy was not measured: pass --data FILE, or run `accel evaluate`"
+    from ..measuring.accuracy.evaluation import rows_a_call
+    from ..measuring.reporting import disturbed
+
     low, high = accuracy["drop_interval"]
     lines.append(
         f"{accuracy['metric']} {accuracy['value']:.4f}, {accuracy['float']:.4f} in float: loses {accuracy['drop']:.2f} points "
-        f"(95 % interval {low:.2f} to {high:.2f}) on {accuracy['data']['n']} rows"
+        f"(95 % interval {low:.2f} to {high:.2f}) on {accuracy['data']['n']} rows, {rows_a_call([accuracy['batch_size']])}"
     )
     search = step.report.get("search")
     if search is not None:
@@ -298,7 +301,8 @@ def _quantized(artifact: Any) -> str:
 
         lines += ["tried:", *(f"  {Attempt(**trial)}" for trial in search["table"])]
         if search["float_ms"] is not None:
-            lines.append(f"float: {search['float_ms']:.2f} ms; one row of median length")
+            calls = f"{rows_a_call([search['batch_size']])}, of median length"
+            lines += [f"float: {search['float_ms']:.2f} ms; {calls}", *disturbed(search)]
     return "\n".join(lines)
 
 

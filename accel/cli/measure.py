@@ -14,7 +14,6 @@ from .options import (
     Backend,
     Backends,
     Batches,
-    BatchSize,
     Calibration,
     CalibrationSplit,
     Column,
@@ -51,7 +50,13 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of rows.")] = 0,
     max_length: MaxLength = None,
-    batch_size: BatchSize = 32,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            help="Rows a call: as many as the artifact's accuracy was measured with; else 1 for dynamic quantization, 32 for others.",
+        ),
+    ] = None,
     backend: Backend = None,
     device: Device = None,
     revision: Revision = None,
@@ -83,10 +88,13 @@ def evaluate(
 
 
 def _evaluated(result: Any) -> str:
+    from ..measuring.accuracy.evaluation import rows_a_call
+
     scores = ", ".join(f"{name} {value:.4f}" for name, value in result.scores.items())
     lines = [
         f"{result.metric}: {scores}",
-        f"{result.rows} rows of {result.data['source']}, {result.backend} ({result.compute_dtype}), {result.seconds:.1f} s",
+        f"{result.rows} rows of {result.data['source']}, {result.backend} ({result.compute_dtype}), "
+        f"{rows_a_call([result.batch_size])}, {result.seconds:.1f} s",
     ]
     other = result.comparison
     if other is not None:

@@ -32,7 +32,12 @@ Column = Annotated[
 ]
 Metric = Annotated[str | None, typer.Option("--metric", help="accuracy, f1, ...; the task's default when left out.")]
 MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens that longer rows are cut to.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Rows a call when measuring.")]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        "--batch-size", help="Rows a call when accuracy and speed are measured: as many as the model will get."
+    ),
+]
 Calibration = Annotated[
     str | None,
     typer.Option("--calibration", help="Rows for static schemes, not those that accuracy is measured on."),

@@ -101,14 +101,16 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.images[0]) if self.images is not None else len(self.tokens["input_ids"])
 
-    def plan(self, batch_size: int) -> list[list[int]]:
-        """Row numbers batch by batch: like lengths together, shortest first."""
+    def plan(self, batch_size: int, *, by_length: bool = True) -> list[list[int]]:
+        """Row numbers batch by batch: like lengths together, shortest first, or in the order of the rows."""
         if self.images is not None:
             order = list(range(len(self)))
             batch_size = 1 if self.alone else batch_size
             return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         lengths = [len(row) for row in self.tokens["input_ids"]]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        order = list(range(len(lengths)))
+        if by_length or not self.padding:
+            order.sort(key=lengths.__getitem__)
         if self.padding:
             return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         # Without a padding token only rows of equal length go together.

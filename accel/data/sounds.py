@@ -43,8 +43,8 @@ class Sounds(Encoded):
     def __len__(self) -> int:
         return len(self.waves or ())
 
-    def plan(self, batch_size: int) -> list[list[int]]:
-        """Row numbers batch by batch: equal lengths together, shortest first."""
+    def plan(self, batch_size: int, *, by_length: bool = True) -> list[list[int]]:
+        """Row numbers batch by batch: equal lengths together in any case, shortest first."""
         assert self.waves is not None
         if not self.lengths:
             self.lengths.extend(len(self.waves[i]) for i in range(len(self.waves)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .latency.results import ratio_of
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d5d9e0;--bar:#2f6fb3;--mark:#c2571a;--page:#fff}
@@ -95,7 +96,7 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
         axis.plot([latency["p95"] for _, latency in rows], range(len(rows)), "|", markersize=12)
         axis.set_title(name)
         axis.set_xlabel("ms; bar: median, mark: 95th percentile")
-    figure.suptitle(title)
+    figure.suptitle("\n".join([title, *disturbed(values)]), wrap=True)
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -135,9 +136,9 @@ def text_table(values: Mapping[str, Any]) -> str:
 
     settings = values["settings"]
     table = Table(title=f"{values['task']}, {_traffic(settings)}, baseline: {values['baseline']}")
-    heads = ("variant", "call", "median ms", "p95", "rows/s", "ratio (95 % interval)", "computes in", "memory", "files")
+    heads = ("variant", "call", "median ms", "p95", "rows/s", "times baseline (95 %)", "computes in", "memory", "files")
     for head in heads:
-        table.add_column(head, justify="left" if head in ("variant", "call") else "right")
+        table.add_column(head, justify="left" if head in ("variant", "call") else "right", no_wrap="(95 %)" in head)
     notes = []
     for variant in values["variants"]:
         for cell in variant["cells"]:
@@ -146,7 +147,7 @@ def text_table(values: Mapping[str, Any]) -> str:
             table.add_row(
                 variant["name"], cell["workload"], f"{latency['median']:.2f}", f"{latency['p95']:.2f}",
                 f"{cell['throughput']:.1f}",
-                f"{ratio['value']:.2f} ({ratio['low']:.2f}-{_number(ratio['high'])})" if ratio else "",
+                str(ratio_of(ratio)) if ratio else "",
                 variant["compute_dtype"], f"{memory / 1e6:.0f} MB" if memory else "", f"{size / 1e6:.1f} MB" if size else "",
             )  # fmt: skip
             if saturated(cell, settings):
@@ -157,7 +158,17 @@ def text_table(values: Mapping[str, Any]) -> str:
     stream = StringIO()
     # Names of variants hold brackets, which are no markup.
     Console(file=stream, width=140, markup=False).print(table)
-    return "\n".join([stream.getvalue().rstrip(), *notes])
+    return "\n".join([stream.getvalue().rstrip(), *notes, *disturbed(values)])
+
+
+def disturbed(values: Mapping[str, Any]) -> list[str]:
+    """A line that says that the machine was disturbed while a benchmark or a search was timed; none on a quiet machine.
+
+    Args:
+        values: Its JSON form.
+    """
+    signs = (values.get("disturbance") or {}).get("signs") or ()
+    return [f"Other programs disturbed these measurements: {'; '.join(signs)}."] if signs else []
 
 
 def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -189,7 +200,7 @@ def _facts(values: Mapping[str, Any]) -> str:
     return (
         f"<p class=note>{_text(machine.get('platform', ''))}; {_text(machine.get('processors', '?'))} processors; "
         f"{_text(libraries)}<br>Task {_text(values.get('task', ''))}. Baseline: {_text(values.get('baseline', ''))}.<br>"
-        f"{_text(told)}</p>"
+        f"{_text(told)}</p>" + "".join(f"<p><b>{_text(line)}</b></p>" for line in disturbed(values))
     )
 
 
@@ -221,7 +232,7 @@ def _table(rows: _Rows) -> str:
     lines = []
     for variant, cell in rows:
         latency, found = cell["latency"], cell.get("ratio")
-        told = f"{found['value']:.2f} ({found['low']:.2f} to {_number(found['high'])})" if found else ""
+        told = str(ratio_of(found)) if found else ""
         accuracy = variant.get("accuracy")
         lines.append(
             [
@@ -241,12 +252,9 @@ def _table(rows: _Rows) -> str:
     body = "".join("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in line) + "</tr>" for line in lines)
     return (
         f"<div class=scroll><table><tr>{''.join(f'<th>{h}</th>' for h in head)}</tr>{body}</table></div>"
-        "<p class=note>Latencies in milliseconds; the ratio's interval is a 95 % bootstrap over rounds.</p>"
+        "<p class=note>Latencies in milliseconds. The ratio is the median over rounds of the baseline's median latency over this "
+        "one's, its interval a 95 % bootstrap over rounds.</p>"
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "∞"
 
 
 def _megabytes(value: int | None) -> str:

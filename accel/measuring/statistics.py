@@ -1,4 +1,8 @@
-"""What is said about measurements: the bootstrap, a summary of latencies, and a ratio of them with its interval."""
+"""Statistics of measurements: the bootstrap, a summary of latencies, and the speed-up with its interval.
+
+Every speed-up that accel prints or writes is a `Ratio` made by `speedup`, so that two tables never show two statistics of one
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
+UNSTEADY = 2.0
+"""A ratio whose interval ends are further apart than this factor is printed as `unsteady: LOW to HIGH`."""
+NOISE = 0.02
+"""Two things whose speeds differ by less than this share are equally fast: two copies of one variant differ by 1.5 % (median of 20
+benchmarks, `benchmarks/tune.json`)."""
 _CHUNK = 100
 
 
@@ -35,10 +44,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times faster than the baseline: its median over this one's.
+    """How many times faster than the baseline, with the interval of that estimate.
 
     Attributes:
-        value: The ratio of the medians.
+        value: The estimate; see `speedup`.
         low, high: Ends of the interval.
         confidence: Of the interval.
     """
@@ -47,6 +56,30 @@ class Ratio:
     low: float
     high: float
     confidence: float = 0.95
+
+    @property
+    def steady(self) -> bool:
+        """Whether the interval is narrow enough (`UNSTEADY`) for the estimate to be quoted as one number."""
+        return self.high <= UNSTEADY * self.low
+
+    @property
+    def equal(self) -> bool:
+        """Whether neither side is shown to be faster: the interval includes 1, or the estimate is within `NOISE` of it.
+
+        Estimates further from 1 than `UNSTEADY` are never equal, however wide the interval is.
+        """
+        distance = abs(math.log(self.value))
+        if distance > math.log(UNSTEADY):
+            return False
+        return self.low <= 1.0 <= self.high or distance <= math.log1p(NOISE)
+
+    def __str__(self) -> str:
+        ends = f"{_decimals(self.low)} to {_decimals(self.high)}"
+        return f"{_decimals(self.value)} ({ends})" if self.steady else f"unsteady: {ends}"
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "∞"
 
 
 def bootstrap_interval(
@@ -75,9 +108,7 @@ def bootstrap_interval(
     for start in range(0, resamples, _CHUNK):
         part = values[start : start + _CHUNK]
         part[:] = statistic(generator.integers(0, size, (len(part), size)))
-    tail = 0.5 - confidence / 2
-    if expanded:
-        tail = NormalDist().cdf(-math.sqrt(size / (size - 1)) * _t_quantile(0.5 + confidence / 2, size - 1))
+    tail = _expanded_tail(size, confidence) if expanded else 0.5 - confidence / 2
     low, high = np.nanquantile(values, [tail, 1 - tail])
     return float(low), float(high)
 
@@ -98,6 +129,59 @@ def summarize(milliseconds: Sequence[float]) -> Summary:
     )
 
 
+def speedup(
+    baseline: Sequence[Sequence[float]],
+    other: Sequence[Sequence[float]],
+    *,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Ratio:
+    """How many times faster than the baseline something is, from what both cost in the same rounds.
+
+    The estimate of one workload is the median over rounds of `baseline / other`; several workloads count alike (geometric mean).
+    Calls of one round share what else the machine was doing then, so rounds are resampled and not calls, and both sides keep the
+    same rounds. There are few of them, so the interval is the expanded one.
+
+    Args:
+        baseline: Costs of the baseline: for each workload one number a round, such as the median latency of its calls.
+        other: The same of the other one.
+        confidence: Of the interval.
+        resamples: Bootstrap samples.
+        seed: Of the resampling.
+    """
+    if not baseline or len(baseline) != len(other):
+        raise ValueError(f"{len(baseline)} workloads against {len(other)}")
+    for a, b in zip(baseline, other, strict=True):
+        if len(a) != len(b) or not a:
+            raise ValueError(f"{len(a)} rounds against {len(b)}")
+    # The median over rounds, which a round that another program disturbed does not move. On simulated rounds, one in ten of
+    # them disturbed, such intervals cover in 96 of 100 cases; around the pooled medians it was 67, with means 91.
+    logs = [np.log(np.asarray(a, float) / np.asarray(b, float)) for a, b in zip(baseline, other, strict=True)]
+    value = math.exp(float(np.mean([np.median(one) for one in logs])))
+    rounds = min(len(one) for one in logs)
+    if rounds == 1:
+        return Ratio(value=value, low=0.0, high=math.inf, confidence=confidence)
+    if len(logs) == 1:
+        (one,) = logs
+        low, high = bootstrap_interval(
+            lambda picks: np.median(one[picks], axis=1),
+            rounds, confidence=confidence, resamples=resamples, seed=seed, expanded=True,
+        )  # fmt: skip
+    else:
+        generator = np.random.default_rng(seed)
+        # Workloads are measured one after the other: their rounds are resampled independently.
+        picked = [np.median(one[generator.integers(0, len(one), (resamples, len(one)))], axis=1) for one in logs]
+        tail = _expanded_tail(rounds, confidence)
+        low, high = (float(end) for end in np.quantile(np.mean(picked, axis=0), [tail, 1 - tail]))
+    return Ratio(
+        value=value,
+        low=min(value, math.exp(low)),
+        high=max(value, math.exp(high)),
+        confidence=confidence,
+    )
+
+
 def ratio(
     baseline: Sequence[Sequence[float]],
     other: Sequence[Sequence[float]],
@@ -106,37 +190,17 @@ def ratio(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Ratio:
-    """The ratio of two medians, with a bootstrap interval over rounds.
+    """The speed-up by the latencies of one workload, a list of calls for each round; see `speedup`."""
+    if len(baseline) != len(other) or not baseline:
+        raise ValueError(f"{len(baseline)} rounds against {len(other)}")
+    costs = ([float(np.median(calls)) for calls in side] for side in (baseline, other))
+    first, second = ([side] for side in costs)
+    return speedup(first, second, confidence=confidence, resamples=resamples, seed=seed)
 
-    Calls of one round share what else the machine was doing then, so rounds are resampled and not calls, and both variants keep the same
-    rounds. There are few of them, so the interval is the expanded one.
 
-    Args:
-        baseline: Latencies of the baseline, a list for each round.
-        other: Of the other one, the same number of rounds.
-        confidence: Of the interval.
-        resamples: Bootstrap samples.
-        seed: Of the resampling.
-    """
-    rounds = len(baseline)
-    if rounds != len(other) or rounds == 0:
-        raise ValueError(f"{rounds} rounds against {len(other)}")
-    value = float(np.median(np.concatenate(baseline)) / np.median(np.concatenate(other)))
-    if rounds == 1:
-        return Ratio(value=value, low=0.0, high=math.inf, confidence=confidence)
-    # The median over rounds, which a round that another program disturbed does not move. On simulated rounds, one in ten of
-    # them disturbed, such intervals cover in 96 of 100 cases; around the pooled medians it was 67, with means 91.
-    logs = np.log([np.median(a) / np.median(b) for a, b in zip(baseline, other, strict=True)])
-    low, high = bootstrap_interval(
-        lambda picks: np.median(logs[picks], axis=1),
-        rounds, confidence=confidence, resamples=resamples, seed=seed, expanded=True,
-    )  # fmt: skip
-    return Ratio(
-        value=value,
-        low=min(value, math.exp(low)),
-        high=max(value, math.exp(high)),
-        confidence=confidence,
-    )
+def _expanded_tail(size: int, confidence: float) -> float:
+    """The share that the expanded percentile interval leaves out at each end."""
+    return NormalDist().cdf(-math.sqrt(size / (size - 1)) * _t_quantile(0.5 + confidence / 2, size - 1))
 
 
 def _t_quantile(probability: float, freedom: int) -> float:

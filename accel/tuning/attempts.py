@@ -23,7 +23,9 @@ from ..config import QuantizeConfig
 from ..errors import AccelError
 from ..measuring.accuracy.comparing import Scored
 from ..measuring.accuracy.evaluation import EvaluationSet
-from ..measuring.latency.rounds import measure
+from ..measuring.disturbance import Disturbance, MachineWatch
+from ..measuring.latency.results import ratio_of, without_infinity
+from ..measuring.latency.rounds import Timing, measure
 from ..measuring.latency.variants import Variant
 from ..models.opening import close, open_model
 from ..stages.quantize_once import quantize as quantize_once
@@ -49,7 +51,9 @@ class Attempt:
         agreement: Share of predictions that are those of the float artifact.
         inside: Whether the drop is within the budget.
         bytes: Of its graph files.
-        median_ms: Of one row of median length, of a language model one token; measured for what is inside the budget.
+        median_ms: Of one call of `batch_size` rows of median length, of a language model one token each; measured for what is
+            inside the budget.
+        speedup: How many times faster than the float artifact, with the interval; see `accel.measuring.statistics.speedup`.
         seconds: For quantizing and measuring it.
         error: Why it failed.
         chosen: Whether it was kept.
@@ -65,6 +69,7 @@ class Attempt:
     inside: bool = False
     bytes: int | None = None
     median_ms: float | None = None
+    speedup: Mapping[str, Any] | None = None
     seconds: float = 0.0
     error: str | None = None
     chosen: bool = False
@@ -78,6 +83,8 @@ class Attempt:
         if self.drop is None:
             return f"{name}: failed: {self.error}"
         speed = f", {self.median_ms:.2f} ms" if self.median_ms is not None else ""
+        if self.speedup is not None:
+            speed += f", times float {ratio_of(self.speedup)}"
         return f"{name}: loses {self.drop:.2f} points{speed}{' <- kept' if self.chosen else ''}"
 
 
@@ -92,6 +99,7 @@ class BudgetSearch:
         budget: float,
         calibration: Iterable[Feeds] | None,
         backend: str | None,
+        watch: MachineWatch,
     ) -> None:
         self.artifact = artifact
         self.prepared = prepared
@@ -101,6 +109,8 @@ class BudgetSearch:
         self.fits: dict[int, Artifact] = {}
         self.sensitivity: dict[str, dict[str, float]] = {}
         self.float_ms: float | None = None
+        self.disturbance: Disturbance | None = None
+        self._watch = watch
         self.errors: list[AccelError] = []
         self._calibration = calibration
         self._backend = backend
@@ -250,31 +260,41 @@ class BudgetSearch:
     # What is kept
 
     def fastest(self, measure_speed: bool) -> int:
-        """The number of the trial to keep: the fastest that fits, by measured latency."""
+        """The number of the trial to keep: the fastest that fits, by measured latency.
+
+        Where the interval of the ratio to the fastest one includes 1, or they are within `NOISE`, the simpler trial is kept: the
+        one with fewer settings, then with fewer layers in float, then the one that the backend declares first.
+        """
         candidates = list(self.fits)
-        if measure_speed:
-            paths = [self.artifact.path, *(self.fits[i].path for i in candidates)]
-            medians = _latencies(paths, self.artifact.task, self._median_row(), self._runner)
-            self.float_ms = medians[0]
-            for i, median in zip(candidates, medians[1:], strict=True):
-                self.trials[i] = replace(self.trials[i], median_ms=median)
-            winner = min(candidates, key=lambda i: self.trials[i].median_ms or math.inf)
-            kept = self.trials[winner].median_ms or math.inf
-            if kept > self.float_ms:
-                logger.warning(
-                    "The fastest recipe inside the budget takes %.2f ms, the float artifact %.2f: it is smaller, not faster.",
-                    kept,
-                    self.float_ms,
-                )
-        else:
+        if not measure_speed:
             winner = candidates[0]
+            self.trials[winner] = replace(self.trials[winner], chosen=True)
+            return winner
+        paths = [self.artifact.path, *(self.fits[i].path for i in candidates)]
+        base, *timings = _timings(paths, self.artifact.task, self._median_rows(), self._runner)
+        self.float_ms = base.median
+        self.disturbance = self._watch.judge({"the float artifact": base.round_ms})
+        for i, timing in zip(candidates, timings, strict=True):
+            speedup = without_infinity(asdict(timing.speedup(base)))
+            self.trials[i] = replace(self.trials[i], median_ms=timing.median, speedup=speedup)
+        of = dict(zip(candidates, timings, strict=True))
+        fastest = max(candidates, key=lambda i: of[i].speedup(base).value)
+        equal = [i for i in candidates if i == fastest or of[fastest].speedup(of[i]).equal]
+        winner = min(equal, key=lambda i: (len(self.trials[i].settings), len(self.trials[i].float_layers), i))
         self.trials[winner] = replace(self.trials[winner], chosen=True)
+        found = of[winner].speedup(base)
+        if found.equal or found.value < 1:
+            logger.warning(
+                "The recipe kept inside the budget takes %.2f ms, the float artifact %.2f (%s times as fast): it is smaller, not "
+                "faster.",
+                of[winner].median, base.median, found,
+            )  # fmt: skip
         return winner
 
-    def _median_row(self) -> dict[str, torch.Tensor]:
-        """A row of median length; of a language model one token, since that is what generating takes time for."""
-        order = [i for part in self.prepared.predictor.encoded.plan(1) for i in part]
-        feeds = self.prepared.predictor.encoded.batch([order[len(order) // 2]])
+    def _median_rows(self) -> dict[str, torch.Tensor]:
+        """A call of rows of median length; of a language model one token each, since that is what generating takes time for."""
+        plan = self.prepared.predictor.encoded.plan(self.prepared.predictor.batch_size)
+        feeds = self.prepared.predictor.encoded.batch(plan[len(plan) // 2])
         if task_spec(self.artifact.task).generates:
             feeds = {name: value[:, :1] for name, value in feeds.items()}
         return {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
@@ -305,6 +325,8 @@ class BudgetSearch:
             report["search"] = {
                 "max_drop": self.budget,
                 "float_ms": self.float_ms,
+                "batch_size": self.prepared.predictor.batch_size,
+                "disturbance": asdict(self.disturbance) if self.disturbance is not None else None,
                 "table": [asdict(t) for t in self.trials],
                 "sensitivity": self.sensitivity,
             }
@@ -340,10 +362,10 @@ def _distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
     return value if math.isfinite(value) else math.inf
 
 
-def _latencies(paths: Sequence[Path], task: str, feeds: Mapping[str, torch.Tensor], backend: str | None) -> list[float]:
-    """Median milliseconds of artifacts on the same inputs, one process each, taking turns."""
+def _timings(paths: Sequence[Path], task: str, feeds: Mapping[str, torch.Tensor], backend: str | None) -> list[Timing]:
+    """Artifacts on the same inputs, one process each, taking turns."""
     variants = [
         Variant(name=f"{number}", path=path, task=task, backend=backend if number else None)
         for number, path in enumerate(paths)
     ]
-    return [timing.median for timing in measure(variants, feeds, rounds=6, calls=20)]
+    return measure(variants, feeds, rounds=6, calls=20)

@@ -23,6 +23,7 @@ from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
+from ..measuring.disturbance import MachineWatch
 from ..models.opening import close, open_model
 from ..models.recording import PartBatches
 from ..signatures import checked_arguments
@@ -49,7 +50,7 @@ def quantize(
     split: str | None = None,
     calibration_split: str | None = None,
     rows: int | None = None,
-    batch_size: int = 32,
+    batch_size: int = 1,
     max_length: int | None = None,
     measure_speed: bool = True,
     backend: str | None = None,
@@ -77,7 +78,8 @@ def quantize(
         split: Split of `data`.
         calibration_split: Split of `calibration`.
         rows: Rows of `data` at most; all when `None`.
-        batch_size: Rows a call when measuring.
+        batch_size: Rows a call when accuracy and speed are measured: as many as the model will get. Dynamic quantization finds its
+            ranges call by call, so both depend on it. Rows of like length share a call.
         max_length: Tokens that longer rows are cut to, in both.
         measure_speed: Time what fits and keep the fastest; otherwise the first in the expected order.
         backend: Who quantizes; the owner of the artifact's format when `None`.
@@ -90,6 +92,7 @@ def quantize(
         QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
         InputError: Data without rows or labels, or whose columns do not map.
     """
+    watch = MachineWatch()
     artifact = quantizable(artifact, backend)
     chosen = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
     if method is not None:
@@ -136,7 +139,8 @@ def quantize(
         reference = prepared.measure(model, "measuring the float artifact")
     finally:
         close(model)
-    search = BudgetSearch(artifact, prepared, reference, math.inf if max_drop is None else max_drop, batches, backend)
+    budget = math.inf if max_drop is None else max_drop
+    search = BudgetSearch(artifact, prepared, reference, budget, batches, backend, watch)
     with staging(target) as work:
         search.run(work, recipes)
         if not search.fits and max_drop is None:
@@ -177,7 +181,7 @@ def _nothing_fits(search: BudgetSearch, data: str) -> BudgetError:
     found = f"The best found is {best}." if best is not None else "No recipe could be measured."
     lines = "\n".join(f"  {trial}" for trial in search.trials)
     return BudgetError(
-        f"No recipe loses at most {search.budget:g} points of {search.prepared.metric.name} on {data}, where the float "
-        f"artifact has {search.reference.value:.4f}. {found} Tried:\n{lines}",
+        f"No recipe loses at most {search.budget:g} points of {search.prepared.metric.name} on {data} at "
+        f"{search.prepared.at}, where the float artifact has {search.reference.value:.4f}. {found} Tried:\n{lines}",
         fix="allow a larger max_drop, give calibration data for static schemes, or keep the float artifact.",
     )

@@ -7,7 +7,7 @@ names a backend, a format, a level or a scheme.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..backends import registry
@@ -57,6 +57,16 @@ class Recipe:
         """Whether one of its steps does."""
         return self.stage == "quantize" or (self.parent is not None and self.parent.quantizes)
 
+    @property
+    def steps(self) -> int:
+        """How many steps it takes."""
+        return 1 + (self.parent.steps if self.parent is not None else 0)
+
+    @property
+    def exported_dtype(self) -> str:
+        """The dtype of its export."""
+        return self.parent.exported_dtype if self.parent is not None else self.setting
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; two recipes that are equal have equal ones."""
         return {
@@ -90,6 +100,23 @@ class Candidate:
         how = ", ".join(part for part in parts if part)
         where = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.backend}{where}: {self.recipe}{f' ({how})' if how else ''}"
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Orders candidates that are equally good; the least wins.
+
+        Float comes before quantized, float32 before another dtype, then fewer run options (buckets, threads, the backend's
+        own), then fewer steps.
+        """
+        default = SessionOptions()
+        changed = [f.name for f in fields(default) if getattr(self.options, f.name) != getattr(default, f.name)]
+        other_dtype = self.options.compute_dtype not in (None, "float32") or self.recipe.exported_dtype != "float32"
+        return (
+            int(self.recipe.quantizes),
+            int(other_dtype),
+            len(changed) + len(self.provider_options),
+            self.recipe.steps,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +288,21 @@ class Space:
             runners = [(spec, device) for spec, device in runners if spec.name == recipe.backend]
         return [Candidate(recipe=recipe, backend=spec.name, device=str(device)) for spec, device in runners]
 
-    def variations(self, candidate: Candidate, *, dtype: str, lengths: Iterable[int], masked: bool) -> list[Candidate]:
-        """The candidate with one run option changed: compute dtype, buckets, threads, or one of the backend's own."""
+    def variations(
+        self, candidate: Candidate, *, dtype: str, lengths: Iterable[int], masked: bool, threads: int | None = None
+    ) -> list[Candidate]:
+        """The candidate with one run option changed: compute dtype, buckets, threads, or one of the backend's own.
+
+        Options that cannot matter are not tried: buckets where all calls have one length, unless the backend's kernels for a fixed
+        shape are faster, and the number of threads that is used anyway.
+
+        Args:
+            candidate: What to vary.
+            dtype: Of its artifact.
+            lengths: Of the calls.
+            masked: Whether its sequences can be padded.
+            threads: That it uses by default; what the process may use when `None`.
+        """
         capability = registry.describe(candidate.backend).capability("run", candidate.recipe.format)
         assert capability is not None, "a candidate's backend runs its format"
         options = candidate.options
@@ -270,10 +310,13 @@ class Space:
         if options.compute_dtype is None:
             words = [d for d in capability.dtypes if d in _DTYPES and d != dtype]
             made += [replace(options, compute_dtype=d) for d in words]  # type: ignore[arg-type]  # one of the literals
-        if not options.buckets and masked:
-            made.append(replace(options, buckets=buckets_for(lengths)))
+        sizes = set(lengths)
+        if not options.buckets and masked and (len(sizes) > 1 or capability.fixed_shapes):
+            made.append(replace(options, buckets=buckets_for(sizes)))
+        elif not options.buckets and masked:
+            self._skip(f"{candidate.backend}: buckets", "all calls have one length, for which it has no faster kernels")
         if options.threads is None and candidate.device == "cpu":
-            made += [replace(options, threads=n) for n in thread_counts()]
+            made += [replace(options, threads=n) for n in thread_counts() if n != threads]
         kind = DeviceSpec.parse(candidate.device).type
         others = [
             replace(candidate, provider_options={trial.name: trial.value})

@@ -21,6 +21,7 @@ from ..backends.specs import WEIGHTS
 from ..config import ExportConfig, QuantizeConfig
 from ..data.batches import calibration_batches
 from ..errors import AccelError, BackendUnavailableError, ConfigError
+from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmarking import Effort, Load, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark
 from ..measuring.latency.variants import Traffic, Variant
@@ -97,6 +98,7 @@ def convert(
     """
     if nb_measures < 1:
         raise ConfigError(f"nb_measures is {nb_measures}.", fix="use at least 1.")
+    watch = MachineWatch()
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     target = check_output(out, as_folder(model))
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
@@ -147,6 +149,7 @@ def convert(
             Load(batch=tuple(batch), sequence=tuple(sequence)),
             Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds), threads=threads),
             Traffic(),
+            watch=watch,
         )
         moved = tuple(replace(v, path=v.path.replace(str(folder), str(target))) for v in measured.variants)
         measured = replace(measured, variants=moved)

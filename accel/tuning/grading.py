@@ -1,10 +1,14 @@
-"""Accuracy of a search: PyTorch float32 first, then the survivors of the screens, all on the same rows."""
+"""Accuracy of a search: PyTorch float32 first, then the survivors of the screens, all on the same rows.
+
+Candidates are measured as they will be run: with the workload's rows a call, and with their own run options. Dynamic
+quantization finds its ranges call by call, so its accuracy depends on both.
+"""
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import AccelError
@@ -12,7 +16,7 @@ from ..measuring.accuracy.comparing import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData
 from .building import Builder
 from .jobs import Accuracy, accuracy
-from .state import Subject, Tried
+from .state import Subject, Tried, Work
 from .store import Store, data_digest
 
 logger = logging.getLogger(__name__)
@@ -26,17 +30,23 @@ class Grader:
         data: The rows.
         store: What earlier searches measured.
         builder: Its processes do the work.
+        work: The calls that are timed: accuracy is measured with as many rows a call, and as many threads.
 
     Attributes:
         seconds: The longest that one candidate took so far.
+        batch_sizes: Rows a call that each candidate is measured with.
     """
 
-    def __init__(self, subject: Subject, data: EvaluationData, store: Store, builder: Builder) -> None:
+    def __init__(self, subject: Subject, data: EvaluationData, store: Store, builder: Builder, work: Work) -> None:
+        # PyTorch float32 answers a row the same in any company: its largest calls are the quickest.
+        data = replace(data, batch_size=max(work.batch))
         self._subject, self._data, self._store, self._builder = subject, data, store, builder
+        self.batch_sizes = tuple(sorted(set(work.batch)))
+        self._threads = work.threads
         given = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
         # With what is remembered of a comparison: what an older version remembered may lack a part.
         known = [field.name for field in fields(Comparison)]
-        self._data_key = {**given, "data": data_digest(data.data), "comparison": known}
+        self._data_key = {**given, "data": data_digest(data.data), "comparison": known, "batch_sizes": self.batch_sizes}
         self._pending: Future[Accuracy] | None = None
         self._reference: Accuracy | None = None
         self.seconds = 0.0
@@ -79,7 +89,10 @@ class Grader:
             try:
                 self._builder.files(tried.made)
                 variant = subject.variant(candidate, tried.made.path)
-                tried.found = self._builder.call(accuracy, variant, self._data, self.reference().scored)
+                options = replace(candidate.options, threads=candidate.options.threads or self._threads)
+                variant = replace(variant, options=options)
+                reference = self.reference().scored
+                tried.found = self._builder.call(accuracy, variant, self._data, reference, self.batch_sizes)
             except AccelError as error:
                 tried.reason = f"measuring its accuracy failed: {error.message.splitlines()[0]}"
                 logger.info("%s: %s", candidate, tried.reason)

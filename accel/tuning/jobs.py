@@ -6,8 +6,8 @@ What crosses the border to the process and back is a dataclass; what is remember
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Accuracy:
         rows: How many.
         data: Which ones.
         comparison: With PyTorch float32; `None` for that one itself.
+        batch_size: Rows a call; where the workload has several, the one that loses most.
+        by_batch: The metric by rows a call, for each of the workload's.
     """
 
     metric: str
@@ -87,6 +89,8 @@ class Accuracy:
     rows: int
     data: Mapping[str, Any]
     comparison: Comparison | None = None
+    batch_size: int = 0
+    by_batch: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -162,29 +166,42 @@ def opens(path: Path, settings: RunSettings) -> None:
     open_artifact(Artifact.load(path), settings).close()
 
 
-def accuracy(variant: Variant, data: EvaluationData, reference: Scored | None) -> Accuracy:
+def accuracy(
+    variant: Variant, data: EvaluationData, reference: Scored | None, batch_sizes: Sequence[int] = ()
+) -> Accuracy:
     """Measure a model on labelled rows.
 
     Args:
         variant: The model and the way to run it.
         data: The rows.
         reference: What PyTorch float32 scored on them, to compare with.
+        batch_sizes: Rows a call, instead of `data.batch_size`. Several are measured one after the other, and the worst one counts.
     """
     resolved, settings = resolved_variant(variant)
     assert resolved.artifact is not None
     model = open_model(resolved, settings)
     try:
-        prepared = EvaluationSet(
-            data,
-            task=variant.task,
-            config=model.config,
-            processor=load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code),
-            limit=positions(resolved.artifact),
-            folder=resolved.artifact.path,
-        )
-        scored = prepared.measure(model)
+        processor = load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code)
+        found = [
+            _scored(model, replace(data, batch_size=size), reference, variant.task, processor, resolved.artifact)
+            for size in batch_sizes or (data.batch_size,)
+        ]
     finally:
         close(model)
+    worst = max(found, key=lambda one: one.comparison.drop if one.comparison is not None else 0.0)
+    seconds = sum(one.scored.seconds for one in found)
+    by_batch = {str(one.batch_size): one.scored.value for one in found}
+    return replace(worst, scored=replace(worst.scored, seconds=seconds), by_batch=by_batch)
+
+
+def _scored(
+    model: Any, data: EvaluationData, reference: Scored | None, task: str, processor: Any, artifact: Artifact
+) -> Accuracy:
+    """The accuracy with one number of rows a call."""
+    prepared = EvaluationSet(
+        data, task=task, config=model.config, processor=processor, limit=positions(artifact), folder=artifact.path
+    )
+    scored = prepared.measure(model)
     compared = None if reference is None else prepared.compare(scored, reference, "PyTorch float32")
     return Accuracy(
         metric=prepared.metric.name,
@@ -193,4 +210,5 @@ def accuracy(variant: Variant, data: EvaluationData, reference: Scored | None) -
         rows=len(prepared.rows),
         data=prepared.rows.sample.to_dict(),
         comparison=compared,
+        batch_size=prepared.predictor.batch_size,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from ..measuring.latency.results import VariantResult
-from ..measuring.statistics import geometric_mean
+from ..measuring.disturbance import Disturbance
+from ..measuring.latency.results import Cell, VariantResult
+from ..measuring.statistics import Ratio, geometric_mean, speedup
 from .candidates import Candidate, Space
 from .report import Goal, Trial
 from .state import Tried
@@ -31,26 +33,66 @@ class Judge:
         return sorted(self.tried.values(), key=lambda tried: -self.speed(tried))
 
     def speed(self, tried: Tried) -> float:
-        """The objective relative to PyTorch float32, by the last measurement.
+        """What candidates are ordered by: the objective relative to PyTorch float32, by the last measurement.
 
         A screen is short, and another program's work can hit PyTorch in one heat and not in the next: latencies of screens
         are compared by their lower quintile, with PyTorch's over all heats of the same search. An earlier search that was
-        interrupted may have run beside other programs: what it measured is compared with the PyTorch that it measured.
+        interrupted may have run beside other programs: what it measured is compared with the PyTorch that it measured. These
+        numbers are not shown; see `speedup`.
         """
         if tried.final is not None and tried.final_anchor is not None:
-            return self._score(tried.final, tried.final_anchor)
+            return self._ratio(tried.final, tried.final_anchor).value
         return self._screened(tried)
+
+    def speedup(self, tried: Tried) -> Ratio:
+        """The objective relative to PyTorch float32 that took turns with it, by the last measurement, as it is shown everywhere."""
+        if tried.final is not None and tried.final_anchor is not None:
+            return self._ratio(tried.final, tried.final_anchor)
+        assert tried.screen is not None
+        assert tried.anchor is not None
+        return self._ratio(tried.screen, tried.anchor)
+
+    def beside(self, one: Tried, other: Tried) -> Ratio:
+        """How many times better one survivor is than another."""
+        assert one.final is not None
+        assert other.final is not None
+        if one.final_anchor is other.final_anchor or _calls(one.final_anchor) == _calls(other.final_anchor):
+            # They took turns in the same rounds.
+            return self._ratio(one.final, other.final)
+        first, second = self.speedup(one), self.speedup(other)
+        low = first.low / second.high
+        high = first.high / second.low if second.low > 0 else float("inf")
+        return Ratio(value=first.value / second.value, low=low, high=high)
+
+    def best(self, fitting: Sequence[Tried]) -> Tried | None:
+        """The survivor to keep, of those that fit, best first: the simplest one that is as good as the best.
+
+        As good is what `Ratio.equal` says of both; `Candidate.complexity` says what is simple.
+        """
+        equal = [one for one in fitting if one is fitting[0] or self.beside(fitting[0], one).equal]
+        return min(equal, key=lambda one: one.candidate.complexity, default=None)
 
     def _screened(self, tried: Tried) -> float:
         """The objective relative to PyTorch float32, by the screen."""
         assert tried.screen is not None
         assert tried.anchor is not None
         if self._objective != "latency":
-            return self._score(tried.screen, tried.anchor)
+            return self._ratio(tried.screen, tried.anchor).value
         beside = [t for t in self.tried.values() if t.screened_in == tried.screened_in]
         anchors = [_quintiles(t.anchor) for t in beside if t.anchor is not None] or [_quintiles(tried.anchor)]
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
         return geometric_mean([a / b for a, b in zip(base, _quintiles(tried.screen), strict=True)])
+
+    def measured_again(self, trial: Trial, winner: Tried) -> Trial:
+        """The winner's trial with what was measured of it last."""
+        gain = self.speedup(winner)
+        return replace(trial, result=winner.final, speed=gain.value, speedup=gain, disturbed=winner.disturbance.signs)
+
+    def disturbance(self, winner: Tried) -> Disturbance:
+        """What the machine did while the winner was measured, and what PyTorch's latencies in all of the search say."""
+        found = winner.disturbance
+        more = self.disturbed()
+        return replace(found, signs=(*found.signs, more)) if more else found
 
     def disturbed(self) -> str:
         """What says that other programs ran beside the search, by PyTorch's own latencies; empty where nothing does."""
@@ -60,22 +102,27 @@ class Judge:
                 found.setdefault(cell.workload, []).append(ms)
         for workload, times in found.items():
             if max(times) > _DISTURBED * min(times):
-                return (
-                    f"PyTorch float32 took {min(times):.3g} ms for {workload} in one measurement and {max(times):.3g} ms in another: other "
-                    "programs use these processors, and what was measured beside them compares nothing."
-                )
+                return f"PyTorch float32 took {min(times):.3g} ms for {workload} in one measurement and {max(times):.3g} ms in another"
         return ""
 
-    def _score(self, result: VariantResult, anchor: VariantResult) -> float:
-        """The objective relative to PyTorch float32; larger is better."""
+    def _ratio(self, result: VariantResult, baseline: VariantResult) -> Ratio:
+        """The objective relative to a baseline in the same rounds; larger is better. Sizes are exact."""
         if self._objective == "size":
-            return (anchor.bytes or 1) / (result.bytes or 1)
-        pairs = list(zip(anchor.cells, result.cells, strict=True))
-        if self._objective == "throughput":
-            return geometric_mean([b.throughput / a.throughput for a, b in pairs])
-        if self._objective == "cost":
-            return geometric_mean([a.processor_ms / max(b.processor_ms, 1e-6) for a, b in pairs])
-        return geometric_mean([a.latency.median / b.latency.median for a, b in pairs])
+            exact = (baseline.bytes or 1) / (result.bytes or 1)
+            return Ratio(value=exact, low=exact, high=exact)
+        # With a time limit one of two may have lost rounds at the end.
+        pairs = [
+            (a[: len(b)], b[: len(a)])
+            for a, b in zip(map(self._costs, baseline.cells), map(self._costs, result.cells), strict=True)
+        ]
+        return speedup([a for a, _ in pairs], [b for _, b in pairs])
+
+    def _costs(self, cell: Cell) -> list[float]:
+        """What each round cost: latency, time a call with all callers together, or processor time a call."""
+        if self._objective == "latency":
+            return cell.round_ms
+        spent = cell.round_seconds if self._objective == "throughput" else cell.round_processor_seconds
+        return [max(seconds, 1e-9) / len(calls) for seconds, calls in zip(spent, cell.milliseconds, strict=True)]
 
     def cheap_violation(self, tried: Tried) -> str:
         """Why a candidate cannot win, as far as the screen tells."""
@@ -134,12 +181,15 @@ class Judge:
             options=shown.options if shown is not None else {},
             digest=facts.digest,
             bytes=facts.bytes,
-            speed=self.speed(tried),
+            speed=(gain := self.speedup(tried)).value,
+            speedup=gain,
             result=tried.final,
+            disturbed=tried.disturbance.signs,
+            by_batch=found.by_batch if found is not None else {},
             **(compared.in_a_table() if compared is not None else {}),
-            front=tried in finals and not self._dominated(tried, finals),
+            front=tried is winner or (tried in finals and not self._dominated(tried, finals)),
             winner=tried is winner,
-            reason=self._why_not(tried, winner, finals),
+            reason=self._why_not(tried, winner),
         )
 
     def _dominated(self, tried: Tried, finals: Iterable[Tried]) -> bool:
@@ -148,21 +198,25 @@ class Judge:
         others = [(self.speed(other), _worth(other)) for other in finals]
         return any(o[0] >= mine[0] and o[1] >= mine[1] and o != mine for o in others)
 
-    def _why_not(self, tried: Tried, winner: Tried, finals: Sequence[Tried]) -> str:
-        speed = self.speed(tried)
+    def _why_not(self, tried: Tried, winner: Tried) -> str:
         if tried is winner:
             return ""
         if tried.reason:
             return tried.reason
         if tried.found is None:
-            # By the same short measurement: a survivor's last one may be lower than what was screened out.
-            weakest = min(self._screened(t) for t in finals)
-            return f"screened out: {speed:.2f} times PyTorch float32 in the screen, where the survivors had at least {weakest:.2f}"
+            return f"screened out: {self.speedup(tried)} times PyTorch float32 in the short measurement, where others did better"
         if missed := self.violations(tried):
             return "; ".join(f"misses {name} by {by:.4g}" for name, by in missed.items())
-        if speed < (best := self.speed(winner)):
-            return f"fits, but {speed:.2f} times PyTorch float32 is less than the winner's {best:.2f}"
-        return "fits, and as good as the winner"
+        found = self.beside(winner, tried)
+        if found.equal:
+            return f"fits, and is as good as the winner, which is simpler: the winner is {found} times as good"
+        if found.value > 1:
+            return f"fits, and the winner is {found} times as good"
+        return f"fits, and is better than the winner ({found}), which is as good as the best and simpler"
+
+
+def _calls(result: VariantResult | None) -> list[tuple[tuple[float, ...], ...]]:
+    return [cell.milliseconds for cell in result.cells] if result is not None else []
 
 
 def _worth(tried: Tried) -> float:

@@ -9,7 +9,11 @@ from typing import Any, Literal, get_args
 
 from ..artifact.manifest import Artifact
 from ..errors import BudgetError, ConfigError, did_you_mean
-from ..measuring.latency.results import VariantResult
+from ..measuring.accuracy.evaluation import rows_a_call
+from ..measuring.disturbance import Disturbance
+from ..measuring.latency.results import VariantResult, without_infinity
+from ..measuring.reporting import disturbed
+from ..measuring.statistics import Ratio
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
@@ -78,9 +82,12 @@ class Trial:
         options: The session's options.
         digest: Of its artifact.
         bytes: Of its files.
-        speed: The objective relative to PyTorch float32 in the screen: 2 is twice as good.
+        speed: The objective relative to PyTorch float32: 2 is twice as good. The same as `speedup.value`.
+        speedup: The same with its interval; see `accel.measuring.statistics.speedup`.
         result: Its last measurement; `None` where it was only screened.
-        value: Its metric on all rows.
+        disturbed: What says that other programs used the machine while it was measured.
+        value: Its metric on all rows, with the rows a call that lose most.
+        by_batch: Its metric by rows a call.
         drop: Points lost against PyTorch float32.
         drop_interval: Confidence interval of the drop, in points.
         agreement: Share of predictions that are PyTorch float32's.
@@ -96,8 +103,11 @@ class Trial:
     digest: str | None = None
     bytes: int | None = None
     speed: float | None = None
+    speedup: Ratio | None = None
     result: VariantResult | None = None
+    disturbed: tuple[str, ...] = ()
     value: float | None = None
+    by_batch: Mapping[str, float] = field(default_factory=dict)
     drop: float | None = None
     drop_interval: tuple[float, float] | None = None
     agreement: float | None = None
@@ -127,6 +137,10 @@ class Tuning:
         stages: Seconds by stage.
         seconds: For everything.
         resumed: Measurements that earlier runs had made.
+        batch_sizes: Rows a call that accuracy was measured with; of several the worst counts.
+        disturbance: Whether other programs used the machine while the winner was measured.
+        side_by_side: PyTorch float32 as it was timed beside all survivors; the winner's own row, and `baseline`, are of a
+            measurement of these two alone, unless time was short.
     """
 
     artifact: Artifact
@@ -145,6 +159,9 @@ class Tuning:
     stages: Mapping[str, float]
     seconds: float
     resumed: int
+    batch_sizes: tuple[int, ...] = (1,)
+    disturbance: Disturbance = field(default_factory=Disturbance)
+    side_by_side: VariantResult | None = None
 
     @property
     def measured_on(self) -> str:
@@ -159,6 +176,10 @@ class Tuning:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, in the form that `accel.measuring.reporting` reads."""
         measured = [t for t in self.trials if t.result is not None]
+        values: dict[str, Any] = without_infinity(self._values(measured))
+        return values
+
+    def _values(self, measured: Sequence[Trial]) -> dict[str, Any]:
         return {
             "task": self.task,
             "baseline": self.baseline.name,
@@ -181,6 +202,9 @@ class Tuning:
             "stages": dict(self.stages),
             "seconds": self.seconds,
             "resumed": self.resumed,
+            "accuracy": {"batch_size": list(self.batch_sizes), "by_length": self.settings.get("texts") is None},
+            "disturbance": asdict(self.disturbance),
+            "side_by_side": asdict(self.side_by_side) if self.side_by_side is not None else None,
         }
 
 
@@ -239,9 +263,10 @@ def render(tuning: Tuning) -> str:
     from rich.table import Table
 
     names = [cell.workload for cell in tuning.baseline.cells]
-    table = Table(title=f"Pareto front: {tuning.objective} against {tuning.metric} on {tuning.measured_on}")
+    rows = f"{tuning.measured_on}, {rows_a_call(tuning.batch_sizes)}"
+    table = Table(title=f"Pareto front: {tuning.objective} against {tuning.metric} on {rows}")
     table.add_column("candidate")
-    for head in (*(f"{name} ms" for name in names), "x PyTorch", tuning.metric, "drop (95 % interval)", "MB"):
+    for head in (*(f"{name} ms" for name in names), "x PyTorch (95 %)", tuning.metric, "drop (95 % interval)", "MB"):
         table.add_column(head, justify="right")
     base = tuning.baseline
     size = f"{base.bytes / 1e6:.1f}" if base.bytes else ""
@@ -254,7 +279,7 @@ def render(tuning: Tuning) -> str:
         table.add_row(
             f"{'* ' if trial.winner else ''}{trial.name}",
             *(f"{cell.latency.median:.2f}" for cell in trial.result.cells),
-            f"{trial.speed:.2f}",
+            str(trial.speedup),
             f"{trial.value:.4f}",
             f"{trial.drop:.2f} ({low:.2f} to {high:.2f})",
             f"{(trial.bytes or 0) / 1e6:.1f}",
@@ -262,8 +287,20 @@ def render(tuning: Tuning) -> str:
     stream = StringIO()
     Console(file=stream, width=150, markup=False).print(table)
     rejected = "\n".join(f"  {trial.name}: {trial.reason}" for trial in tuning.trials if not trial.winner)
+    told = "".join(f"{line}\n" for line in _notes(tuning))
     return (
-        f"{stream.getvalue()}Rejected:\n{rejected}\n"
+        f"{stream.getvalue()}{told}Rejected:\n{rejected}\n"
         f"Kept: {tuning.winner.name}, in {tuning.artifact.path} ({tuning.seconds:.0f} s, "
         f"{tuning.resumed} results from earlier runs)."
     )
+
+
+def _notes(tuning: Tuning) -> list[str]:
+    """What the table's numbers are of."""
+    notes = []
+    if tuning.side_by_side is not None:
+        notes.append(
+            f"* and {tuning.baseline.name} are shown as they were timed last, these two alone, which is how the winner will run. The "
+            "others were timed side by side, where calls take a little longer."
+        )
+    return [*notes, *disturbed({"disturbance": asdict(tuning.disturbance)})]

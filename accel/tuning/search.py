@@ -26,7 +26,7 @@ from ..backends.opening import RunSettings
 from ..config import available_processors
 from ..errors import AccelError, BudgetError, SessionError
 from ..measuring.accuracy.evaluation import EvaluationData
-from ..measuring.latency.results import VariantResult
+from ..measuring.latency.results import without_infinity
 from ..measuring.latency.workloads import check_sequences
 from .building import Builder
 from .candidates import Candidate, Recipe, Space, combined
@@ -70,7 +70,7 @@ class Search:
         self._builder = Builder(subject, store, clock, calibration=calibration)
         callers = available_processors() if goal.objective == "throughput" else 1
         self._timer = Timer(subject, work, store, clock, self._builder, callers=callers)
-        self._grader = Grader(subject, data, store, self._builder)
+        self._grader = Grader(subject, data, store, self._builder, work)
         self._judge = Judge(goal)
         self._failed: dict[str, tuple[Candidate | None, str]] = {}
         self._refusals: dict[tuple[object, ...], str] = {}
@@ -93,7 +93,8 @@ class Search:
             # Before the exports are waited for: data that cannot be used is found out in seconds.
             self._reference()
             # A search that knows how fast everything is and how accurate nothing is has found nothing.
-            self._clock.keep(_LOAD_S + _TIMES * self._grader.reference().scored.seconds)
+            passes = _TIMES * len(self._grader.batch_sizes)
+            self._clock.keep(_LOAD_S + passes * self._grader.reference().scored.seconds)
             exports = self._builder.finish(begun)
         if not exports:
             reasons = {**{one.name: one.reason for one in space.skipped}, **self._builder.failed}
@@ -181,8 +182,9 @@ class Search:
             facts = base.made.facts
             lengths = self._timer.lengths(facts.limits)
             changes[str(base.candidate)] = space.variations(
-                base.candidate, dtype=facts.dtype, lengths=lengths, masked=facts.masked
-            )
+                base.candidate, dtype=facts.dtype, lengths=lengths, masked=facts.masked,
+                threads=self._work.threads,
+            )  # fmt: skip
         self._screen([c for offered in changes.values() for c in offered], share)
         together = []
         for base in bases:
@@ -234,7 +236,7 @@ class Search:
         for tried in fresh:
             if tried.screen is not None and tried.screen.error is None:
                 self._judge.tried[str(tried.candidate)] = tried
-                logger.info("%s: %.2f times PyTorch float32", tried.candidate, self._judge.speed(tried))
+                logger.info("%s: %s times PyTorch float32", tried.candidate, self._judge.speedup(tried))
             else:
                 why = tried.reason or (tried.screen.error if tried.screen else None) or "it was not measured"
                 self._failed[str(tried.candidate)] = (tried.candidate, why.splitlines()[0])
@@ -306,9 +308,16 @@ class Search:
 
     # The end
 
+    def _alone(self, winner: Tried) -> bool:
+        """Time the winner once more, alone beside PyTorch: its own numbers everywhere; whether there was time for that."""
+        found, anchor, disturbance = self._timer.alone(winner)
+        again = found is not winner.final
+        winner.final, winner.final_anchor, winner.disturbance = found, anchor, disturbance
+        return again
+
     def _conclude(self, space: Space, target: Path) -> Tuning:
         finals = self._judge.finals()
-        winner = next((tried for tried in finals if self._fits(tried)), None)
+        winner = self._judge.best([tried for tried in finals if self._fits(tried)])
         failed = {**{name: (None, why) for name, why in self._builder.failed.items()}, **self._failed}
         if winner is None:
             ranked = self._judge.ranked()
@@ -318,6 +327,9 @@ class Search:
         assert winner.final is not None
         assert winner.final_anchor is not None
         trials = self._judge.trials(winner, failed, space)
+        side_by_side = winner.final_anchor
+        alone = self._alone(winner)
+        trials = [self._judge.measured_again(one, winner) if one.winner else one for one in trials]
         facts = machine()
         del facts["home"], facts["executable"]
         blocks = winner.final.cells[0].milliseconds
@@ -342,23 +354,31 @@ class Search:
             stages=self._stages,
             seconds=round(self._clock.spent(), 1),
             resumed=self._store.hits,
+            batch_sizes=self._grader.batch_sizes,
+            disturbance=self._judge.disturbance(winner),
+            side_by_side=side_by_side if alone else None,
         )
-        if disturbed := self._judge.disturbed():
-            logger.warning("%s Search again with --fresh (fresh=True) when they have ended.", disturbed)
-        artifact = _write(winner, made, target, *self._timer.alone(winner))
+        if made.disturbance.signs:
+            logger.warning(
+                "Other programs disturbed the search: %s. Search again with --fresh (fresh=True) when they have ended.",
+                "; ".join(made.disturbance.signs),
+            )
+        artifact = _write(winner, made, target)
         self._builder.tidy({t.made.path for t in finals})
         return replace(made, artifact=artifact)
 
 
-def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, pytorch: VariantResult) -> Artifact:
-    """The winning artifact with its run options, so that loading it runs what was measured, `alone` beside PyTorch."""
-    found = winner.found
+def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
+    """The winning artifact with its run options, so that loading it runs what was measured."""
+    found, result, speedup = winner.found, tuning.winner.result, tuning.winner.speedup
+    assert result is not None
+    assert speedup is not None
     assert found is not None
     assert found.comparison is not None
     run = RunRecord(
         backend=winner.candidate.backend,
         device=winner.candidate.device,
-        session={**alone.options},
+        session={**result.options},
         provider_options=dict(winner.candidate.provider_options),
         measured={
             "metric": tuning.metric,
@@ -367,9 +387,14 @@ def _write(winner: Tried, tuning: Tuning, target: Path, alone: VariantResult, py
             "drop": found.comparison.drop,
             "rows": found.rows,
             "data": found.data,
-            "median_ms": {c.workload: round(c.latency.median, 4) for c in alone.cells},
-            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in pytorch.cells},
-            "peak_memory_bytes": alone.peak_memory_bytes,
+            "batch_size": found.batch_size,
+            "by_length": tuning.settings.get("texts") is None,
+            "by_batch": dict(found.by_batch),
+            "median_ms": {c.workload: round(c.latency.median, 4) for c in result.cells},
+            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in tuning.baseline.cells},
+            "speedup": without_infinity(asdict(speedup)),
+            "disturbed": list(tuning.disturbance.signs),
+            "peak_memory_bytes": result.peak_memory_bytes,
             "objective": tuning.objective,
         },
     )

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
+from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
 from ..stages.resolving import Resolved
@@ -66,6 +68,12 @@ class Work:
     threads: int | None
     seed: int
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"{name} is {list(values)}.", fix="use numbers from 1 on.")
+
     def key(self) -> dict[str, Any]:
         """What identifies the calls."""
         values = asdict(self)
@@ -92,6 +100,7 @@ class Tried:
         screen, anchor: The short measurement.
         screened_in: The search that the short measurement was made in: an earlier one where it was remembered.
         final, final_anchor: The long one.
+        disturbance: What the machine did meanwhile.
         found: Its accuracy.
         reason: Why it was not measured further.
     """
@@ -103,6 +112,7 @@ class Tried:
     screened_in: str = ""
     final: VariantResult | None = None
     final_anchor: VariantResult | None = None
+    disturbance: Disturbance = field(default_factory=Disturbance)
     found: Accuracy | None = None
     reason: str = ""
 

@@ -8,13 +8,15 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from statistics import median
 from typing import Any
 
 from .. import progress
 from ..errors import BudgetError, SessionError
+from ..measuring.disturbance import Disturbance, MachineWatch
 from ..measuring.latency import rounds, workloads
-from ..measuring.latency.results import VariantResult, result
+from ..measuring.latency.results import Cell, VariantResult, result
 from ..measuring.latency.rounds import Measured
 from ..measuring.latency.variants import Traffic, Variant, Workload
 from ..measuring.latency.worker import Worker
@@ -71,6 +73,7 @@ class Timer:
         self._subject, self._work, self._store, self._clock, self._builder = subject, work, store, clock, builder
         self.traffic = Traffic(callers=callers)
         self._search = secrets.token_hex(8)
+        self._watch = MachineWatch()
         self._anchor: Measured | None = None
         self._workloads: list[Workload] = []
         # A guess until the first heat: processes start, import and load within it.
@@ -100,7 +103,7 @@ class Timer:
         waiting = []
         for tried in group:
             if (known := self._store.get("screens", self._key(tried, "screen"))) is not None:
-                tried.screen, tried.anchor = _results(known)
+                tried.screen, tried.anchor, tried.disturbance = _results(known)
                 tried.screened_in = str(known.get("search") or tried.candidate)
             else:
                 waiting.append(tried)
@@ -125,7 +128,7 @@ class Timer:
                     tried.reason = LATE
                 continue
             for tried, record, lost in timed:
-                tried.screen, tried.anchor = _results(record)
+                tried.screen, tried.anchor, tried.disturbance = _results(record)
                 tried.screened_in = self._search
                 # A process that died or was cut off may do better the next time.
                 if not lost:
@@ -139,7 +142,7 @@ class Timer:
         waiting = []
         for tried in group:
             if (known := self._store.get("finals", self._key(tried, "final"))) is not None:
-                tried.final, tried.final_anchor = _results(known)
+                tried.final, tried.final_anchor, tried.disturbance = _results(known)
             else:
                 waiting.append(tried)
         if not waiting:
@@ -156,35 +159,36 @@ class Timer:
                 tried.final, tried.final_anchor = tried.screen, tried.anchor
             return
         for tried, record, _ in timed:
-            found, anchor = _results(record)
+            found, anchor, disturbance = _results(record)
             if found.error is not None:
                 tried.reason = found.error
                 continue
-            tried.final, tried.final_anchor = found, anchor
+            tried.final, tried.final_anchor, tried.disturbance = found, anchor, disturbance
             if budget == FINAL.budget_s:
                 self._store.put("finals", self._key(tried, "final"), record)
 
-    def alone(self, tried: Tried) -> tuple[VariantResult, VariantResult]:
-        """One survivor beside PyTorch only, as it will be used, and PyTorch.
+    def alone(self, tried: Tried) -> tuple[VariantResult, VariantResult, Disturbance]:
+        """One survivor beside PyTorch only, as it will be used, PyTorch, and what the machine did meanwhile.
 
         Beside several others every call finds the caches full of theirs: 10 to 15 % slower (MiniLM 1x32 in int8). With too
         little time left, `final` has to do.
         """
         assert tried.final is not None
         assert tried.final_anchor is not None
+        side_by_side = (tried.final, tried.final_anchor, tried.disturbance)
         record = self._store.get("alone", self._key(tried, "alone"))
         if record is None:
             left = (self._clock.left() - self._load_s - _RESERVE_S) / max(len(self._workloads), 1)
             if left < 1:
-                return tried.final, tried.final_anchor
+                return side_by_side
             amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=min(FINAL.budget_s, left))
             try:
                 record = self._heat([tried], amount, "timing the winner")[0][1]
             except _LateError:
-                return tried.final, tried.final_anchor
+                return side_by_side
             self._store.put("alone", self._key(tried, "alone"), record)
-        found, anchor = _results(record)
-        return (found, anchor) if found.error is None else (tried.final, tried.final_anchor)
+        found, anchor, disturbance = _results(record)
+        return (found, anchor, disturbance) if found.error is None else side_by_side
 
     def _key(self, tried: Tried, kind: str) -> dict[str, Any]:
         return {
@@ -196,6 +200,8 @@ class Timer:
             "machine": self._subject.machine,
             "versions": self._subject.versions,
             "source": self._subject.digest,
+            # What an older version remembered may lack a part.
+            "cell": [field.name for field in fields(Cell)],
         }
 
     def _variant(self, tried: Tried) -> Variant:
@@ -237,8 +243,9 @@ class Timer:
             if self._clock.left() <= 0:
                 raise _LateError
             raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
+        disturbance = asdict(self._watch.judge({cell["workload"]: _round_ms(cell) for cell in base["cells"]}))
         return [
-            (tried, {"result": one_result, "anchor": base}, one.lost)
+            (tried, {"result": one_result, "anchor": base, "disturbance": disturbance}, one.lost)
             for tried, one_result, one in zip(heat, found, others, strict=True)
         ]
 
@@ -272,6 +279,15 @@ class _LateError(Exception):
     """The time limit ended while PyTorch was timed."""
 
 
-def _results(record: Mapping[str, Any]) -> tuple[VariantResult, VariantResult]:
-    """Candidate and PyTorch, from what was measured now or what was remembered as JSON."""
-    return VariantResult.from_dict(record["result"]), VariantResult.from_dict(record["anchor"])
+def _round_ms(cell: Mapping[str, Any]) -> list[float]:
+    return [median(calls) for calls in cell["milliseconds"]]
+
+
+def _results(record: Mapping[str, Any]) -> tuple[VariantResult, VariantResult, Disturbance]:
+    """Candidate, PyTorch and the machine, from what was measured now or what was remembered as JSON."""
+    noticed = record["disturbance"]
+    return (
+        VariantResult.from_dict(record["result"]),
+        VariantResult.from_dict(record["anchor"]),
+        Disturbance(**{**noticed, "signs": tuple(noticed["signs"])}),
+    )

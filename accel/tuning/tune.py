@@ -81,9 +81,11 @@ def tune(
         max_latency_ms: Largest median, on every workload.
         max_memory_mb: Largest peak memory of the serving process.
         max_size_mb: Largest size of the files.
-        batch: Rows a call; each with each sequence.
+        batch: Rows a call; each with each sequence. Accuracy is measured with as many rows a call, too; of several numbers the
+            one that loses most counts.
         sequence: Tokens a row.
-        texts: Real texts instead of `sequence`; see `accel.benchmark`.
+        texts: Real texts instead of `sequence`; see `accel.benchmark`. Rows of `data` then share a call in their order, and
+            otherwise those of like length.
         columns: Column by use of `data`, where it cannot be inferred.
         calibration_columns: Likewise of `calibration`; `columns` when `None`.
         split, calibration_split: Of a Hub data set.
@@ -123,7 +125,7 @@ def tune(
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
     rows = EvaluationData(
         data=data, metric=metric, columns=columns, split=split, token=token, samples=samples, seed=seed,
-        max_length=max_length, trust_remote_code=trust_remote_code,
+        by_length=texts is None, max_length=max_length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     calibrating = None
     if calibration is not None:

@@ -29,7 +29,13 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         Capability(
-            stage="run", consumes=FORMAT, devices=_DEVICES, dtypes=_FLOATS, thread_safe=True, preferred_multiple=16
+            stage="run",
+            consumes=FORMAT,
+            devices=_DEVICES,
+            dtypes=_FLOATS,
+            thread_safe=True,
+            preferred_multiple=16,
+            fixed_shapes=True,
         ),
         # An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
         Capability(
@@ -40,6 +46,7 @@ SPEC = BackendSpec(
             excludes=GENERATING,
             thread_safe=True,
             preferred_multiple=16,
+            fixed_shapes=True,
         ),
         # ONNX that exists already is converted; both levels do the same, exactly.
         Capability(

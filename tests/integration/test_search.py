@@ -20,6 +20,7 @@ from accel.cli import app
 from accel.config import QuantizeConfig
 from accel.errors import BudgetError, ConfigError, InputError, QuantizeError
 from accel.measuring.accuracy.evaluation import EvaluationSet
+from accel.measuring.latency.rounds import Timing
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel.tuning import attempts
@@ -72,11 +73,11 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
     """Latencies without processes: the float artifact 3 ms, then 2, 1, 2, 1, ... in the order of the trials."""
     asked: list[list[Path]] = []
 
-    def latencies(paths: Sequence[Path], *args: Any) -> list[float]:
+    def timings(paths: Sequence[Path], *args: Any) -> list[Timing]:
         asked.append(list(paths))
-        return [3.0, *(2.0 - i % 2 for i in range(len(paths) - 1))]
+        return [Timing("", ((ms,),) * 6) for ms in (3.0, *(2.0 - i % 2 for i in range(len(paths) - 1)))]
 
-    monkeypatch.setattr(attempts, "_latencies", latencies)
+    monkeypatch.setattr(attempts, "_timings", timings)
     return asked
 
 
@@ -187,6 +188,61 @@ class TestBudget:
         assert found["table"][0]["median_ms"] > 0
 
 
+class TestMeasuredAsRun:
+    """Dynamic quantization finds its ranges call by call: what shares a call changes its answers."""
+
+    def test_accuracy_and_speed_are_of_one_row_a_call_unless_said(
+        self,
+        tiny_artifact: Callable[..., Artifact],
+        rows: list[dict[str, Any]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        timed: list[int] = []
+
+        def timings(paths: Sequence[Path], task: str, feeds: Mapping[str, torch.Tensor], *args: Any) -> list[Timing]:
+            timed.append(len(feeds["input_ids"]))
+            return [Timing("", ((1.0,),) * 6) for _ in paths]
+
+        monkeypatch.setattr(attempts, "_timings", timings)
+        how: dict[str, Any] = {"scheme": "dynamic-int8", "max_drop": 100, "data": rows}
+        for size, given in ((1, {}), (8, {"batch_size": 8})):
+            made = accel.quantize(tiny_artifact(), tmp_path / f"out-{size}", **how, **given)
+            step = made.manifest.steps[-1]
+            assert step.validation["accuracy"]["batch_size"] == step.report["search"]["batch_size"] == size
+            found = accel.evaluate(made, rows)
+            assert (found.batch_size, found.value) == (size, step.validation["accuracy"]["value"])
+        assert timed == [1, 8]
+
+    def test_without_a_record_dynamic_quantization_is_measured_row_by_row(
+        self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        dynamic = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8")
+        weights = accel.quantize(tiny_artifact(), tmp_path / "weights", scheme="weight-int8")
+        found = [accel.evaluate(one, rows[:8]).batch_size for one in (dynamic, weights, tiny_artifact())]
+        assert found == [1, 32, 32]
+        assert accel.evaluate(dynamic, rows[:8], batch_size=4).batch_size == 4
+
+    def test_equally_fast_recipes_go_to_the_simpler_one(
+        self,
+        tiny_artifact: Callable[..., Artifact],
+        rows: list[dict[str, Any]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        only(monkeypatch, "dynamic-int8", "weight-int8")
+        fast = ((1.0,), (0.97,), (1.02,), (0.96,), (1.01,), (0.98,))
+        times = [((1.0,),) * 6, ((1.0,),) * 6, fast]
+        monkeypatch.setattr(attempts, "_timings", lambda *args: [Timing("", one) for one in times])
+        made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows)
+        assert made.manifest.quantization is not None
+        assert made.manifest.quantization.scheme == "dynamic-int8", "it is declared first, and no slower"
+        assert "it is smaller, not faster" in caplog.text
+        table = [Attempt(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
+        assert "times float 1.00 (1.00 to 1.00) <- kept" in str(table[0])
+
+
 class TestBadBudgets:
     def test_without_data(self, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="A budget needs labelled data"):
@@ -290,7 +346,7 @@ class TestCommands:
         values = json.loads(found.stdout)
         assert (values["value"], values["comparison"]["agreement"]) == (1.0, 1.0)
         text = self.run("evaluate", sensitive.path, "--data", data, *columns).stdout
-        assert text.startswith("accuracy: accuracy 1.0000\n200 rows of rows.csv, cpu (float32)")
+        assert text.startswith("accuracy: accuracy 1.0000\n200 rows of rows.csv, cpu (float32), 32 rows a call")
 
     def test_evaluate_refuses_columns_that_do_not_map(self, sensitive: Artifact, data: Path) -> None:
         found = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")

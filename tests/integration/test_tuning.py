@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from accel import ORTModelForSequenceClassification, tune
+from accel import ORTModelForSequenceClassification, evaluate, tune
 from accel.artifact import cache
 from accel.backends import registry
 from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
 from accel.measuring.reporting import html_page
 from accel.testing.models import save_tiny
 from accel.tuning import timing
-from accel.tuning.report import Tuning
+from accel.tuning.report import Tuning, render
 from accel.tuning.store import Store
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
@@ -125,10 +125,21 @@ def test_the_winner_runs_as_it_was_measured(found: Tuning) -> None:
     assert run is not None
     assert run.measured["drop"] == found.winner.drop
     assert run.measured["rows"] == 40
+    assert (run.measured["batch_size"], run.measured["by_length"]) == (1, True)
+    assert found.winner.speedup is not None
+    assert run.measured["speedup"]["value"] == found.winner.speed == found.winner.speedup.value
     loaded = ORTModelForSequenceClassification.from_pretrained(found.artifact.path)
     assert loaded.backend == "toy"
     assert loaded._opened.options.to_dict() == dict(found.winner.options)
-    assert json.loads((found.artifact.path / "tune.json").read_text())["winner"] == found.winner.name
+    written = json.loads((found.artifact.path / "tune.json").read_text())
+    assert written["winner"] == found.winner.name
+    assert written["accuracy"] == {"batch_size": [1], "by_length": True}
+    assert written["disturbance"]["signs"] == list(found.disturbance.signs) == run.measured["disturbed"]
+    (trial,) = [one for one in written["trials"] if one["winner"]]
+    (variant,) = [one for one in written["variants"] if one["name"] == found.winner.name]
+    assert trial["speedup"]["value"] == variant["cells"][0]["ratio"]["value"] == run.measured["speedup"]["value"]
+    assert evaluate(found.artifact, [{"text": "good", "label": "LABEL_0"}]).batch_size == 1
+    assert "on 40 rows, 1 row a call" in " ".join(render(found).split())
 
 
 def test_a_second_run_measures_nothing_again(

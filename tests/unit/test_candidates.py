@@ -116,14 +116,14 @@ def test_what_is_exported_is_not_converted_too(space: Space, monkeypatch: pytest
 def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 4)
     (candidate,) = space.candidates(space.exports()[0], "float32")
-    varied = space.variations(candidate, dtype="float32", lengths=[32], masked=True)
+    varied = space.variations(candidate, dtype="float32", lengths=[20, 32], masked=True)
     assert [c.options for c in varied] == [
         SessionOptions(compute_dtype="bfloat16"),
-        SessionOptions(buckets=(8, 16, 32)),
+        SessionOptions(buckets=(8, 16, 20, 32)),
         SessionOptions(threads=1),
         SessionOptions(threads=2),
     ]
-    without_mask = space.variations(candidate, dtype="float32", lengths=[32], masked=False)
+    without_mask = space.variations(candidate, dtype="float32", lengths=[20, 32], masked=False)
     assert not any(c.options.buckets for c in without_mask)
 
 
@@ -170,3 +170,46 @@ def test_plain_exports_are_screened_last_and_the_backends_in_turns() -> None:
     offered = [tried("a", "float32", plain=True), tried("b", "float32", plain=True), tried("a", "O1"), tried("a", "O2")]
     found = [(one.candidate.backend, one.candidate.recipe.setting) for one in in_turns(offered)]
     assert found == [("a", "O2"), ("b", "float32"), ("a", "O1"), ("a", "float32")]
+
+
+def test_options_that_cannot_matter_are_not_tried(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 2)
+    (candidate,) = space.candidates(space.exports()[0], "bfloat16")
+
+    def options(**how: Any) -> list[SessionOptions]:
+        found = space.variations(candidate, dtype="bfloat16", masked=True, **how)
+        return [c.options for c in found if c.options.compute_dtype is None]
+
+    assert options(lengths=[16, 16], threads=1) == [], "one length, and the one thread is used anyway"
+    assert "all calls have one length" in {one.name: one.reason for one in space.skipped}["vendor: buckets"]
+    assert options(lengths=[8, 16]) == [SessionOptions(buckets=(8, 16)), SessionOptions(threads=1)]
+    monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 1)
+    assert options(lengths=[16]) == []
+    fixed = replace(VENDOR, capabilities=tuple(replace(c, fixed_shapes=True) for c in VENDOR.capabilities))
+    monkeypatch.setattr(registry, "describe", lambda name: fixed)
+    assert options(lengths=[16]) == [SessionOptions(buckets=(8, 16))]
+
+
+def test_simpler_candidates_come_first() -> None:
+    export = Recipe(stage="export", backend="a", format="f", setting="float32")
+    half = replace(export, setting="float16")
+    better = Recipe(stage="optimize", backend="a", format="f", setting="O2", parent=export)
+    int8 = Recipe(stage="quantize", backend="a", format="f", setting="dynamic-int8", parent=export)
+
+    def candidate(recipe: Recipe, provider: dict[str, Any] | None = None, **options: Any) -> Candidate:
+        how = SessionOptions(**options)
+        return Candidate(recipe=recipe, backend="a", device="cpu", options=how, provider_options=provider or {})
+
+    ordered = [
+        candidate(export),
+        candidate(better),
+        candidate(export, threads=1),
+        candidate(better, {"own": 1}),
+        candidate(export, threads=1, buckets=(8,)),
+        candidate(half),
+        candidate(export, compute_dtype="bfloat16"),
+        candidate(int8),
+        candidate(int8, threads=1),
+    ]
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=lambda one: one.complexity) == ordered

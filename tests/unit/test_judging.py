@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from accel.config import SessionOptions
+from accel.measuring.accuracy.comparing import Scored
+from accel.measuring.disturbance import Disturbance
 from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
+from accel.tuning.jobs import Accuracy, Facts
 from accel.tuning.judging import Judge
 from accel.tuning.report import Constraints, Goal
-from accel.tuning.state import Tried
+from accel.tuning.state import Made, Tried
 
 
 def measured(ms: float) -> VariantResult:
     calls = (ms,) * 8
     cell = Cell(
         workload="1x8", batch=1, sequence=8, latency=summarize(calls), throughput=1000 / ms, processor_ms=ms, ratio=None,
-        milliseconds=(calls,),
+        milliseconds=(calls,), round_seconds=(8 * ms / 1000,), round_processor_seconds=(8 * ms / 1000,),
     )  # fmt: skip
     return VariantResult(name="one", cells=(cell,))
 
@@ -61,3 +68,116 @@ def test_other_programs_are_noticed_by_pytorchs_own_latencies() -> None:
     assert not judge.disturbed()
     judge.tried["one"].final, judge.tried["one"].final_anchor = measured(1.2), measured(172.0)
     assert "took 3 ms for 1x8 in one measurement and 172 ms in another" in judge.disturbed()
+
+
+EXPORT = Recipe(stage="export", backend="cpu", format="onnx", setting="float32")
+INT8 = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8", parent=EXPORT)
+PYTORCH = [4.0, 4.1, 4.0, 3.9, 4.0, 4.2, 3.8, 4.0, 4.0, 4.1, 3.9, 4.0]
+
+
+def rounds(times: list[float]) -> VariantResult:
+    calls = tuple((ms,) * 5 for ms in times)
+    seconds = tuple(5 * ms / 1000 for ms in times)
+    cell = Cell(
+        workload="1x16", batch=1, sequence=16, latency=summarize(times), throughput=1.0, processor_ms=1.0, ratio=None,
+        milliseconds=calls, round_seconds=seconds, round_processor_seconds=seconds,
+    )  # fmt: skip
+    return VariantResult(name="one", cells=(cell,))
+
+
+def survivor(recipe: Recipe, times: list[float], beside: list[float] = PYTORCH, **options: Any) -> Tried:
+    candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(**options))
+    comparison = cast(Any, SimpleNamespace(excess=lambda budget: 0.0, in_a_table=dict))
+    scored = Scored(value=0.9, scores={}, predictions=(), seconds=1.0)
+    found = Accuracy(
+        metric="accuracy", higher_is_better=True, scored=scored, rows=10, data={}, comparison=comparison, batch_size=1,
+        by_batch={"1": 0.9},
+    )  # fmt: skip
+    made = Made(recipe, Path(), Facts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0))
+    tried = Tried(candidate, made, screen=rounds(times), anchor=rounds(beside), found=found)
+    tried.final, tried.final_anchor = rounds(times), rounds(beside)
+    return tried
+
+
+def judged(*group: Tried, objective: Any = "latency") -> Judge:
+    judge = Judge(Goal(objective=objective, constraints=Constraints()))
+    judge.tried.update({str(one.candidate): one for one in group})
+    return judge
+
+
+NOISE = [1.02, 0.97, 1.0, 0.98, 1.01, 0.96, 0.99, 0.97, 1.03, 0.98, 0.97, 1.01]
+
+
+def kept(*group: Tried, objective: Any = "latency") -> tuple[str, dict[str, str]]:
+    judge = judged(*group, objective=objective)
+    winner = judge.best(judge.finals())
+    assert winner is not None
+    trials = judge.trials(winner, {}, cast(Any, SimpleNamespace(skipped=[])))
+    return str(winner.candidate), {trial.name: trial.reason for trial in trials}
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput", "cost"])
+def test_a_run_option_does_not_win_by_noise(objective: Any) -> None:
+    plain, buckets = survivor(EXPORT, [1.0] * 12), survivor(EXPORT, NOISE, buckets=(8, 16))
+    name, reasons = kept(plain, buckets, objective=objective)
+    assert name == "cpu: onnx float32"
+    assert "as good as the winner, which is simpler" in reasons["cpu: onnx float32 (buckets 8,16)"]
+
+
+def test_float_wins_where_int8_is_no_faster() -> None:
+    plain, int8 = survivor(EXPORT, [1.0] * 12, threads=1), survivor(INT8, NOISE)
+    assert kept(int8, plain)[0] == "cpu: onnx float32 (threads 1)"
+
+
+def test_what_is_shown_to_be_faster_wins() -> None:
+    plain, int8 = survivor(EXPORT, [1.0] * 12), survivor(INT8, [ms / 1.2 for ms in NOISE], buckets=(8,))
+    name, reasons = kept(plain, int8)
+    assert "dynamic-int8" in name
+    assert reasons["cpu: onnx float32"].startswith("fits, and the winner is 1.2")
+
+
+def test_an_unsure_measurement_does_not_make_twice_as_slow_equal() -> None:
+    wild = [0.2, 40.0, 3.0, 0.3, 9.0, 0.1, 5.0, 3.0, 8.0, 0.5, 3.0, 4.0]
+    plain, int8 = survivor(EXPORT, wild), survivor(INT8, [1.0] * 12)
+    assert "dynamic-int8" in kept(plain, int8)[0]
+
+
+def test_survivors_of_different_searches_are_compared_by_their_own_pytorch() -> None:
+    """The earlier search ran on a machine that was ten times as slow."""
+    before = survivor(INT8, [10.0 * ms for ms in NOISE], [10 * ms for ms in PYTORCH])
+    now = survivor(EXPORT, [1.0] * 12)
+    assert judged(before, now).beside(before, now).equal
+    assert kept(before, now)[0] == "cpu: onnx float32"
+
+
+def test_one_statistic_is_shown_for_one_measurement() -> None:
+    """A search showed 10.2 on the screen and wrote 16.1 into its file."""
+    plain = survivor(EXPORT, [1.0] * 12, [4.0] * 6 + [40.0] * 6)
+    judge = judged(plain)
+    (trial,) = judge.trials(plain, {}, cast(Any, SimpleNamespace(skipped=[])))
+    assert trial.speedup is not None
+    assert trial.speed == trial.speedup.value
+    assert not trial.speedup.steady
+    plain.final, plain.final_anchor = rounds([1.0] * 12), rounds([16.0] * 12)
+    again = judge.measured_again(trial, plain)
+    assert again.speedup is not None
+    assert (again.speed, again.result) == (again.speedup.value, plain.final)
+    assert again.speed == pytest.approx(16.0)
+
+
+def test_sizes_are_exact() -> None:
+    judge = judged(objective="size")
+    small = survivor(INT8, [1.0] * 12)
+    assert small.final is not None
+    small.final = replace(small.final, bytes=25)
+    small.final_anchor = replace(small.final, bytes=100)
+    assert str(judge.speedup(small)) == "4.00 (4.00 to 4.00)"
+
+
+def test_other_programs_are_in_what_the_search_found() -> None:
+    plain = survivor(EXPORT, [1.0] * 12)
+    plain.disturbance = Disturbance(signs=("the load average was 7.0 on 2 processors before the measurement",))
+    judge = judged(plain)
+    assert judge.disturbance(plain).signs == plain.disturbance.signs
+    plain.final_anchor = rounds([400.0] * 12)
+    assert len(judge.disturbance(plain).signs) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.measuring.statistics import _t_quantile, bootstrap_interval, geometric_mean, ratio, summarize
+from accel.measuring.statistics import Ratio, _t_quantile, bootstrap_interval, geometric_mean, ratio, speedup, summarize
 
 
 def test_summary_of_known_numbers() -> None:
@@ -83,3 +83,50 @@ def test_rounds_must_pair() -> None:
 
 def test_geometric_mean() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_the_estimate_and_its_interval_are_of_one_statistic() -> None:
+    """Other programs slowed five of twelve rounds of the baseline 50 times: the ratio of the pooled medians is not the rounds'."""
+    base = [[10.0] * 20] * 7 + [[500.0] * 20] * 5
+    # The other one was slowed in the same rounds, and in two more.
+    other = [[1.0] * 20] * 5 + [[50.0] * 20] * 7
+    found = ratio(base, other)
+    assert found.value == pytest.approx(10.0), "pooled medians say 10 / 50"
+    assert found.low <= found.value <= found.high
+
+
+def test_speedup_of_several_workloads_is_their_geometric_mean() -> None:
+    found = speedup([[2.0, 2.0, 2.0], [8.0, 8.0]], [[1.0, 1.0, 1.0], [1.0, 1.0]])
+    assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
+    assert speedup([[3.0, 3.0]], [[1.0, 1.0]]).value == pytest.approx(ratio([[3.0], [3.0]], [[1.0], [1.0]]).value)
+
+
+def test_workloads_must_pair() -> None:
+    with pytest.raises(ValueError, match="1 workloads against 2"):
+        speedup([[1.0]], [[1.0], [1.0]])
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Ratio(value=3.708, low=3.521, high=3.9), "3.71 (3.52 to 3.90)"),
+        (Ratio(value=658.0, low=43.0, high=668.0), "unsteady: 43.00 to 668.00"),
+        (Ratio(value=2.0, low=0.0, high=float("inf")), "unsteady: 0.00 to ∞"),
+    ],
+)
+def test_a_ratio_is_shown_with_its_interval_or_as_unsteady(found: Ratio, text: str) -> None:
+    assert str(found) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "equal"),
+    [
+        (1.05, 0.97, 1.12, True),  # the interval includes 1
+        (1.005, 1.002, 1.008, True),  # less than processes of one variant differ
+        (1.08, 1.03, 1.12, False),
+        (0.9, 0.85, 0.95, False),
+        (5.0, 0.9, 9.0, False),  # too far apart, however unsure
+    ],
+)
+def test_equally_fast(value: float, low: float, high: float, equal: bool) -> None:
+    assert Ratio(value=value, low=low, high=high).equal is equal

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Evaluation:
         data: Which ones; see `accel.data.rows.Sample`.
         backend: What ran the model; `pytorch` for a PyTorch model.
         compute_dtype: What its kernels computed in.
-        batch_size: Rows a call. Dynamic quantization finds its ranges batch by batch, so it matters a little.
+        batch_size: Rows a call; dynamic quantization finds its ranges call by call, so the metric depends on it.
         max_length: Tokens that longer rows were cut to.
         seconds: For running the model over the rows.
         comparison: With the original, when asked for.
@@ -89,6 +89,8 @@ class EvaluationData:
         samples: Rows at most.
         seed: Of the choice of rows.
         batch_size: Rows a call.
+        by_length: Whether rows of like length share a call, as in the server; otherwise rows share one in the order given, and are
+            padded to the longest.
         max_length: Tokens that longer rows are cut to.
         trust_remote_code: Allow a metric of a Hub user.
     """
@@ -102,6 +104,7 @@ class EvaluationData:
     samples: int | None = None
     seed: int = 0
     batch_size: int = BATCH_SIZE
+    by_length: bool = True
     max_length: int | None = None
     trust_remote_code: bool = False
 
@@ -158,7 +161,13 @@ class EvaluationSet:
             limit=limit,
             batch_size=given.batch_size,
             folder=folder,
+            by_length=given.by_length,
         )
+
+    @property
+    def at(self) -> str:
+        """In words, how many rows share a call."""
+        return rows_a_call([self.predictor.batch_size])
 
     def measure(self, model: Model, what: str = "evaluating") -> Scored:
         """Run a model over all rows.
@@ -204,7 +213,7 @@ def evaluate(
     data_revision: str | None = None,
     samples: int | None = None,
     seed: int = 0,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int | None = None,
     max_length: int | None = None,
     processor: Any = None,
     confidence: float = 0.95,
@@ -234,7 +243,8 @@ def evaluate(
         data_revision: Of a data set on the Hub.
         samples: Rows at most; all when `None`.
         seed: Of the choice of rows.
-        batch_size: Rows a call.
+        batch_size: Rows a call. When `None`: as many as the artifact's manifest says that its accuracy was measured with, else 1
+            for a dynamically quantized artifact, whose answers depend on what shares a call, and 32 for any other model.
         max_length: Tokens that longer rows are cut to; the model's limit when `None`. Of text generation, the tokens of
             the windows that rows are split into; 512 when `None`.
         processor: Tokenizer or image processor; the model's own when `None`.
@@ -251,13 +261,15 @@ def evaluate(
         raise ConfigError(f"confidence is {confidence}.", fix="use a number between 0 and 1, such as 0.95.")
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     run = RunSettings(backend=backend, device=device, options=session_options)
-    given = EvaluationData(
-        data=data, metric=metric, columns=columns, split=split, revision=data_revision, token=token, samples=samples,
-        seed=seed, batch_size=batch_size, max_length=max_length, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
     resolved = resolve(model, task=task, hub=hub)
     opened = _at_hand(model, run) if isinstance(model, ORTModel | torch.nn.Module) else open_model(resolved, run)
     try:
+        usual, by_length = _usual_calls(opened.artifact) if isinstance(opened, ORTModel) else (BATCH_SIZE, True)
+        given = EvaluationData(
+            data=data, metric=metric, columns=columns, split=split, revision=data_revision, token=token, samples=samples,
+            seed=seed, batch_size=usual if batch_size is None else batch_size, by_length=by_length, max_length=max_length,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         prepared = EvaluationSet(
             given,
             task=resolved.task,
@@ -283,7 +295,7 @@ def evaluate(
             data=prepared.rows.sample.to_dict(),
             backend=opened.backend if isinstance(opened, ORTModel) else "pytorch",
             compute_dtype=_compute_dtype(opened),
-            batch_size=batch_size,
+            batch_size=prepared.predictor.batch_size,
             max_length=prepared.predictor.max_length,
             seconds=round(scored.seconds, 3),
             comparison=comparison,
@@ -292,6 +304,24 @@ def evaluate(
     finally:
         if opened is not model:
             close(opened)
+
+
+def rows_a_call(batch_sizes: Sequence[int]) -> str:
+    """In words, how many rows share a call when accuracy is measured."""
+    sizes = " and ".join(str(size) for size in batch_sizes)
+    return f"{sizes} {'row' if list(batch_sizes) == [1] else 'rows'} a call"
+
+
+def _usual_calls(artifact: Artifact) -> tuple[int, bool]:
+    """Rows of a call, and whether they are of like length, as the artifact's accuracy was measured before."""
+    manifest = artifact.manifest
+    measured = [manifest.run.measured] if manifest.run is not None else []
+    measured += [step.validation["accuracy"] for step in reversed(manifest.steps) if "accuracy" in step.validation]
+    for record in measured:
+        if "batch_size" in record:
+            return int(record["batch_size"]), bool(record.get("by_length", True))
+    dynamic = manifest.quantization is not None and manifest.quantization.scheme.startswith("dynamic")
+    return 1 if dynamic else BATCH_SIZE, True
 
 
 def positions(artifact: Artifact) -> int | None:

@@ -50,6 +50,7 @@ class Predictor(abc.ABC):
         limit: The models' positions.
         batch_size: Rows a call.
         folder: Holds their files, where there is one.
+        by_length: Whether rows of like length share a call; otherwise they share one in their order.
 
     Attributes:
         kind: What predictions are; the metrics of `metrics.OFFERED` that fit.
@@ -57,6 +58,7 @@ class Predictor(abc.ABC):
         encoded: The rows as inputs.
         max_length: Tokens that longer rows were cut to.
         batch_size: Rows a call.
+        by_length: As given.
     """
 
     kind: ClassVar[str]
@@ -72,6 +74,7 @@ class Predictor(abc.ABC):
         limit: int | None,
         batch_size: int,
         folder: Path | None = None,
+        by_length: bool = True,
     ) -> None:
         self.rows = rows
         self.settings = sentence_settings(folder) if folder is not None else SentenceSettings(folder=Path())
@@ -80,6 +83,7 @@ class Predictor(abc.ABC):
         self.processor = processor
         self.max_length = self._longest(limit, max_length)
         self.batch_size = batch_size
+        self.by_length = by_length
         self.references = self._references()
         self.encoded = self._encode()
 
@@ -103,7 +107,7 @@ class Predictor(abc.ABC):
 
     def batches(self, model: Model, what: str, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Row numbers, inputs and outputs of the model, batch by batch; of some rows, or of all."""
-        plan = self.encoded.plan(self.batch_size)
+        plan = self.encoded.plan(self.batch_size, by_length=self.by_length)
         if rows is not None:
             wanted = set(rows)
             plan = [kept for part in plan if (kept := [i for i in part if i in wanted])]

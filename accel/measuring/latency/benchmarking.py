@@ -27,6 +27,7 @@ from ...signatures import checked_arguments
 from ...stages.export import artifact_for
 from ...stages.resolving import Resolved, original, resolve
 from ...tasks.infer import task_spec
+from ..disturbance import MachineWatch
 from .results import Benchmark, result
 from .rounds import Measured, check, restart, start, take_turns, warm_up
 from .variants import Traffic, Variant, Workload
@@ -109,6 +110,7 @@ def benchmark(
         ArtifactNotFoundError: A model is not to be found.
         SessionError: The baseline failed; without it nothing can be checked.
     """
+    watch = MachineWatch()
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     given = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
     load = Load(
@@ -123,7 +125,7 @@ def benchmark(
     variants = variants_of(
         given, backends=backends, baselines=baselines, task=task, device=device, options=session_options, hub=hub
     )
-    return measure_variants(variants, load, effort, traffic, atol)
+    return measure_variants(variants, load, effort, traffic, atol, watch)
 
 
 def _sizes(given: int | Sequence[int]) -> tuple[int, ...]:
@@ -210,10 +212,25 @@ class Baselines:
 
 
 def measure_variants(
-    variants: Sequence[Variant], load: Load, effort: Effort, traffic: Traffic, atol: float | None = None
+    variants: Sequence[Variant],
+    load: Load,
+    effort: Effort,
+    traffic: Traffic,
+    atol: float | None = None,
+    watch: MachineWatch | None = None,
 ) -> Benchmark:
-    """Measure variants, the first of which is the baseline; see `benchmark`."""
+    """Measure variants, the first of which is the baseline; see `benchmark`.
+
+    Args:
+        variants: What to measure.
+        load: The calls.
+        effort: How much is measured.
+        traffic: How calls arrive.
+        atol: As in `benchmark`.
+        watch: The machine since before anything of ours worked; since now when `None`.
+    """
     started = time.perf_counter()
+    watch = watch or MachineWatch()
     if load.new_tokens and not (load.new_tokens > 1 and task_spec(variants[0].task).generates and load.texts is None):
         raise ConfigError(
             f"new_tokens is {load.new_tokens}, and the task is {variants[0].task}.",
@@ -242,13 +259,15 @@ def measure_variants(
         "workloads": [w.name for w in workloads],
         "lengths": lengths(workloads),
     }  # fmt: skip
+    results = tuple(result(one, base, workloads) for one in group)
     return Benchmark(
         task=base.variant.task,
         baseline=base.variant.name,
         machine=machine(),
         settings=settings,
-        variants=tuple(result(one, base, workloads) for one in group),
+        variants=results,
         seconds=round(time.perf_counter() - started, 2),
+        disturbance=watch.judge({cell.workload: cell.round_ms for cell in results[0].cells}),
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from ...artifact.manifest import MANIFEST, Artifact
 from ...artifact.writing import checkpoint_weights
-from ..statistics import Ratio, Summary, geometric_mean, ratio, summarize
+from ..disturbance import Disturbance
+from ..statistics import Ratio, Summary, geometric_mean, speedup, summarize
 from .rounds import Measured
 from .variants import Variant, Workload
 
@@ -25,8 +28,10 @@ class Cell:
         throughput: Rows a second.
         tokens_per_s: Tokens generated a second behind each row's first one, all rows together; `None` where none are.
         processor_ms: Processor time a call, all threads together, spinning included.
-        ratio: How many times faster than the baseline.
+        ratio: How many times faster than the baseline, by the median latency of each round.
         milliseconds: Every call, a list for each round.
+        round_seconds: Seconds of each round, from its first call to its last answer.
+        round_processor_seconds: Processor time of each round, all threads together.
     """
 
     workload: str
@@ -38,6 +43,13 @@ class Cell:
     ratio: Ratio | None
     milliseconds: tuple[tuple[float, ...], ...]
     tokens_per_s: float | None = None
+    round_seconds: tuple[float, ...] = ()
+    round_processor_seconds: tuple[float, ...] = ()
+
+    @property
+    def round_ms(self) -> list[float]:
+        """The median latency of each round."""
+        return [median(calls) for calls in self.milliseconds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,8 @@ class VariantResult:
                     "latency": Summary(**cell["latency"]),
                     "ratio": Ratio(**cell["ratio"]) if cell["ratio"] else None,
                     "milliseconds": tuple(tuple(block) for block in cell["milliseconds"]),
+                    "round_seconds": tuple(cell["round_seconds"]),
+                    "round_processor_seconds": tuple(cell["round_processor_seconds"]),
                 }
             )
             for cell in values["cells"]
@@ -129,6 +143,7 @@ class Benchmark:
         settings: Rounds, calls, warm-up, threads and traffic.
         variants: One each, in the order given.
         seconds: For everything.
+        disturbance: Whether other programs used the machine meanwhile.
     """
 
     task: str
@@ -137,6 +152,7 @@ class Benchmark:
     settings: Mapping[str, Any]
     variants: tuple[VariantResult, ...]
     seconds: float
+    disturbance: Disturbance = field(default_factory=Disturbance)
 
     def __getitem__(self, name: str) -> VariantResult:
         """The variant of that name."""
@@ -144,10 +160,25 @@ class Benchmark:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, every latency included."""
-        return asdict(self)
+        values: dict[str, Any] = without_infinity(asdict(self))
+        return values
 
     def __str__(self) -> str:
         return "\n".join(line for variant in self.variants for line in variant.lines())
+
+
+def without_infinity(value: Any) -> Any:
+    """The values with `None` for infinite numbers, which JSON does not have: the end of a single round's interval."""
+    if isinstance(value, Mapping):
+        return {key: without_infinity(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinity(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def ratio_of(values: Mapping[str, Any]) -> Ratio:
+    """The ratio in the JSON form of a benchmark or a search."""
+    return Ratio(**{**values, "high": math.inf if values["high"] is None else values["high"]})
 
 
 def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
@@ -159,7 +190,7 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
             continue
         times = [block.milliseconds for block in blocks]
         flat = [t for block in times for t in block]
-        reference = [block.milliseconds for block in base.blocks.get(workload.name, [])]
+        reference = [median(block.milliseconds) for block in base.blocks.get(workload.name, [])]
         cells.append(
             Cell(
                 workload=workload.name,
@@ -169,8 +200,12 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
                 throughput=workload.batch * len(flat) / sum(block.seconds for block in blocks),
                 tokens_per_s=_tokens_per_s(workload, flat, cells),
                 processor_ms=1000 * sum(block.processor_seconds for block in blocks) / len(flat),
-                ratio=ratio(reference, times) if len(reference) == len(times) else None,
+                ratio=speedup([reference], [[median(calls) for calls in times]])
+                if len(reference) == len(times)
+                else None,
                 milliseconds=tuple(times),
+                round_seconds=tuple(block.seconds for block in blocks),
+                round_processor_seconds=tuple(block.processor_seconds for block in blocks),
             )
         )
     loaded = one.loaded

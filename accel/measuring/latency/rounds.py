@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ... import progress
 from ...errors import SessionError
 from ..processes import WorkerLostError
-from ..statistics import summarize
+from ..statistics import Ratio, ratio, summarize
 from .variants import Block, Loaded, Traffic, Variant, Workload
 from .worker import Worker
 
@@ -30,10 +31,15 @@ _SHORT_MS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Latencies of one variant, in milliseconds, in the order measured."""
+    """Latencies of one variant, in milliseconds, in the order measured, a tuple for each round."""
 
     name: str
-    milliseconds: tuple[float, ...]
+    rounds: tuple[tuple[float, ...], ...]
+
+    @property
+    def milliseconds(self) -> tuple[float, ...]:
+        """All calls."""
+        return tuple(itertools.chain.from_iterable(self.rounds))
 
     @property
     def median(self) -> float:
@@ -45,6 +51,15 @@ class Timing:
         """Fifth and ninety-fifth percentile."""
         ordered = sorted(self.milliseconds)
         return ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+
+    @property
+    def round_ms(self) -> list[float]:
+        """The median of each round."""
+        return [summarize(calls).median for calls in self.rounds]
+
+    def speedup(self, baseline: Timing) -> Ratio:
+        """How many times faster than a baseline that took turns with it."""
+        return ratio(baseline.rounds, self.rounds)
 
 
 @dataclass(slots=True)
@@ -252,8 +267,7 @@ def measure(
             if one.error is not None:
                 raise SessionError(one.error, fix="run it alone to see why.")
         return [
-            Timing(one.variant.name, tuple(t for block in one.blocks["given"] for t in block.milliseconds))
-            for one in group
+            Timing(one.variant.name, tuple(tuple(block.milliseconds) for block in one.blocks["given"])) for one in group
         ]
     finally:
         for one in group:

@@ -1,0 +1,100 @@
+"""A disturbed machine is said in tables, pages and JSON; made of numbers, not of timings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from accel.measuring import disturbance as module
+from accel.measuring.disturbance import Disturbance, MachineWatch, disturbance
+from accel.measuring.latency.results import Benchmark, Cell, VariantResult, result
+from accel.measuring.latency.rounds import Measured
+from accel.measuring.latency.variants import Block, Variant, Workload
+from accel.measuring.reporting import html_page, text_table
+
+WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
+QUIET = [10.0, 10.1, 10.2, 9.9, 10.0, 10.3, 9.8, 10.0]
+# Another program ran during the second half.
+HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
+
+
+def measured(name: str, rounds: list[float]) -> Measured:
+    one = Measured(Variant(name=name, path=Path(), task="text-classification"))
+    one.blocks["1x8"] = [Block((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
+    return one
+
+
+def benchmark(baseline: list[float], other: list[float], found: Disturbance | None = None) -> Benchmark:
+    base, fast = measured("PyTorch", baseline), measured("fast", other)
+    results: tuple[VariantResult, ...] = (result(base, base, [WORK]), result(fast, base, [WORK]))
+    return Benchmark(
+        task="text-classification", baseline="PyTorch", machine={}, settings={"threads": 2}, variants=results, seconds=1.0,
+        disturbance=found or disturbance({"1x8": results[0].cells[0].round_ms}),
+    )  # fmt: skip
+
+
+def test_a_quiet_machine_has_no_sign() -> None:
+    found = disturbance({"1x8": QUIET}, load_average=0.4, processors=2, steal=0.01)
+    assert (found.signs, found.disturbed) == ((), False)
+    assert found.spread == pytest.approx(1.04, abs=0.01)
+
+
+def test_each_sign_is_said() -> None:
+    (spread,) = disturbance({"1x8": HIT, "1x16": QUIET}).signs
+    assert spread == "rounds of the baseline took 9.97 to 760 ms for 1x8"
+    (load,) = disturbance({}, load_average=6.2, processors=2).signs
+    assert load == "the load average was 6.2 on 2 processors before the measurement"
+    (steal,) = disturbance({}, steal=0.2).signs
+    assert steal == "the hypervisor gave 20 % of the processor time to other machines"
+
+
+def test_the_watch_reads_load_and_steal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([(10, 1000), (110, 1200)])
+    monkeypatch.setattr(module, "_processor_time", lambda: next(ticks))
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = MachineWatch().judge({"1x8": QUIET})
+    assert (found.load_average, found.steal, len(found.signs)) == (7.0, 0.5, 2)
+
+
+def test_a_system_without_load_average_and_proc_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "getloadavg", raising=False)
+    monkeypatch.setattr(module, "_processor_time", lambda: None)
+    found = MachineWatch().judge({"1x8": HIT})
+    assert (found.load_average, found.steal) == (None, None)
+    assert found.disturbed
+
+
+def test_a_planted_disturbance_is_in_the_table_the_page_and_the_json() -> None:
+    quiet, hit = benchmark(QUIET, [1.0] * 8).to_dict(), benchmark(HIT, [1.0] * 8).to_dict()
+    line = "Other programs disturbed these measurements: rounds of the baseline took"
+    for text in (text_table(quiet), html_page(quiet)):
+        assert line not in text
+    for text in (text_table(hit), html_page(hit)):
+        assert line in text
+    assert json.loads(json.dumps(hit))["disturbance"]["signs"]
+    assert list(quiet["disturbance"]["signs"]) == []
+
+
+def test_a_disturbed_speedup_is_no_single_number() -> None:
+    """A search once printed 658 times PyTorch, with an interval from 43 to 668."""
+    text = text_table(benchmark(HIT, [1.0] * 8).to_dict())
+    assert "unsteady: 10.00 to 765.43" in text
+    assert "10.00 (9.90 to 10.20)" in text_table(benchmark(QUIET, [1.0] * 8).to_dict())
+
+
+def test_a_single_round_is_json_and_shown_as_unsteady() -> None:
+    values = benchmark([10.0], [1.0]).to_dict()
+    json.dumps(values, allow_nan=False)
+    assert "unsteady: 0.00 to ∞" in text_table(values)
+    assert "unsteady: 0.00 to ∞" in html_page(values)
+
+
+def test_cells_remember_what_each_round_took() -> None:
+    cell = benchmark(QUIET, [1.0] * 8)["fast"].cells[0]
+    assert isinstance(cell, Cell)
+    assert cell.round_ms == [1.0] * 8
+    assert cell.round_seconds == cell.round_processor_seconds == (0.005,) * 8

@@ -1,0 +1,121 @@
+"""A search measures accuracy as the model will be run: the workload's rows a call, and the candidate's options."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from accel.config import SessionOptions
+from accel.data.batches import Encoded
+from accel.errors import ConfigError
+from accel.measuring.accuracy.comparing import Comparison, Interval, Scored
+from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
+from accel.measuring.latency.variants import Variant
+from accel.tuning import jobs
+from accel.tuning.candidates import Candidate, Recipe
+from accel.tuning.grading import Grader
+from accel.tuning.jobs import Accuracy
+from accel.tuning.state import Subject, Tried, Work
+
+DATA = EvaluationData(data=[{"text": "a", "label": 0}])
+WORK = Work(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)
+
+
+def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy:
+    comparison = None
+    if drop is not None:
+        interval = Interval(low=0.0, high=0.0, confidence=0.95, method="")
+        comparison = Comparison(
+            against="PyTorch float32", own=value, value=0.95, rows=1, difference=0.0, interval=interval, drop=drop,
+            drop_interval=(0.0, 0.0), agreement=1.0,
+        )  # fmt: skip
+    return Accuracy(
+        metric="accuracy", higher_is_better=True, scored=Scored(value=value, scores={}, predictions=(), seconds=2.0),
+        rows=1, data={}, comparison=comparison, batch_size=batch_size,
+    )  # fmt: skip
+
+
+class FakeBuilder:
+    """Answers with what it is told, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def start(self, *args: Any) -> Future[Any]:
+        self.asked.append(args)
+        done: Future[Any] = Future()
+        done.set_result(scored(0.95, 4))
+        return done
+
+    def call(self, *args: Any) -> Any:
+        self.asked.append(args)
+        return scored(0.94, 1, drop=1.0)
+
+    def files(self, made: Any) -> None: ...
+
+
+class NoStore:
+    """Remembers nothing."""
+
+    def get(self, kind: str, key: Any) -> None: ...
+
+    def put(self, kind: str, key: Any, value: Any) -> None: ...
+
+
+def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload() -> None:
+    subject = Subject(
+        model=cast(Any, type("Model", (), {"task": "text-classification", "hub": type("Hub", (), {"trust_remote_code": False})})),
+        baseline=Variant(name="PyTorch", path=Path(), task="text-classification"), digest="", machine={}, versions={},
+    )  # fmt: skip
+    builder = FakeBuilder()
+    grader = Grader(subject, DATA, cast(Any, NoStore()), cast(Any, builder), WORK)
+    grader.begin()
+    recipe = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8")
+    candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(buckets=(8, 16)))
+    made = cast(Any, type("Made", (), {"path": Path(), "recipe": recipe, "facts": type("Facts", (), {"digest": "a"})}))
+    tried = Tried(candidate, made)
+    grader.grade(tried)
+    (_, _, data, _), (_, variant, _, _, sizes) = builder.asked
+    assert data.batch_size == 4
+    assert sizes == grader.batch_sizes == (1, 4)
+    assert (variant.options.buckets, variant.options.threads) == ((8, 16), 1)
+
+
+def test_of_several_numbers_of_rows_the_worst_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {1: scored(0.94, 1, drop=1.0), 4: scored(0.92, 4, drop=3.0), 8: scored(0.93, 8, drop=2.0)}
+    artifact = type("Opened", (), {"artifact": object(), "folder": Path()})
+    monkeypatch.setattr(jobs, "resolved_variant", lambda variant: (artifact, None))
+    monkeypatch.setattr(jobs, "open_model", lambda *args: None)
+    monkeypatch.setattr(jobs, "close", lambda model: None)
+    monkeypatch.setattr(jobs, "load_processor", lambda *args, **named: None)
+    monkeypatch.setattr(jobs, "_scored", lambda model, data, *args: answers[data.batch_size])
+    variant = Variant(name="one", path=Path(), task="text-classification")
+    found = jobs.accuracy(variant, DATA, None, (1, 4, 8))
+    assert (found.batch_size, found.scored.value, found.scored.seconds) == (4, 0.92, 6.0)
+    assert found.by_batch == {"1": 0.94, "4": 0.92, "8": 0.93}
+    assert Accuracy.from_dict(found.to_dict()) == found
+
+
+def test_rows_share_a_call_in_their_order_where_texts_are_timed_so() -> None:
+    encoded = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]}, padding={"input_ids": 0})
+    assert encoded.plan(2) == [[1, 3], [2, 0]]
+    assert encoded.plan(2, by_length=False) == [[0, 1], [2, 3]]
+    without_padding = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]})
+    assert without_padding.plan(2, by_length=False) == [[1, 3], [2], [0]], "unequal lengths cannot share a call"
+
+
+def test_rows_a_call_in_words() -> None:
+    assert [rows_a_call(sizes) for sizes in ([1], [32], (1, 8))] == [
+        "1 row a call",
+        "32 rows a call",
+        "1 and 8 rows a call",
+    ]
+
+
+@pytest.mark.parametrize("batch", [(), (0,)])
+def test_a_search_needs_rows_a_call(batch: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="batch is"):
+        Work(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)
