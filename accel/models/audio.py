@@ -34,10 +34,11 @@ class _SoundEncoder(ORTModel):
         """
         sounds = input_values if input_features is None else input_features
         shape = sounds.shape if hasattr(sounds, "shape") else ()
-        if shape and 0 < shape[-1] < self._least:
+        if shape and shape[-1] < max(self._least, 1):
             raise InputError(
-                f"A sound of {shape[-1]} samples came; the model reads at least {self._least}.",
-                fix=f"pad with zeros: feature_extractor(..., padding='max_length', max_length={self._least}).",
+                f"A sound of {shape[-1]} samples came; the model reads at least {max(self._least, 1)}.",
+                fix="leave it out, or pad with zeros: "
+                f"feature_extractor(..., padding='max_length', max_length={max(self._least, 1)}).",
             )
         given = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
         if input_values is not None and input_features is not None:

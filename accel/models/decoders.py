@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, ClassVar
@@ -28,6 +29,8 @@ from .decoding import decode, fits
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
 from .tokens import has_own_threads, one_thread
+
+logger = logging.getLogger(__name__)
 
 # Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
 _COUNTS_BY_MASK = ("opt",)
@@ -56,6 +59,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             self.generation_config = open_companion("GenerationConfig", artifact.path)
         except ArtifactNotFoundError:
             self.generation_config = GenerationConfig.from_model_config(self.config)
+        if self.generation_config.cache_implementation == "quantized":
+            logger.warning(
+                "The checkpoint's generation_config.json asks for a quantized cache of keys and values, which PyTorch rounds; this model "
+                "keeps them in %s, so that its answers are those of the checkpoint without that setting.",
+                str(self.dtype).removeprefix("torch."),
+            )
 
     def _open(self) -> None:
         super()._open()
@@ -103,13 +112,20 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         max_cache_length: int,
     ) -> None:
         """Replaces transformers' caches by the session's state."""
+        if self.config.is_encoder_decoder:
+            # Parts of a prompt save memory, which prompts of a decoder with an encoder are too short for; transformers cuts the
+            # encoder's mask with them.
+            generation_config.prefill_chunk_size = None
         in_parts = getattr(generation_config, "prefill_chunk_size", None) is not None
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        of_checkpoint = generation_config.cache_implementation == self.generation_config.cache_implementation
+        if generation_config.cache_implementation not in (None, "dynamic") and not of_checkpoint:
             raise ConfigError(
                 f"cache_implementation={generation_config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
                 " the cache.",
                 fix="leave it out.",
             )
+        # A checkpoint says where PyTorch keeps its cache, which changes no token. (A quantized one does: see `__init__`.)
+        generation_config.cache_implementation = None
         if model_kwargs.get(CACHE_NAME) is not None:
             model_kwargs[CACHE_NAME] = self._own(model_kwargs[CACHE_NAME])
         elif generation_config.use_cache is not False:

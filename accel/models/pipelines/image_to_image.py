@@ -9,6 +9,7 @@ from transformers.image_utils import load_image
 from transformers.pipelines.base import Pipeline
 
 from ...errors import ConfigError
+from .empty_inputs import check_not_empty
 
 
 class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
@@ -38,8 +39,13 @@ class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is u
         return kwargs, {}, {}
 
     def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, Any]:
-        """Read one image."""
+        """Read one image.
+
+        Raises:
+            InputError: It has no pixels.
+        """
         picture = load_image(image, timeout=timeout)
+        check_not_empty(picture)
         inputs: dict[str, Any] = self.image_processor(images=[picture], return_tensors="pt").to(self.dtype)
         inputs["size"] = [(picture.height, picture.width)]
         return inputs

@@ -10,6 +10,7 @@ from transformers.image_utils import load_image
 
 from ...errors import ConfigError
 from ..prompting import asked_of
+from .empty_inputs import check_not_empty
 from .task_defaults import GenerationPipeline
 
 # With the mask of patches that are padding.
@@ -58,9 +59,14 @@ class ImageToTextPipeline(GenerationPipeline):
         return _set(timeout=timeout, prompt=prompt), settings, {}
 
     def preprocess(self, image: Any, timeout: float | None = None, prompt: str | None = None) -> dict[str, Any]:
-        """Read one image."""
+        """Read one image.
+
+        Raises:
+            InputError: It has no pixels.
+        """
         asked = asked_of(self.image_processor, prompt)
         picture = load_image(image, timeout=timeout)
+        check_not_empty(picture)
         inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt", **asked).to(self.dtype)
         return {name: inputs[name] for name in _READ if name in inputs}
 

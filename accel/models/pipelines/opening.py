@@ -24,6 +24,7 @@ from ..arguments import device_name
 from ..base import ORTModel
 from ..companions import companion_of
 from .classifying import ClassifiesWindows, classifies_windows
+from .empty_inputs import ChecksEmpty
 from .given import check_given, opened_processors
 from .sorting import LengthSorted
 from .words import check_words, loading_words
@@ -138,7 +139,12 @@ def pipeline(
 def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
     """The stock pipeline with sorted batches, under its own name."""
     how = ClassifiesWindows if classifies_windows(impl) else LengthSorted
-    return type(impl.__name__, (how, impl), {"__module__": __name__, "__doc__": impl.__doc__})
+    # True, "maybe" (None) or False, in transformers' words.
+    senses = any(
+        getattr(impl, f"_load_{name}", False) is not False for name in ("feature_extractor", "image_processor")
+    )
+    bases = (ChecksEmpty, how, impl) if senses else (how, impl)
+    return type(impl.__name__, bases, {"__module__": __name__, "__doc__": impl.__doc__})
 
 
 def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:

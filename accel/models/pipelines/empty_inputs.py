@@ -1,0 +1,38 @@
+"""Sounds and images of nothing, found before a processor pads or resizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import InputError
+
+
+class ChecksEmpty:
+    """Refuses sounds of no samples and images of no pixels, of which processors make silence and black. Mixed into stock pipelines."""
+
+    def preprocess(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The stock pipeline's, after the check.
+
+        Raises:
+            InputError: An empty sound or image.
+        """
+        if isinstance(inputs, Mapping):
+            for name in ("raw", "array", "image"):
+                check_not_empty(inputs.get(name))
+        else:
+            check_not_empty(inputs)
+        return super().preprocess(inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+def check_not_empty(value: Any) -> None:
+    """Check an image or an array of samples; anything else passes.
+
+    Raises:
+        InputError: It is empty.
+    """
+    size = getattr(value, "size", None)
+    if isinstance(size, tuple) and 0 in size:
+        raise InputError(f"An image of {size[0]} x {size[1]} pixels was given.", fix="leave it out.")
+    if (isinstance(size, int) and size == 0) or (hasattr(value, "numel") and value.numel() == 0):
+        raise InputError("A sound of no samples was given.", fix="leave it out.")
