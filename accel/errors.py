@@ -15,7 +15,8 @@
     │   ├── BackendUnavailableError (ImportError)  installed or named, but it cannot run here
     │   ├── PluginError                          a plugin that breaks the contract
     │   └── SessionError (RuntimeError)          a runtime failed to open or to run a graph
-    │       └── SessionClosedError               `run` after `close`
+    │       ├── SessionClosedError               `run` after `close`
+    │       └── NotFiniteError                   a model computed NaN or infinity
     ├── ServingError
     │   ├── QueueFullError                       more is waiting than may wait
     │   ├── RequestTimeoutError (TimeoutError)   no answer within the time given
@@ -119,6 +120,10 @@ class SessionError(BackendError, RuntimeError):
 
 class SessionClosedError(SessionError):
     """`run` was called after `close`."""
+
+
+class NotFiniteError(SessionError):
+    """A model computed NaN or infinity, of which no answer can be made."""
 
 
 class ServingError(AccelError):

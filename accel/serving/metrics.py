@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..errors import QueueFullError
+from ..errors import NotFiniteError, QueueFullError
 from .job import Job
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class Metrics:
         self.refusals = Counter(
             "accel_refused", "Requests refused because too much was waiting.", of_model, registry=registry
         )
-
+        self.not_finite = Counter(
+            "accel_not_finite", "Requests for which a model computed NaN or infinity.", of_model, registry=registry
+        )
         self.first_token = Histogram(
             "accel_first_token_seconds", "From a prompt's arrival to its first token.", of_model, buckets=_SECONDS,
             registry=registry,
@@ -98,6 +100,11 @@ class Metrics:
         if isinstance(error, QueueFullError):
             self.refused(model)
 
+    def failed(self, model: str, error: BaseException | None) -> None:
+        """A request got no answer: count it where the model's numbers are the reason."""
+        if isinstance(error, NotFiniteError):
+            self.not_finite.labels(model).inc()
+
     def watch(self, engine: Engine) -> None:
         """Report how much waits for each model of an engine."""
         gauge = Gauge("accel_pending_inputs", "Inputs that wait or are computed.", ["model"], registry=self.registry)
@@ -119,6 +126,7 @@ class Metrics:
             outcome = "cancelled"
         elif job.future.exception() is not None:
             outcome = "failed"
+            self.failed(model, job.future.exception())
         else:
             of = self._of(model)
             of.queue.observe(job.timing.queue_s)

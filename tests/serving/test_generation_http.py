@@ -164,7 +164,7 @@ def test_answers_tell_how_long_it_took(client: TestClient) -> None:
     ("path", "body", "words"),
     [
         ("/v1/chat/completions", {"messages": []}, "messages"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, "n: "),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, "`n` is 2"),
         ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 100_000}, "new ones are asked for"),

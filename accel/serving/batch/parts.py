@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import ConfigError, InputError, TaskError
+from ...errors import ConfigError, InputError, NotFiniteError, TaskError
 from ..asking import check_options, inputs_of
 from ..engine import Engine
 from ..generation.options import GenerationOptions
@@ -121,7 +121,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
     except UnknownOptionError:
         # No row's fault.
         raise
-    except (InputError, TaskError) as error:
+    except (InputError, TaskError, NotFiniteError) as error:
         return Broken(error.message)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InputError
+from ...errors import AccelError
 from ...models.cache import StateCache
 from .choosing import Chooser, choose
 from .requests import Generation, Token
@@ -35,9 +35,9 @@ class Row:
     last: int = -1
     made: int = 0
 
-    def take(self, token: int | InputError) -> bool:
+    def take(self, token: int | AccelError) -> bool:
         """One more token, or why there is none; whether it is the last."""
-        if isinstance(token, InputError):
+        if isinstance(token, AccelError):
             self.request.end(token)
             return True
         self.last, self.made = token, self.made + 1

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from ...errors import InputError
+from ...errors import AccelError, InputError
 from ...models.tokens import drawn, likeliest
+from ..non_finite import not_finite_error
 from .options import GenerationOptions
 
 
@@ -81,10 +82,16 @@ class Chooser:
         return int(token)
 
 
-def choose(choosers: Sequence[Chooser], logits: torch.Tensor) -> list[int | InputError]:
-    """The next token of each row, from logits `(rows, vocabulary)`; an error where a row's settings leave none."""
-    tokens: list[int | InputError] = likeliest(logits).tolist()
-    odd = [row for row, chooser in enumerate(choosers) if not chooser.plain]
+def choose(choosers: Sequence[Chooser], logits: torch.Tensor) -> list[int | AccelError]:
+    """The next token of each row, from logits `(rows, vocabulary)`; an error where a row's logits or settings leave none."""
+    places = likeliest(logits)
+    tokens: list[int | AccelError] = places.tolist()
+    # NaN counts as the greatest: the value at that place tells whether a row holds any.
+    finite = logits.gather(1, places.unsqueeze(1))[:, 0].isfinite().tolist()
+    for row, is_finite in enumerate(finite):
+        if not is_finite:
+            tokens[row] = not_finite_error("the next token", "its logits hold NaN or infinity")
+    odd = [row for row, chooser in enumerate(choosers) if not chooser.plain and finite[row]]
     if odd:
         on_host = logits[odd].cpu()
         for i, row in enumerate(odd):

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..engine import Engine
 from ..metrics import Metrics
 from .admission import Admission, ended
+from .bodies import parse
 from .endpoints import Call, Endpoint, Server
 from .front import Front, Serve
 from .replies import HttpError, error_reply, error_text, plain_error
@@ -167,7 +168,7 @@ def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission
                     raise HttpError(503, "The models are not open yet.", kind="starting", headers={"retry-after": "1"})
             body: Any = None
             if endpoint.body is not None and not endpoint.raw:
-                body = endpoint.body.model_validate_json(await call.read())
+                body = parse(endpoint.body, await call.read())
             response = await endpoint.answer(call, body)
         except ClientDisconnect:
             # Nobody reads it; the status is for the log.

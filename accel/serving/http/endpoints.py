@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 0.05
 """Until a caller that waits so long is watched, for it may hang up: watching costs a task."""
-
-
-class Body(BaseModel):
-    """Base of request bodies: a field that nobody knows is an error."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -18,8 +17,9 @@ from ...errors import RequestTimeoutError
 from ..generation.engine import GenerationEngine, Prompt, TextPiece
 from ..generation.options import GenerationOptions
 from ..generation.requests import Generation
-from .endpoints import Body, Call, Endpoint
-from .replies import Json, plain_error, problem_of
+from .bodies import Body
+from .endpoints import Call, Endpoint
+from .replies import Json, plain_error, problem_of, write_json
 
 _OPERATION = "generate"
 _Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -207,6 +207,7 @@ class _Answers:
                         f"No token came within {seconds:g} s, and the request was dropped.", fix="try again later."
                     ) from error
                 if isinstance(piece, Exception):
+                    self._call.server.metrics.failed(self.name, piece)
                     raise piece
                 self._tokens[number] = piece.tokens
                 if piece.finish is not None:
@@ -339,7 +340,7 @@ def _streamed(
 
 
 def _line(item: Any) -> bytes:
-    return b"data: " + to_json(item, inf_nan_mode="constants") + b"\n\n"
+    return b"data: " + write_json(item) + b"\n\n"
 
 
 async def _chat(call: Call, body: ChatBody) -> Response:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from ..._version import __version__
 from ...artifact.tensors import TensorSpec
+from ..non_finite import find_non_finite, not_finite_error
+from .bodies import Body, parse
 from .endpoints import Call, Endpoint
 from .health import ready
 from .replies import HttpError, Json, error_text
@@ -32,11 +34,7 @@ _HEADER = "inference-header-content-length"
 _VERSION = "1"
 
 
-class _Loose(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class InputTensor(_Loose):
+class InputTensor(Body):
     """One input: its values in `data`, flat or nested, or behind the JSON (`parameters.binary_data_size`)."""
 
     name: str
@@ -46,14 +44,14 @@ class InputTensor(_Loose):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class WantedOutput(_Loose):
+class WantedOutput(Body):
     """One output that is wanted."""
 
     name: str
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class InferBody(_Loose):
+class InferBody(Body):
     """What `infer` takes."""
 
     id: str | None = Field(default=None, max_length=256)
@@ -145,7 +143,13 @@ async def _infer(call: Call, _: Any) -> Response:
     batched = [spec.name for spec in session.inputs if spec.shape[:1] == ("batch",)]
     call.check_batch(max((feeds[name].shape[0] for name in batched if name in feeds and feeds[name].ndim), default=1))
     found = await call.ask(feeds, operation="tensors", model=target.name)
-    return _reply(target.shown, body, wanted, {name: found[name].cpu() for name in wanted})
+    values = {name: found[name].cpu() for name in wanted}
+    place = find_non_finite(values)
+    if place is not None:
+        error = not_finite_error("this request", place)
+        call.server.metrics.failed(target.name, error)
+        raise error
+    return _reply(target.shown, body, wanted, values)
 
 
 def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
@@ -233,13 +237,13 @@ def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found
 def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
     """The JSON of a body, and the bytes behind it."""
     if declared is None:
-        return InferBody.model_validate_json(whole), b""
+        return parse(InferBody, whole), b""
     if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(whole):
         raise HttpError(
             400, f"{_HEADER} is {declared[:20]!r} and the body has {len(whole)} bytes.", fix="send its length."
         )
     length = int(declared)
-    return InferBody.model_validate_json(whole[:length]), whole[length:]
+    return parse(InferBody, whole[:length]), whole[length:]
 
 
 def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
-from .endpoints import Body, Call, Endpoint
+from .bodies import Body
+from .endpoints import Call, Endpoint
 from .replies import HttpError, Json
 
 _STARTED = int(time.time())

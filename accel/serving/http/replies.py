@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -16,10 +17,12 @@ from ...errors import (
     ConfigError,
     EngineClosedError,
     InputError,
+    NotFiniteError,
     QueueFullError,
     RequestTimeoutError,
     TaskError,
 )
+from ..non_finite import find_non_finite, not_finite_error
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,22 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         """Written by pydantic's serializer: several times as fast as the standard library's on lists of numbers."""
-        return to_json(content, inf_nan_mode="constants", fallback=_number)
+        return write_json(content)
+
+
+def write_json(content: Any) -> bytes:
+    """A JSON text.
+
+    Raises:
+        NotFiniteError: It would hold NaN or infinity, which JSON does not have.
+    """
+    text = to_json(content, inf_nan_mode="constants", fallback=_number)
+    if b"NaN" in text or b"Infinity" in text:
+        # Perhaps in a text.
+        place = find_non_finite(json.loads(text))
+        if place is not None:
+            raise not_finite_error("an answer", place)
+    return text
 
 
 def _number(value: Any) -> Any:
@@ -46,6 +64,7 @@ class HttpError(AccelError):
         status: Of HTTP.
         kind: A word for programs.
         headers: More of them.
+        param: The field of the request that is wrong.
     """
 
     def __init__(
@@ -56,10 +75,12 @@ class HttpError(AccelError):
         fix: str | None = None,
         kind: str = "invalid_request",
         headers: Mapping[str, str] | None = None,
+        param: str | None = None,
     ) -> None:
         super().__init__(message, fix=fix)
         self.status = status
         self.kind = kind
+        self.param = param
         self.headers = dict(headers or {})
 
 
@@ -72,6 +93,7 @@ class Problem:
     kind: str
     fix: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    param: str | None = None
 
 
 class ErrorDetail(BaseModel):
@@ -123,26 +145,18 @@ _STATUS: tuple[tuple[type[AccelError], int, str], ...] = (
 def problem_of(error: Exception, request_id: str) -> Problem:
     """What a client is told of an error: of one that is nobody's intention, only the request's id."""
     if isinstance(error, HttpError):
-        return Problem(error.status, error.message, error.kind, error.fix, error.headers)
+        return Problem(error.status, error.message, error.kind, error.fix, error.headers, error.param)
     if isinstance(error, QueueFullError):
         # Whole seconds are all that the header knows.
         after = {"retry-after": str(max(1, round(error.retry_after_s)))}
         return Problem(429, error.message, "overloaded", "try again later.", after)
-    if isinstance(error, ValidationError):
-        return _invalid(error)
     for kind, status, word in _STATUS:
         if isinstance(error, kind):
             return Problem(status, error.message, word, error.fix)
+    if isinstance(error, NotFiniteError):
+        return Problem(500, error.message, "not_finite", error.fix)
     logger.error("%s failed", request_id, exc_info=error)
     return Problem(500, "Something went wrong here.", "internal_error", f"ask for {request_id} in the server's log.")
-
-
-def _invalid(error: ValidationError) -> Problem:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    if any(one["type"] == "json_invalid" for one in found):
-        return Problem(400, f"The body is no JSON: {found[0]['msg']}", "invalid_json")
-    words = [f"{'.'.join(_short(str(part)) for part in one['loc']) or 'body'}: {one['msg']}" for one in found[:5]]
-    return Problem(422, "; ".join(words), "invalid_request", "see /docs for what is taken.")
 
 
 def error_reply(error: Exception, request_id: str, shape: ErrorShape = plain_error) -> Response:

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from .endpoints import Body, Call, Endpoint
+from .bodies import Body, invalid
+from .endpoints import Call, Endpoint
 from .generation import GENERATE
 from .health import ready
 from .replies import HttpError
@@ -34,13 +35,14 @@ async def _invoke(call: Call, body: InvocationBody) -> Response:
             f"parameters.model is {model!r}: no such model, or no endpoint for its task.",
             fix=f"set it to one of {', '.join(names)}.",
         )
-    problems: list[ValidationError] = []
+    problems: list[HttpError] = []
     for task in fitting:
+        given = _given(task, body.inputs, parameters)
         # The model's own task comes first; what was sent may belong to another one that it does.
         try:
-            found = task.body.model_validate(_given(task, body.inputs, parameters)) if task.body else None
+            found = task.body.model_validate(given) if task.body else None
         except ValidationError as error:
-            problems.append(error)
+            problems.append(invalid(error, task.body or Body, given))
             continue
         return await task.answer(call, found)
     raise problems[0]

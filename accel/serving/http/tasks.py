@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
-from .endpoints import Body, Call, Endpoint
+from .bodies import Body
+from .endpoints import Call, Endpoint
 from .replies import Json
 
 

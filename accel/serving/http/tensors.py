@@ -61,9 +61,12 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any] | 
     if not all(isinstance(value, whole) and (datatype == "BOOL" or not isinstance(value, bool)) for value in flat):
         raise HttpError(422, f"Input {name!r} has values that are no {datatype}.", fix="send numbers of that type.")
     try:
-        return torch.tensor(flat, dtype=dtype).reshape(tuple(shape))
+        made = torch.tensor(flat, dtype=dtype).reshape(tuple(shape))
     except (RuntimeError, OverflowError, ValueError) as error:
         raise HttpError(422, f"Input {name!r} does not fit {datatype}.", fix="send smaller values.") from error
+    if dtype.is_floating_point and not made.isfinite().all():
+        raise HttpError(422, f"Input {name!r} does not fit {datatype}.", fix="send smaller values.")
+    return made
 
 
 def _flat(values: list[Any]) -> list[Any]:
@@ -92,7 +95,12 @@ def from_binary(name: str, datatype: str, shape: Sequence[int], data: bytes) -> 
     array = np.frombuffer(data, dtype=np.uint8).copy()
     if dtype == torch.bool and array.max() > 1:
         raise HttpError(422, f"Input {name!r} has values that are no BOOL.", fix="send 0 and 1.")
-    return torch.from_numpy(array).view(dtype).reshape(tuple(shape))
+    made = torch.from_numpy(array).view(dtype).reshape(tuple(shape))
+    if dtype.is_floating_point and made.isnan().any():
+        # Infinity may be a mask's.
+        place = made.isnan().nonzero()[0].tolist()
+        raise HttpError(400, f"Input {name!r} holds NaN at {place}.", fix="send numbers.")
+    return made
 
 
 def texts_from_json(name: str, shape: Sequence[int], data: list[Any] | None) -> Texts:

@@ -1,0 +1,205 @@
+"""Bodies of requests: JSON into its model, or one sentence that names the field, what was sent and what is expected."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...errors import did_you_mean
+from ..non_finite import find_non_finite
+from .replies import HttpError
+
+_MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
+_MOST_FIELDS = 12
+"""Names in a sentence: more are in the description of the endpoint."""
+_LONGEST_VALUE = 60
+
+Model = TypeVar("Model", bound=BaseModel)
+Path = tuple[str | int, ...]
+
+
+class Body(BaseModel):
+    """Base of request bodies: an unknown field is an error.
+
+    Attributes:
+        ignored: Fields that are taken and cannot change the answer, each with the reason.
+        refused: Fields of the protocol that are not supported, each with the remedy.
+        remedies: What helps where a field has a value that is not supported.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    ignored: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
+
+
+def parse(model: type[Model], content: bytes) -> Model:
+    """The body that a request's bytes hold.
+
+    Raises:
+        HttpError: 400 where they are not JSON, or hold NaN or infinity; 422 where a field is wrong.
+    """
+    if _MAY_BE_INFINITE.search(content):
+        _check_finite(content)
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
+        if first["type"] == "json_invalid":
+            raise HttpError(400, f"The body is no JSON: {first['msg']}.", kind="invalid_json") from error
+        raise invalid(error, model, json.loads(content)) from error
+
+
+def _check_finite(content: bytes) -> None:
+    try:
+        place = find_non_finite(json.loads(content))
+    except (ValueError, RecursionError):
+        # The parser of the model says what is wrong.
+        return
+    if place is not None:
+        raise HttpError(
+            400, f"The body holds a number that is not finite: {place}.", param=re.split(r"[.\[ ]", place)[0],
+            fix="send finite numbers; JSON has no others.",
+        )  # fmt: skip
+
+
+def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpError:
+    """What is wrong with a body, in words.
+
+    Args:
+        error: Of pydantic.
+        model: Of the body.
+        value: The body, parsed.
+    """
+    groups: dict[Path, list[Mapping[str, Any]]] = {}
+    for one in error.errors(include_url=False, include_input=False):
+        groups.setdefault(_real_path(one["loc"], value, missing=one["type"] == "missing"), []).append(one)
+    # Alternatives of a type complain one by one: the deepest complaint is about what was meant.
+    deepest: dict[Any, Path] = {}
+    for path in groups:
+        head = path[:1]
+        if head not in deepest or len(path) > len(deepest[head]):
+            deepest[head] = path
+    paths = list(deepest.values())
+    first = str(paths[0][0]) if paths[0] else None
+    sentences = [_sentence(path, groups[path], model, value) for path in paths[:3]]
+    refused: Mapping[str, str] = {**getattr(model, "remedies", {}), **getattr(model, "refused", {})}
+    fix = refused.get(first or "", "see /docs for what is taken.")
+    return HttpError(422, " ".join(sentences), fix=fix, param=first)
+
+
+def _real_path(location: Sequence[str | int], value: Any, *, missing: bool) -> Path:
+    """A place in the body, without pydantic's names of alternatives."""
+    path: list[str | int] = []
+    for i, part in enumerate(location):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif not (missing and i == len(location) - 1):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _sentence(path: Path, errors: Sequence[Mapping[str, Any]], model: type[BaseModel], value: Any) -> str:
+    name, kinds = shown_path(path), {one["type"] for one in errors}
+    schema = model.model_json_schema()
+    fields = list(dict.fromkeys(field for one in _at(schema, path[:-1], schema) for field in one.get("properties", ())))
+    if kinds == {"extra_forbidden"}:
+        field = str(path[-1])
+        if field in getattr(model, "refused", {}) and len(path) == 1:
+            return f"{name} is not supported."
+        listed = ", ".join(fields) if len(fields) <= _MOST_FIELDS else ", ".join((*fields[:_MOST_FIELDS], "..."))
+        return f"{name} is unknown.{did_you_mean(field, fields)} The fields are {listed}."
+    expected = " or ".join(dict.fromkeys(words for one in _at(schema, path, schema) for words in _words(one, schema)))
+    if "missing" in kinds:
+        return f"{name} is missing: expected {expected or 'a value'}."
+    own = next((one for one in errors if one["type"] == "value_error"), None)
+    if own is not None:
+        reason = str(own["ctx"]["error"]) if "ctx" in own else own["msg"]
+        return f"{name}: {reason}." if path else f"{reason[:1].upper()}{reason[1:]}."
+    for part in path:
+        value = value[part]
+    return f"{name} is {shown_value(value)}; expected {expected or errors[0]['msg']}."
+
+
+def shown_path(path: Path) -> str:
+    """A place in a body, such as `` `messages[0].content` ``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return f"`{text[:100]}`" if text else "The body"
+
+
+def shown_value(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+# JSON schemas in words
+
+
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "$ref" in schema:
+        yield from _alternatives(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from _alternatives(one, root)
+    else:
+        yield schema
+
+
+def _at(schema: Mapping[str, Any], path: Path, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schemas of what may be at a place."""
+    found = list(_alternatives(schema, root))
+    for part in path:
+        if isinstance(part, int):
+            inner = [one["items"] for one in found if "items" in one]
+        else:
+            inner = [one["properties"][part] for one in found if part in one.get("properties", {})]
+            inner += [one["additionalProperties"] for one in found if isinstance(one.get("additionalProperties"), dict)]
+        found = [each for one in inner for each in _alternatives(one, root)]
+    return found
+
+
+_NAMES = {
+    "string": ("a text", "texts"), "integer": ("a whole number", "whole numbers"), "number": ("a number", "numbers"),
+    "boolean": ("true or false", "true or false"), "null": ("null", "null"), "object": ("an object", "objects"),
+    "array": ("a list", "lists"),
+}  # fmt: skip
+_BOUNDS = {
+    "minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}",
+    "minLength": "of at least {} letters", "maxLength": "of at most {} letters", "minItems": "with at least {} items",
+    "maxItems": "with at most {} items", "maxProperties": "with at most {} fields",
+}  # fmt: skip
+
+
+def _words(schema: Mapping[str, Any], root: Mapping[str, Any], *, many: bool = False) -> Iterator[str]:
+    """What a schema takes, in words."""
+    for one in _alternatives(schema, root):
+        if "const" in one or "enum" in one:
+            yield " or ".join(json.dumps(value) for value in one.get("enum", [one.get("const")]))
+            continue
+        if "type" not in one:
+            yield "any value"
+            continue
+        words = _NAMES[one["type"]][many]
+        if one["type"] == "array":
+            inner = list(dict.fromkeys(_words(one.get("items", {}), root, many=True)))
+            if one.get("maxItems") == 0:
+                yield "an empty list"
+                continue
+            words += f" of {' or '.join(inner)}" if inner != ["any value"] else ""
+        if one["type"] == "object" and "properties" in one:
+            words += f" with {', '.join(one.get('required', one['properties']))}"
+        bounds = [text.format(one[name]) for name, text in _BOUNDS.items() if name in one and one[name] != 1]
+        if one.get("minLength") == 1 or one.get("minItems") == 1:
+            words = words.replace("a text", "a text that is not empty").replace("a list", "a list that is not empty", 1)
+        if one.get("minimum") == 1:
+            bounds.insert(0, "from 1")
+        yield " ".join([words, *bounds])

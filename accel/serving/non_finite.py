@@ -1,0 +1,95 @@
+"""NaN and infinity in outputs and answers. No answer holds them: JSON has no such numbers, and they mean nothing to a caller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import NotFiniteError
+
+_FIX = (
+    "run the model in float32, and look for NaN among its weights: float16 ends at 65504, and larger activations become infinite."
+)
+
+
+def not_finite_error(what: str, place: str) -> NotFiniteError:
+    """An error that names what was computed, and where NaN or infinity is: `[0].score is nan`."""
+    return NotFiniteError(f"The model computed no finite number for {what}: {place}.", fix=_FIX)
+
+
+def find_non_finite(value: Any, path: str = "") -> str | None:
+    """The place and value of the first NaN or infinity in nested lists, mappings, arrays and tensors; `None`: there is none."""
+    if isinstance(value, float | np.floating):
+        return None if math.isfinite(value) else f"{path or 'it'} is {float(value)}"
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or bool(value.isfinite().all()):
+            return None
+        value = value.detach().float().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind != "f" or bool(np.isfinite(value).all()):
+            return None
+        place = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
+        return f"{path}{list(place) if place else ''} is {float(value[place])}"
+    if isinstance(value, Mapping):
+        items = ((f"{path}.{name}" if path else str(name), item) for name, item in value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        # Adding up is many times as fast as looking at each; a sum that overflows is looked at.
+        if value and isinstance(value[0], float) and _adds_up(value):
+            return None
+        items = ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    else:
+        return None
+    return next((found for name, item in items if (found := find_non_finite(item, name)) is not None), None)
+
+
+def _adds_up(values: Sequence[Any]) -> bool:
+    try:
+        return math.isfinite(sum(values))
+    except TypeError:
+        return False
+
+
+def find_nan(output: Any) -> str | None:
+    """The name of the first output of a model that holds NaN.
+
+    Infinity is not searched for: some heads mark with it what cannot be chosen.
+    """
+    named = output.items() if isinstance(output, Mapping) else [("its output", output)]
+    for name, value in named:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            return str(name)
+    return None
+
+
+def check_outputs(operation: str, outputs: Sequence[Sequence[Any]]) -> None:
+    """Refuse outputs that hold NaN: an answer made from them can look right.
+
+    Args:
+        operation: Of the engine.
+        outputs: Of the model, a list for each input.
+
+    Raises:
+        NotFiniteError: With the input and the output.
+    """
+    for number, rows in enumerate(outputs):
+        for row in rows:
+            name = find_nan(row)
+            if name is not None:
+                raise not_finite_error(f"{operation} of input {number}", f"{name} holds NaN")
+
+
+def check_answer(operation: str, answer: Any) -> None:
+    """Refuse an answer that holds NaN or infinity.
+
+    Raises:
+        NotFiniteError: With the place in the answer.
+    """
+    place = find_non_finite(answer)
+    if place is not None:
+        raise not_finite_error(operation, f"{place} in the answer")
