@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from accel.artifact.reading import read_json
 from accel.deploying.triton import deploy
 from accel.deploying.triton.served.decoding import Decoder, Row
-from accel.deploying.triton.served.tokens import Refused
+from accel.deploying.triton.served.tokens import NotFinite, Refused
 
 from .families import FAMILIES, LONG, SHORT, byte_tokenizer, save_family
 from .families import PROMPTS as BYTE_PROMPTS
@@ -99,6 +99,25 @@ def wanted(artifact: Artifact, prompt: str, new: int) -> str:
     pipe = accel.pipeline("text-generation", str(artifact.path))
     made = pipe(prompt, max_new_tokens=new, do_sample=False, return_full_text=False)
     return str(made[0]["generated_text"])
+
+
+def test_a_row_whose_logits_hold_nan_ends_with_an_error_and_the_others_go_on(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = start(decoder, "pay", max_new_tokens=4)
+    run = decoder._run
+
+    def spoiled(feeds: Any) -> dict[str, Any]:
+        found = run(feeds)
+        found["logits"][-1] = np.nan
+        return found
+
+    monkeypatch.setattr(decoder, "_run", spoiled)
+    bad = start(decoder, "a", max_new_tokens=4)
+    assert isinstance(bad.ended[0], NotFinite)
+    monkeypatch.undo()
+    finish(decoder)
+    assert (good.ended, bad.pieces) == ([None], [])
 
 
 def check_family(decoder: Decoder, artifact: Artifact, prompts: Sequence[str] = PROMPTS) -> None:

@@ -24,7 +24,7 @@ pytest.importorskip("tritonclient.grpc", reason="the extra triton is not install
 from accel.deploying.triton import deploy
 from accel.deploying.triton.served.batches import Batches, Request
 from accel.deploying.triton.served.calls import Calls
-from accel.deploying.triton.served.tokens import Refused
+from accel.deploying.triton.served.tokens import NotFinite, Refused
 
 TEXTS = [
     "Where is my new card?",
@@ -300,6 +300,43 @@ def test_one_request_that_cannot_be_answered_leaves_the_others_alone(front: Call
     np.testing.assert_allclose(found[0]["SCORES"], wanted["SCORES"], atol=ATOL)
     assert isinstance(found[1], Refused)
     assert "102 tokens" in str(found[1])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
+def test_nan_is_answered_to_no_one_and_leaves_the_others_alone(
+    front: Callable[..., Front], task: str, spread: bool
+) -> None:
+    """`spread`: as in dynamic int8, whose scales are computed from all rows."""
+    served = front(task)
+    first = int(served.batches.tokens.encode(TEXTS[1], cut="longest_first")[0].ids[1])
+
+    def call(feeds: Mapping[str, Any]) -> dict[str, Any]:
+        found = served.call(feeds)
+        wrong = (feeds["input_ids"] == first).any(axis=1)
+        for values in found.values():
+            values[wrong | (spread & wrong.any())] = np.nan
+        return found
+
+    requests = [Request({"TEXT": texts(text)}, {}) for text in TEXTS[:3]]
+    answers = served.batches.answer(requests, call)
+    assert isinstance(answers[1], NotFinite)
+    assert "NaN" in str(answers[1])
+    expected = served.ask_all([{"TEXT": [text]} for text in TEXTS[:3]])
+    for i in (0, 2):
+        for name, values in answers[i].items():
+            if values.dtype != object:
+                np.testing.assert_allclose(values, expected[i][name], atol=ATOL)
+
+
+def test_infinity_in_an_answer_is_an_error(front: Callable[..., Front]) -> None:
+    served = front("feature-extraction")
+
+    def call(feeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: values + np.inf for name, values in served.call(feeds).items()}
+
+    (answer,) = served.batches.answer([Request({"TEXT": texts("pay")}, {})], call)
+    assert isinstance(answer, NotFinite)
 
 
 def test_a_long_text_is_cut_when_that_is_asked_for(front: Callable[..., Front], local: Callable[..., Any]) -> None:

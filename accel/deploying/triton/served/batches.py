@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .calls import Calls
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, NotFinite, Refused, Row, Tokens
 
 Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -113,11 +113,30 @@ class Batches:
         return items
 
     def _write(self, items: Sequence[tuple[_Item, Sequence[Mapping[str, Array]]]], options: Any) -> dict[str, Array]:
+        for number, (item, outputs) in enumerate(items):
+            for row, output in zip(item.rows, outputs, strict=True):
+                name = self._nan(row, output)
+                if name is not None:
+                    raise NotFinite(f"the model computed NaN for text {number} (output {name}): run it in float32")
         each = [self.service.write(item.memory, outputs, options) for item, outputs in items]
         shapes = {name: {np.shape(one[name]) for one in each} for name in each[0]}
         if any(len(found) > 1 for found in shapes.values()):
             raise Refused("the rows of one request have answers of several sizes: send them as several requests")
-        return {name: _array([one[name] for one in each]) for name in each[0]}
+        answer = {name: _array([one[name] for one in each]) for name in each[0]}
+        for name, values in answer.items():
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                place = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+                raise NotFinite(f"{name} is not finite at {place}: run the model in float32")
+        return answer
+
+    def _nan(self, row: Row, output: Mapping[str, Array]) -> str | None:
+        """The name of an output of a row that holds NaN outside of its padding."""
+        for name, values in output.items():
+            if values.dtype.kind == "f" and np.isnan(values).any():
+                own = self.tokens.unpadded(values, row.length) if values.ndim and len(values) > row.length else values
+                if np.isnan(own).any():
+                    return name
+        return None
 
     def _run(self, rows: Sequence[Row], call: Call) -> list[dict[str, Array]]:
         """The graph's outputs, row by row; where there are several calls, rows of like length share one."""
@@ -131,6 +150,11 @@ class Batches:
             self._calls.note(batch["input_ids"].size, time.perf_counter() - began)
             for place, i in enumerate(order[start:end]):
                 returned[i] = {name: values[place] for name, values in outputs.items()}
+            if end - start > 1 and any(self._nan(rows[i], returned[i]) is not None for i in order[start:end]):
+                # Scales of dynamic quantization are computed from all rows: NaN in one of them reaches the others.
+                for i in order[start:end]:
+                    alone = call(self.tokens.pad([rows[i]]))
+                    returned[i] = {name: values[0] for name, values in alone.items()}
         return returned
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .tokens import Array, Refused
+from .tokens import Array, NotFinite, Refused
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -164,6 +164,10 @@ class Decoder:
 
     def _take(self, row: Row, logits: Array) -> bool:
         """Choose a row's next token and send what can be sent; whether the row is done."""
+        if not np.isfinite(logits.max()):
+            # The greatest of numbers that hold NaN is NaN.
+            row.done(NotFinite("the model computed NaN or infinity for the next token: run it in float32"))
+            return True
         chosen = _choose(logits, row)
         ended = chosen in self._end
         if not ended:

@@ -10,7 +10,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from .batches import Batches, Request
-from .tokens import Array, Refused
+from .tokens import Array, NotFinite, Refused
 
 
 class TritonPythonModel:
@@ -51,6 +51,6 @@ def read_request(request: Any, names: Sequence[str]) -> Request:
 def respond(answer: Mapping[str, Array] | Refused) -> Any:
     """An answer as a response of Triton's."""
     if isinstance(answer, Refused):
-        code = pb_utils.TritonError.INVALID_ARG
+        code = pb_utils.TritonError.INTERNAL if isinstance(answer, NotFinite) else pb_utils.TritonError.INVALID_ARG
         return pb_utils.InferenceResponse([], pb_utils.TritonError(str(answer), code))
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, values) for name, values in answer.items()])

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from .decoding import Decoder, Row
-from .tokens import Array, Refused
+from .tokens import Array, NotFinite, Refused
 
 
 class TritonPythonModel:
@@ -96,7 +96,8 @@ def _sends(sender: Any) -> Any:
 def _ends(sender: Any) -> Any:
     def done(error: Exception | None) -> None:
         if error is not None:
-            code = pb_utils.TritonError.INVALID_ARG if isinstance(error, Refused) else pb_utils.TritonError.INTERNAL
+            wrong = isinstance(error, Refused) and not isinstance(error, NotFinite)
+            code = pb_utils.TritonError.INVALID_ARG if wrong else pb_utils.TritonError.INTERNAL
             sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code)))
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 

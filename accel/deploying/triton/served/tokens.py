@@ -17,6 +17,10 @@ class Refused(Exception):  # noqa: N818  # not an error of the server: the reque
     """A request that cannot be answered, and why; the others of its batch are."""
 
 
+class NotFinite(Refused):
+    """A request for which the graph computed NaN or infinity: an error of the model, not of the request."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a batch: ids, mask and so on by the graph's names, each a list of its own length."""
