@@ -11,9 +11,7 @@ import torch
 
 from ..errors import NotFiniteError
 
-_FIX = (
-    "run the model in float32, and look for NaN among its weights: float16 ends at 65504, and larger activations become infinite."
-)
+_FIX = "run the model in float32, and look for NaN among its weights: float16 ends at 65504, and larger activations become infinite."
 
 
 def not_finite_error(what: str, place: str) -> NotFiniteError:

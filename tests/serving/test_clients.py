@@ -55,7 +55,7 @@ def test_rerank_as_text_embeddings_inference_is_asked_and_answers(client: TestCl
 
 @pytest.mark.parametrize(
     "body", [{}, {"documents": ["a"], "texts": ["a"]}, {"texts": ["a"], "top_n": 1}, {"documents": ["a"], "return_text": True},
-             {"texts": ["a"], "truncate": False}]
+             ]
 )  # fmt: skip
 def test_a_mixture_of_two_shapes_is_refused(body: dict[str, Any], client: TestClient) -> None:
     assert client.post("/rerank", json={"query": "help", **body}).status_code == 422

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,15 @@ from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 BAD, GOOD = "my card is lost", "where is the bank"
 """The embedding of `lost` is NaN: texts without it have answers."""
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-TASKS = ("text-classification", "token-classification", "question-answering", "fill-mask", "feature-extraction", "rank", "judge")
+TASKS = (
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "fill-mask",
+    "feature-extraction",
+    "rank",
+    "judge",
+)
 
 
 def damage(folder: Path, token: str = "lost") -> None:
@@ -55,7 +62,9 @@ def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
             tiny_tokenizer().save_pretrained(folder)
         elif task == "judge":
             names = ["contradiction", "neutral", "entailment"]
-            save_tiny(folder, "bert", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+            save_tiny(
+                folder, "bert", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)}
+            )
         else:
             # A word's weights are not those of its logit, or every row would have NaN.
             save_tiny(folder, "bert", task, tie_word_embeddings=False)
@@ -76,6 +85,12 @@ def client(damaged: Callable[[str], accel.ORTModel]) -> Iterator[TestClient]:
     engine = accel.Engine({task: damaged(task) for task in (*TASKS, "generate")})
     with TestClient(create_app(engine)) as made:
         yield made
+
+
+def tensors(text: str) -> dict[str, Any]:
+    ids = tiny_tokenizer()(text)["input_ids"]
+    values = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    return {"inputs": [{"name": k, "datatype": "INT64", "shape": [1, len(ids)], "data": v} for k, v in values.items()]}
 
 
 CALLS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
@@ -99,18 +114,12 @@ CALLS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
         "/v2/models/token-classification.text/infer",
         lambda text: {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1], "data": [text]}]},
     ),
-    "tensors": ("/v2/models/text-classification/infer", lambda text: tensors(text)),
+    "tensors": ("/v2/models/text-classification/infer", tensors),
     "generate": ("/generate", lambda text: {"inputs": text, "max_new_tokens": 3, "stream": False}),
     "completions": ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 3, "temperature": 0}),
     "completions-drawn": ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 3, "seed": 1}),
     "chat": ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 3}),
 }  # fmt: skip
-
-
-def tensors(text: str) -> dict[str, Any]:
-    ids = tiny_tokenizer()(text)["input_ids"]
-    values = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-    return {"inputs": [{"name": k, "datatype": "INT64", "shape": [1, len(ids)], "data": v} for k, v in values.items()]}
 
 
 def strict(content: bytes) -> Any:
@@ -175,7 +184,10 @@ def test_callers_of_a_batch_whose_scales_are_computed_from_all_rows(damaged: Cal
 
         def run(self, feeds: Any, **more: Any) -> Any:
             found = session.run(feeds, **more)
-            return {name: value + value.isnan().any() * torch.nan if value.isnan().any() else value for name, value in found.items()}
+            return {
+                name: value + value.isnan().any() * torch.nan if value.isnan().any() else value
+                for name, value in found.items()
+            }
 
     model._session = Spread()
     try:
@@ -249,7 +261,7 @@ def test_places_of_numbers_that_are_not_finite(value: Any, place: str | None) ->
         ("/v1/completions", '{"prompt": "NaN", "temperature": %s}', "temperature"),
         ("/classify", '{"model": "text-classification", "inputs": ["NaN", %s]}', "inputs[1]"),
         ("/invocations", '{"inputs": "help", "parameters": {"x": [1, %s]}}', "parameters.x[1]"),
-        ("/v2/models/text-classification/infer", '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, %s]}]}', "inputs[0].data[1]"),
+        ("/v2/models/rank/infer", '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, %s]}]}', "inputs[0].data[1]"),
     ],
 )  # fmt: skip
 def test_requests_may_not_hold_them(literal: str, path: str, body: str, place: str, client: TestClient) -> None:

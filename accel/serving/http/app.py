@@ -22,17 +22,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine import Engine
 from ..metrics import Metrics
+from .absent import absent, shape_of
 from .admission import Admission, ended
 from .bodies import parse
 from .endpoints import Call, Endpoint, Server
 from .front import Front, Serve
-from .replies import HttpError, error_reply, error_text, plain_error
+from .replies import HttpError, error_reply
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-PROTOCOLS = ("health", "tasks", "openai", "generation", "inference_protocol", "sagemaker", "page")
+PROTOCOLS = ("health", "tasks", "openai", "generation", "cohere", "inference_protocol", "sagemaker", "page")
 """Modules beside this one, each with a table `ENDPOINTS`."""
 
 _EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x-inference-ms")
@@ -192,8 +193,7 @@ def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission
 async def _not_found(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 in our shape."""
     assert isinstance(error, HTTPException)
-    kind = "method_not_allowed" if error.status_code == 405 else "not_found"
-    made = HttpError(error.status_code, str(error.detail), kind=kind, fix="see /docs.", headers=error.headers)
-    # Clients of the Open Inference Protocol find a text there, and fall over an object.
-    shape = error_text if request.url.path.startswith("/v2/") else plain_error
-    return error_reply(made, request.scope["request_id"], shape)
+    path = request.url.path
+    made = absent(path, error.status_code, str(error.detail), [one.path for one in request.app.state.endpoints])
+    made.headers.update(error.headers or {})
+    return error_reply(made, request.scope["request_id"], shape_of(path))

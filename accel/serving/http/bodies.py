@@ -79,15 +79,18 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
     groups: dict[Path, list[Mapping[str, Any]]] = {}
     for one in error.errors(include_url=False, include_input=False):
         groups.setdefault(_real_path(one["loc"], value, missing=one["type"] == "missing"), []).append(one)
-    # Alternatives of a type complain one by one: the deepest complaint is about what was meant.
-    deepest: dict[Any, Path] = {}
-    for path in groups:
-        head = path[:1]
-        if head not in deepest or len(path) > len(deepest[head]):
-            deepest[head] = path
-    paths = list(deepest.values())
+    schema = model.model_json_schema()
+    paths = []
+    for head in dict.fromkeys(path[:1] for path in groups):
+        # Each alternative of a type complains: the deepest complaint that all agree on is about what was meant.
+        depth = max(len(path) for path in groups if path[:1] == head)
+        deepest = [path for path in groups if path[:1] == head and len(path) == depth]
+        agreed = [path for path in deepest if _is_agreed(groups[path], _at(schema, path, schema))]
+        path = agreed[0] if agreed else deepest[0][:-1] if depth > 1 else deepest[0]
+        groups.setdefault(path, groups[deepest[0]])
+        paths.append(path)
     first = str(paths[0][0]) if paths[0] else None
-    sentences = [_sentence(path, groups[path], model, value) for path in paths[:3]]
+    sentences = [_sentence(path, groups[path], model, schema, value) for path in paths[:3]]
     refused: Mapping[str, str] = {**getattr(model, "remedies", {}), **getattr(model, "refused", {})}
     fix = refused.get(first or "", "see /docs for what is taken.")
     return HttpError(422, " ".join(sentences), fix=fix, param=first)
@@ -97,9 +100,8 @@ def _real_path(location: Sequence[str | int], value: Any, *, missing: bool) -> P
     """A place in the body, without pydantic's names of alternatives."""
     path: list[str | int] = []
     for i, part in enumerate(location):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+        inside = isinstance(value, dict) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
         elif not (missing and i == len(location) - 1):
             continue
@@ -107,9 +109,22 @@ def _real_path(location: Sequence[str | int], value: Any, *, missing: bool) -> P
     return tuple(path)
 
 
-def _sentence(path: Path, errors: Sequence[Mapping[str, Any]], model: type[BaseModel], value: Any) -> str:
+_ALONE = {"missing", "extra_forbidden", "value_error"}
+
+
+def _is_agreed(errors: Sequence[Mapping[str, Any]], alternatives: Sequence[Any]) -> bool:
+    """Whether every alternative of a type complains."""
+    return len(errors) >= len(alternatives) or not _ALONE.isdisjoint(one["type"] for one in errors)
+
+
+def _sentence(
+    path: Path,
+    errors: Sequence[Mapping[str, Any]],
+    model: type[BaseModel],
+    schema: Mapping[str, Any],
+    value: Any,
+) -> str:
     name, kinds = shown_path(path), {one["type"] for one in errors}
-    schema = model.model_json_schema()
     fields = list(dict.fromkeys(field for one in _at(schema, path[:-1], schema) for field in one.get("properties", ())))
     if kinds == {"extra_forbidden"}:
         field = str(path[-1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import ClientDisconnect
@@ -26,7 +26,6 @@ _Count = Annotated[int, Field(ge=1, le=1 << 31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-_Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 _None = Annotated[list[Any], Field(max_length=0)]
 
 
@@ -71,6 +70,19 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+_IGNORED = {
+    "user": "It tells OpenAI who asks.",
+    "safety_identifier": "It tells OpenAI who asks.",
+    "metadata": "It is kept with answers that are stored, and none are.",
+    "prompt_cache_key": "Nothing is kept of a prompt.",
+    "prompt_cache_retention": "Nothing is kept of a prompt.",
+    "prompt_cache_options": "Nothing is kept of a prompt.",
+}
+_ONE = "leave it out, and send the request once for each answer, with another seed."
+_NO_TOOLS = "leave it out, and describe the tools in the messages."
+_NO_LOGPROBS = "leave it out: probabilities of tokens are not returned."
+
+
 class OpenAIBody(Sampling):
     """What OpenAI's two endpoints have in common.
 
@@ -83,8 +95,19 @@ class OpenAIBody(Sampling):
     user: str | None = None
     safety_identifier: str | None = None
     store: Literal[False] | None = None
-    metadata: _Nothing | None = None
+    metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    ignored: ClassVar[Mapping[str, str]] = _IGNORED
+    remedies: ClassVar[Mapping[str, str]] = {
+        "n": _ONE,
+        "store": "leave it out: answers are not stored.",
+        "service_tier": "leave it out: there is one tier.",
+        "stream_options": "send include_usage alone.",
+    }
 
 
 class TextPart(Body):
@@ -131,6 +154,29 @@ class ChatBody(OpenAIBody):
     tools: _None | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    ignored: ClassVar[Mapping[str, str]] = {**_IGNORED, "parallel_tool_calls": "No tools are called."}
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "leave it out: answers are texts.",
+        "function_call": _NO_TOOLS,
+        "functions": _NO_TOOLS,
+        "moderation": "leave it out, and check texts with a classifier at /classify.",
+        "prediction": "leave it out: answers are generated token by token.",
+        "reasoning_effort": "leave it out, and ask for it in the messages.",
+        "verbosity": "leave it out, and ask for it in the messages, or set max_tokens.",
+        "web_search_options": "leave it out, and put what was found into the messages.",
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        **OpenAIBody.remedies,
+        "tools": _NO_TOOLS,
+        "tool_choice": _NO_TOOLS,
+        "logprobs": _NO_LOGPROBS,
+        "top_logprobs": _NO_LOGPROBS,
+        "response_format": "ask for text, and describe another format in the messages.",
+        "modalities": "ask for text alone.",
+        "messages": "send messages of text.",
+    }
 
 
 class CompletionBody(OpenAIBody):
@@ -142,6 +188,14 @@ class CompletionBody(OpenAIBody):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    remedies: ClassVar[Mapping[str, str]] = {
+        **OpenAIBody.remedies,
+        "logprobs": _NO_LOGPROBS,
+        "echo": "leave it out, and put the prompt before the answer.",
+        "best_of": _ONE,
+        "suffix": "leave it out: models here continue texts, and do not fill gaps.",
+    }
 
     def prompts(self) -> list[Prompt]:
         """One for each answer."""

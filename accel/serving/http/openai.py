@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import time
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
 from .bodies import Body
+from .cohere import encoded
 from .endpoints import Call, Endpoint
 from .replies import HttpError, Json
+from .tasks import TokenIds, listed
 
 _STARTED = int(time.time())
 
@@ -21,28 +23,23 @@ class EmbeddingsBody(Body):
     """What `/v1/embeddings` takes."""
 
     model: str | None = None
-    input: str | list[str] = Field(min_length=1)
+    input: str | list[str] | TokenIds | list[TokenIds] = Field(min_length=1)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     user: str | None = None
 
+    ignored: ClassVar[Mapping[str, str]] = {"user": "It tells OpenAI who asks."}
+
 
 async def _embeddings(call: Call, body: EmbeddingsBody) -> Response:
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = listed(body.input)
     call.check_batch(len(texts))
     model = call.server.model_for(body.model, "embed")
-    found: np.ndarray[Any, Any] = await call.ask(texts, operation="embed", model=model)
-    if body.dimensions is not None:
-        if body.dimensions > found.shape[1]:
-            raise HttpError(422, f"The embeddings have {found.shape[1]} dimensions.", fix="ask for no more than that.")
-        found = found[:, : body.dimensions]
-    if body.normalize:
-        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-    if body.encoding_format == "base64":
-        rows: list[Any] = [base64.b64encode(row.astype("<f4").tobytes()).decode("ascii") for row in found]
-    else:
-        rows = found.tolist()
+    found: np.ndarray[Any, Any] = await call.ask(
+        texts, operation="embed", model=model, truncate_dim=body.dimensions, normalize_embeddings=body.normalize
+    )
+    rows: list[Any] = [encoded(row) for row in found] if body.encoding_format == "base64" else found.tolist()
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": call.timing.tokens, "total_tokens": call.timing.tokens}
     return Json({"object": "list", "data": data, "model": model, "usage": usage})

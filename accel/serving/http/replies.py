@@ -101,6 +101,8 @@ class ErrorDetail(BaseModel):
 
     message: str
     type: str
+    param: str | None = None
+    code: str
     fix: str | None = None
     request_id: str
 
@@ -123,9 +125,36 @@ def _short(text: str) -> str:
 
 
 def plain_error(problem: Problem, request_id: str) -> Any:
-    """`{"error": {"message": ..., "type": ..., "fix": ..., "request_id": ...}}`, which OpenAI's clients read, too."""
-    detail = {"message": problem.message, "type": problem.kind, "fix": problem.fix, "request_id": request_id}
-    return {"error": detail}
+    """OpenAI's: `{"error": {"message", "type", "param", "code"}}`, with `fix` and `request_id` in addition."""
+    return {
+        "error": {
+            "message": problem.message,
+            "type": problem.kind,
+            "param": problem.param,
+            "code": problem.kind,
+            "fix": problem.fix,
+            "request_id": request_id,
+        }
+    }
+
+
+_ERROR_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Backend"}
+
+
+def text_error(problem: Problem, request_id: str) -> Any:
+    """text-embeddings-inference's: `{"error": "...", "error_type": "Validation"}`, with the parts of the text in addition."""
+    return {
+        **error_text(problem, request_id),
+        "error_type": _ERROR_TYPES.get(problem.status, "Validation"),
+        "message": problem.message,
+        "fix": problem.fix,
+        "request_id": request_id,
+    }
+
+
+def message_error(problem: Problem, request_id: str) -> Any:
+    """Cohere's: `{"id": ..., "message": ...}`."""
+    return {"id": request_id, "message": error_text(problem, request_id)["error"]}
 
 
 def error_text(problem: Problem, request_id: str) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
 from .bodies import Body
 from .endpoints import Call, Endpoint
-from .replies import Json
+from .replies import Json, text_error
 
 
 class Pair(Body):
@@ -25,6 +25,10 @@ class Texts(Body):
 
     model: str | None = None
     inputs: str | list[str] = Field(min_length=1)
+
+
+Direction = Literal["left", "right", "Left", "Right"]
+"""The side at which a text is cut."""
 
 
 class ClassifyBody(Body):
@@ -77,10 +81,26 @@ class FillMaskBody(Texts):
     top_k: int = Field(default=5, ge=1, le=1000)
 
 
-class EmbedBody(Texts):
-    """What `/embed` takes."""
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+"""A text as the model's own tokenizer makes tokens of it, special tokens included."""
 
+
+def listed(inputs: Any) -> list[Any]:
+    """One text or several as a list of texts; a text may be token ids."""
+    one = isinstance(inputs, str) or isinstance(inputs[0], int)
+    return [inputs] if one else list(inputs)
+
+
+class EmbedBody(Body):
+    """What `/embed` takes; texts that are longer than the model reads are cut unless `truncate` is false."""
+
+    model: str | None = None
+    inputs: str | TokenIds | list[str | TokenIds] = Field(min_length=1)
     normalize: bool = True
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    prompt_name: str | None = None
+    dimensions: int | None = Field(default=None, ge=1)
 
 
 class RerankBody(Body):
@@ -94,8 +114,8 @@ class RerankBody(Body):
     raw_scores: bool = False
     texts: list[str] | None = Field(default=None, min_length=1)
     return_text: bool = False
-    truncate: bool = True
-    truncation_direction: Literal["right", "Right"] = "right"
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
 
     @model_validator(mode="after")
     def _either(self) -> RerankBody:
@@ -105,8 +125,6 @@ class RerankBody(Body):
         wrong = [name for name in others[self.documents is None] if name in self.model_fields_set]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} belong to {'texts' if self.texts is None else 'documents'}")
-        if not self.truncate:
-            raise ValueError("documents are cut to what the model reads: truncate is true")
         return self
 
 
@@ -114,6 +132,13 @@ class TokenizeBody(Texts):
     """What `/tokenize` takes."""
 
     add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+def _cut(body: EmbedBody | RerankBody) -> dict[str, Any]:
+    """How long texts are cut, as options of the engine."""
+    side = {} if body.truncation_direction.lower() == "right" else {"truncation_side": "left"}
+    return {**side, **({"truncation": False} if body.truncate is False else {})}
 
 
 Answer = Callable[[Call, Any], Awaitable[Response]]
@@ -167,9 +192,12 @@ async def _qa(call: Call, body: QaBody) -> Response:
 
 
 async def _embed(call: Call, body: EmbedBody) -> Response:
-    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    texts = listed(body.inputs)
     call.check_batch(len(texts))
-    found = await call.ask(texts, operation="embed", model=body.model, normalize_embeddings=body.normalize)
+    found = await call.ask(
+        texts, operation="embed", model=body.model, normalize_embeddings=body.normalize, truncate_dim=body.dimensions,
+        prompt_name=body.prompt_name, **_cut(body),
+    )  # fmt: skip
     return Json(found.tolist())
 
 
@@ -181,6 +209,7 @@ async def _rerank(call: Call, body: RerankBody) -> Response:
     ranked = await call.ask(
         (body.query, documents), operation="rank", model=model, top_k=body.top_n,
         return_documents=body.return_documents or body.return_text, raw_scores=body.raw_scores,
+        **_cut(body),
     )  # fmt: skip
     if body.texts is not None:
         return Json(
@@ -203,7 +232,10 @@ async def _rerank(call: Call, body: RerankBody) -> Response:
 async def _tokenize(call: Call, body: TokenizeBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     call.check_batch(len(texts))
-    found = await call.ask(texts, operation="tokenize", model=body.model, add_special_tokens=body.add_special_tokens)
+    found = await call.ask(
+        texts, operation="tokenize", model=body.model, add_special_tokens=body.add_special_tokens,
+        prompt_name=body.prompt_name,
+    )  # fmt: skip
     return Json(found)
 
 
@@ -233,14 +265,14 @@ ENDPOINTS = (
     ),
     Endpoint(
         path="/embed", answer=_embed, body=EmbedBody, summary="Embeddings of texts, and nothing around them", tag="tasks",
-        operation="embed", example={"inputs": ["a lost card", "a stolen card"]},
+        error=text_error, operation="embed", example={"inputs": ["a lost card", "a stolen card"]},
     ),
     Endpoint(
         path="/rerank", answer=_rerank, body=RerankBody, summary="Documents by how well they answer a query", tag="tasks",
-        operation="rank", example={"query": "a lost card", "documents": ["I cannot find my card", "the exchange rate"]},
+        error=text_error, operation="rank", example={"query": "a lost card", "documents": ["I cannot find my card", "the exchange rate"]},
     ),
     Endpoint(
         path="/tokenize", answer=_tokenize, body=TokenizeBody, summary="The tokens of texts", tag="tasks",
-        operation="tokenize", example={"inputs": "I lost my card"},
+        error=text_error, operation="tokenize", example={"inputs": "I lost my card"},
     ),
 )  # fmt: skip

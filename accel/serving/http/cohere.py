@@ -1,0 +1,121 @@
+"""Cohere's rerank and embed, version 2, as far as a model here does them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.responses import Response
+
+from .bodies import Body
+from .endpoints import Call, Endpoint
+from .replies import Json, message_error
+
+_PRIORITY = {"priority": "All requests wait in one queue."}
+
+
+class CohereRerankBody(Body):
+    """What `/v2/rerank` takes."""
+
+    model: str | None = None
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int | None = Field(default=None, ge=1)
+    priority: int | None = None
+
+    ignored: ClassVar[Mapping[str, str]] = _PRIORITY
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_tokens_per_doc": "leave it out: documents are cut to what the model reads.",
+        "relevant_spans": "leave it out, and rank passages instead of documents.",
+    }
+    remedies: ClassVar[Mapping[str, str]] = {"documents": "send texts; fields of a document are joined by the caller."}
+
+
+class CohereEmbedBody(Body):
+    """What `/v2/embed` takes."""
+
+    model: str | None = None
+    texts: list[str] = Field(min_length=1)
+    input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
+    embedding_types: list[Literal["float", "base64"]] | None = Field(default=None, min_length=1)
+    output_dimension: int | None = Field(default=None, ge=1)
+    truncate: Literal["NONE", "START", "END"] = "END"
+    priority: int | None = None
+
+    ignored: ClassVar[Mapping[str, str]] = _PRIORITY
+    refused: ClassVar[Mapping[str, str]] = {
+        "images": "send texts: no model here embeds pictures.",
+        "inputs": "send texts: no model here embeds pictures.",
+        "max_tokens": "leave it out: texts are cut to what the model reads.",
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "embedding_types": "ask for float or base64, and make integers or bits of them yourself.",
+        "input_type": "send a type of text; no model here embeds pictures.",
+    }
+
+
+_PROMPTS: Mapping[str, tuple[str, ...]] = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage", "corpus"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+"""Names of prompts that stand for a type of input, as sentence-transformers' `encode_query` and `encode_document` have them."""
+_CUT: Mapping[str, dict[str, Any]] = {
+    "NONE": {"truncation": False},
+    "START": {"truncation_side": "left"},
+    "END": {},
+}
+
+
+def _meta(call: Call) -> dict[str, Any]:
+    return {"api_version": {"version": "2"}, "tokens": {"input_tokens": call.timing.tokens}}
+
+
+async def _rerank(call: Call, body: CohereRerankBody) -> Response:
+    call.check_batch(len(body.documents))
+    call.check_texts(body.query, times=len(body.documents))
+    ranked = await call.ask((body.query, body.documents), operation="rank", model=body.model, top_k=body.top_n)
+    results = [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in ranked]
+    return Json({"id": call.id, "results": results, "meta": _meta(call)})
+
+
+async def _embed(call: Call, body: CohereEmbedBody) -> Response:
+    call.check_batch(len(body.texts))
+    found: np.ndarray[Any, Any] = await call.ask(
+        body.texts, operation="embed", model=body.model, normalize_embeddings=True, truncate_dim=body.output_dimension,
+        prompt_name=_PROMPTS[body.input_type] if body.input_type is not None else None, **_CUT[body.truncate],
+    )  # fmt: skip
+    made: dict[str, Any] = {}
+    for kind in body.embedding_types or ["float"]:
+        made[kind] = found.tolist() if kind == "float" else [encoded(row) for row in found]
+    return Json(
+        {
+            "id": call.id,
+            "embeddings": made,
+            "texts": body.texts,
+            "response_type": "embeddings_by_type",
+            "meta": _meta(call),
+        }
+    )
+
+
+def encoded(row: np.ndarray[Any, Any]) -> str:
+    """An embedding as little-endian float32 in base64."""
+    return base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v2/rerank", answer=_rerank, body=CohereRerankBody, summary="Documents by how well they answer a query",
+        tag="cohere", operation="rank", error=message_error,
+        example={"query": "a lost card", "documents": ["I cannot find my card", "the exchange rate"]},
+    ),
+    Endpoint(
+        path="/v2/embed", answer=_embed, body=CohereEmbedBody, summary="Embeddings of texts", tag="cohere",
+        operation="embed", error=message_error, example={"texts": ["a lost card", "a stolen card"], "input_type": "search_document"},
+    ),
+)  # fmt: skip
