@@ -16,6 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from .._version import __version__
+from ..artifact.json_text import json_text
 from ..chatter import hush_imports
 from ..errors import AccelError, ConfigError
 from .exit_codes import FAILED, INTERRUPTED, exit_code
@@ -70,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 def emit(result: Any, as_json: bool, text: str) -> None:
     """The result of a command, for a program or for a person."""
-    print_line(json.dumps(_plain(result), indent=2) if as_json else text)
+    print_line(json_text(_plain(result), indent=2, ensure_ascii=True) if as_json else text)
 
 
 @contextlib.contextmanager

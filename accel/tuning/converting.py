@@ -5,7 +5,6 @@ The flow and the flags are those of transformer-deploy's `convert_model`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.hub import HubOptions, as_folder
+from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
@@ -154,7 +154,7 @@ def convert(
         moved = tuple(replace(v, path=v.path.replace(str(folder), str(target))) for v in measured.variants)
         measured = replace(measured, variants=moved)
         values = measured.to_dict()
-        (folder / "benchmark.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
+        (folder / "benchmark.json").write_text(json_text(values) + "\n", encoding="utf-8")
         write_html(values, folder / "report.html", title=f"accel convert {model}")
     artifacts = {name: Artifact(target / name, artifact.manifest) for name, artifact in made.items()}
     return Conversion(path=target, artifacts=artifacts, benchmark=measured, failed=failed)

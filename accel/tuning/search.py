@@ -9,7 +9,6 @@ processes of their own, so that a backend that crashes is one rejected candidate
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import shutil
 import time
@@ -19,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .. import progress
+from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact, RunRecord
 from ..artifact.writing import staging
 from ..backends.machine import machine
@@ -403,5 +403,5 @@ def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
         shutil.copytree(source.path, folder, dirs_exist_ok=True)
         made = Artifact.create(folder, replace(source.manifest, run=run))
         values = replace(tuning, artifact=Artifact(target, made.manifest)).to_dict()
-        (folder / "tune.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        (folder / "tune.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
     return Artifact(target, made.manifest)

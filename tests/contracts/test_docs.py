@@ -245,6 +245,11 @@ def test_every_command_and_flag_is_on_the_command_line_page() -> None:
             assert flag in section, f"{path} {flag}"
 
 
+def test_the_table_of_request_fields_is_what_the_server_takes() -> None:
+    fields = tool("request_fields")
+    assert fields.PAGE.read_text("utf-8") == fields.page(), "out of date: python docs/tools/request_fields.py"
+
+
 def test_the_demo_output_is_the_recorded_one() -> None:
     import json
 

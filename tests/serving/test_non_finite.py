@@ -281,3 +281,26 @@ def test_binary_tensors_may_not_hold_nan(client: TestClient) -> None:
     assert answer.status_code == 400
     assert "'x'" in answer.text
     assert "[0, 1]" in answer.text
+
+
+def test_reports_and_command_lines_write_null_for_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    from accel.artifact.json_text import json_text
+    from accel.cli.application import emit
+
+    values = {"drop": math.nan, "interval": (1.5, math.inf), "rows": [{"x": 2}]}
+    expected = {"drop": None, "interval": [1.5, None], "rows": [{"x": 2}]}
+    assert strict(json_text(values, indent=1).encode()) == expected
+    emit(values, True, "")
+    assert strict(capsys.readouterr().out.encode()) == expected
+
+
+def test_json_lines_of_columns_that_are_kept_hold_no_nan(
+    damaged: Callable[[str], accel.ORTModel], tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": [GOOD], "price": pa.array([math.nan])}), tmp_path / "data.parquet")
+    batch(damaged("text-classification"), tmp_path / "data.parquet", tmp_path / "out", keep=["price"], format="jsonl")
+    (file,) = (tmp_path / "out").glob("rows-*.jsonl")
+    assert strict(file.read_bytes())["price"] is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ...artifact.json_text import json_text
 from ...errors import ConfigError, InputError, NotFiniteError, TaskError
 from ..asking import check_options, inputs_of
 from ..engine import Engine
@@ -143,7 +143,7 @@ def _text(value: Any) -> str:
 
 def _written(found: Any, format: Format) -> bytes:
     if format == "jsonl":
-        lines = [json.dumps(row, ensure_ascii=False, default=_text) for row in found.to_pylist()]
+        lines = [json_text(row, default=_text) for row in found.to_pylist()]
         return "".join(f"{line}\n" for line in lines).encode()
     from pyarrow import parquet
 

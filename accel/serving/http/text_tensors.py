@@ -144,7 +144,7 @@ SERVICES: tuple[Service, ...] = (
         operation="token-classification", inputs={"TEXT": 1}, options={},
         outputs=lambda _: {"ENTITIES": ("BYTES", 1)},
         ask=lambda row: row["TEXT"][0],
-        answer=lambda found, _: {"ENTITIES": [json.dumps(found, ensure_ascii=False, default=lambda one: one.tolist())]},
+        answer=lambda found, _: {"ENTITIES": [json.dumps(found, ensure_ascii=False, allow_nan=False, default=lambda one: one.tolist())]},
     ),
     Service(
         operation="question-answering", inputs={"QUESTION": 1, "CONTEXT": 1}, options={},

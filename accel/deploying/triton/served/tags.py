@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .batches import option, softmax
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, NotFinite, Refused, Row, Tokens
 
 STRATEGIES = ("none", "simple", "first", "average", "max")
 
@@ -84,7 +84,10 @@ class Service:
             found += [one for one in entities if one.get("entity", one.get("entity_group")) not in ignored]
         if len(memory.windows) > 1:
             found = _without_overlaps(found)
-        return {"ENTITIES": [json.dumps(found, ensure_ascii=False)]}
+        try:
+            return {"ENTITIES": [json.dumps(found, ensure_ascii=False, allow_nan=False)]}
+        except ValueError as error:
+            raise NotFinite("a score is not finite: run the model in float32") from error
 
     def _read_tokens(self, text: str, encoding: Any, scores: Array) -> list[_Token]:
         found = []

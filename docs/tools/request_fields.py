@@ -1,0 +1,69 @@
+"""Puts the table of request fields into `docs/guides/serve.md`, from the bodies that the server parses.
+
+python docs/tools/request_fields.py            # write
+python docs/tools/request_fields.py --check    # exit 1 when the page differs from what the server takes
+
+The table is between two comments, `fields:begin` and `fields:end`; nothing between them is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from accel.serving.http.absent import UNSUPPORTED
+from accel.serving.http.app import endpoints
+from accel.serving.http.bodies import Body
+
+PAGE = Path(__file__).parents[1] / "guides" / "serve.md"
+PATHS = (
+    "/v1/embeddings",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/embed",
+    "/rerank",
+    "/tokenize",
+    "/v2/embed",
+    "/v2/rerank",
+)
+"""Endpoints that other APIs have, too."""
+_BLOCK = re.compile(r"(?<=<!-- fields:begin -->\n).*?(?=<!-- fields:end -->)", re.DOTALL)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def render() -> str:
+    """The table."""
+    bodies = {one.path: one.body for one in endpoints()}
+    lines = ["| path | followed | taken, without effect | refused |", "| --- | --- | --- | --- |"]
+    for path in PATHS:
+        body = bodies[path]
+        assert body is not None
+        assert issubclass(body, Body)
+        followed = [name for name in body.model_fields if name not in body.ignored]
+        lines.append(f"| `{path}` | {_named(followed)} | {_named([*body.ignored])} | {_named([*body.refused])} |")
+    lines += ["", "| not supported | instead |", "| --- | --- |"]
+    lines += [f"| `{path}` | {remedy} |" for path, remedy in UNSUPPORTED.items()]
+    return "\n".join(["", *lines, "", ""])
+
+
+def page() -> str:
+    """The page with the table as it is now."""
+    return _BLOCK.sub(lambda _: render(), PAGE.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        sys.exit(page() != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
