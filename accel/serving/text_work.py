@@ -43,7 +43,7 @@ class Embedding:
         embedder = self._embedder
         with _cutting(embedder, options):
             made = iter(embedder.rows(texts, prompt=prompt) if texts else ())
-        rows = [next(made) if isinstance(one, str) else self._row_of_ids(one) for one in items]
+        rows = [next(made) if isinstance(one, str) else self._row_of_ids(one, i) for i, one in enumerate(items)]
         _check_lengths(rows, embedder.max_length)
         if options.get("truncation_side") == "left" and any(COUNTED in row for row in rows):
             raise InputError(
@@ -52,15 +52,17 @@ class Embedding:
             )
         return Prepared([[_row("embed", self._pads, row)] for row in rows])
 
-    def _row_of_ids(self, ids: Sequence[int]) -> TokenRow:
+    def _row_of_ids(self, ids: Sequence[int], number: int) -> TokenRow:
         tokenizer = self._embedder.tokenizer
         size = getattr(self._model.config, "vocab_size", len(tokenizer))
         before, after = _frame(tokenizer)
         if max(ids) >= size:
-            raise InputError(f"Token {max(ids)} is not one of the model's {size}.", fix=_OTHER_TOKENIZER)
+            raise InputError(
+                f"Token {max(ids)} of text {number} is not one of the model's {size}.", fix=_OTHER_TOKENIZER
+            )
         if [*ids[: len(before)]] != before or [*ids[len(ids) - len(after) :]] != after:
             raise InputError(
-                f"The tokens do not begin with {before} and end with {after}, as this model's own do.",
+                f"The tokens of text {number} do not begin with {before} and end with {after}, as this model's own do.",
                 fix=_OTHER_TOKENIZER,
             )
         row = {"input_ids": list(ids), "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}

@@ -328,7 +328,7 @@ def test_an_unknown_path_names_those_that_there_are(path: str, client: TestClien
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([9, 11], "do not begin with"),
+        ([9, 11], "The tokens of text 0 do not begin with [2]"),
         ([2, 9, 500, 3], "Token 500"),
         ([2, *[9] * 200, 3], "202 tokens; the model reads 94"),
         ([2, -1, 3], "`input[1]` is -1"),

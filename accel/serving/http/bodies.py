@@ -93,7 +93,7 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
     sentences = [_sentence(path, groups[path], model, schema, value) for path in paths[:3]]
     refused: Mapping[str, str] = {**getattr(model, "remedies", {}), **getattr(model, "refused", {})}
     fix = refused.get(first or "", "see /docs for what is taken.")
-    return HttpError(422, " ".join(sentences), fix=fix, param=first)
+    return HttpError(422, " ".join(sentences), fix=fix, param=first and first[:100])
 
 
 def _real_path(location: Sequence[str | int], value: Any, *, missing: bool) -> Path:
