@@ -22,6 +22,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "generation config": ("generation_config.json",),
     "sentence-transformers module": (
         "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/config.json",
+        "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin",
     ),
 }  # fmt: skip
 """Names by which transformers and `encode` read files of a folder, whether or not anything names them."""

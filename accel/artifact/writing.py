@@ -47,6 +47,8 @@ _NOT_COMPANIONS = (
     "adapter_config.json",
 )
 _COMPANION_MAX_BYTES = 64 << 20
+_WEIGHTED_MODULES = ("_Dense", "_LayerNorm")
+_MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
@@ -370,14 +372,17 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy configs, tokenizer and processor files (and sentence-transformers' folders of them), but no weights; links only to
-    what is inside the folder, or in its Hub repository's blobs.
+    """Copy configs, tokenizer and processor files, and sentence-transformers' folders of modules, but no weights of a transformer; links
+    only to what is inside the folder, or in its Hub repository's blobs.
     """
     for path in sorted(source.iterdir()):
         if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
-            if is_inside(path / "config.json", source):
-                (target / path.name).mkdir(exist_ok=True)
-                shutil.copyfile(path / "config.json", target / path.name / "config.json")
+            # Layers after the pooling are computed after a graph that has none in it.
+            weights = _MODULE_WEIGHTS if path.name.endswith(_WEIGHTED_MODULES) else ()
+            for name in ("config.json", *weights):
+                if (path / name).is_file() and is_inside(path / name, source):
+                    (target / path.name).mkdir(exist_ok=True)
+                    shutil.copyfile(path / name, target / path.name / name)
         elif is_companion(path) and not (target / path.name).exists():
             if is_inside(path, source):
                 shutil.copyfile(path, target / path.name)

@@ -72,6 +72,10 @@ class Normalize(torch.nn.Module):
         return torch.nn.functional.normalize(vectors, dim=-1)
 
 
+class Dense(torch.nn.Sequential):
+    """A linear layer and its activation."""
+
+
 class SentenceLayers(torch.nn.Module):
     """What makes a sentence embedding of hidden states: pooling, then the modules after it.
 
@@ -183,7 +187,7 @@ def _module(layer: Layer) -> torch.nn.Module:
     else:
         made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
     made.load_state_dict({name.partition(".")[2]: value.float() for name, value in weights.items()})
-    return torch.nn.Sequential(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
+    return Dense(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

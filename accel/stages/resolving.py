@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
-from ..artifact.sentence_settings import sentence_kind
+from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
-from ..errors import ArtifactNotFoundError, ConfigError
+from ..errors import ArtifactNotFoundError, ConfigError, TaskError
 from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, is_adapter, read_config, task_spec
-from .foreign import adopt, beside_config, holds_graphs
+from .foreign import adopt, beside_config, holds_graphs, subfolder_of_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +157,13 @@ def resolve(
             meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
             artifact = adopt(folder, file_name=file_name, task=meant, hub=hub, variant=variant)
             return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
+        inner = subfolder_of_graphs(folder) if not (has_weights or adapter) else None
+        if inner is not None:
+            inside = "/".join(part for part in (hub.subfolder, inner) if part)
+            found = resolve(
+                model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), export=export
+            )
+            return replace(found, id=location.id)
     if export is False:
         raise ArtifactNotFoundError(
             f"{folder} holds no exported graph, and export=False.",
@@ -243,10 +250,19 @@ def _task_of_weights(folder: Path, task: str | None, default: str | None, *, ada
 
 
 def _task_of_class(folder: Path, default: str) -> str:
-    """The task of a folder for a class that does the task `default`: a class that embeds takes the pooling of a sentence embedder."""
+    """The task of a folder for a class that does the task `default`: a class that embeds takes the pooling of a sentence embedder, and
+    hidden states alone where that is not followed. `encode` then refuses the model, with the reason.
+    """
     spec = task_spec(default)
     place = folder if (folder / "config.json").is_file() else folder.parent
-    return infer_task({}, place) if spec.embeds and sentence_kind(place) == "embedder" else spec.name
+    if not spec.embeds or sentence_kind(place) != "embedder":
+        return spec.name
+    try:
+        sentence_settings(place).check_embeds()
+    except (ConfigError, TaskError) as error:
+        logger.info("%s gives hidden states alone: %s", place, error.message)
+        return spec.name
+    return infer_task({}, place)
 
 
 def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:

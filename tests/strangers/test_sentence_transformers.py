@@ -114,15 +114,33 @@ def test_an_export_embeds_as_the_library(root: Path, answers: Any, tmp_path: Pat
         check_embeddings(model, answers("6", name))
 
 
-@pytest.mark.parametrize("name", ["lasttoken", "prompt-excluded"])
-def test_openvinos_layout_embeds_as_the_library(root: Path, answers: Any, graph_alone: Folder, name: str) -> None:
+@pytest.mark.parametrize(("name", "settings"), [("lasttoken", {"subfolder": "openvino"}), ("prompt-excluded", {})])
+def test_openvinos_layout_embeds_as_the_library(
+    answers: Any, graph_alone: Folder, name: str, settings: dict[str, str]
+) -> None:
     openvino = pytest.importorskip("openvino", reason="the extra openvino is not installed")
     folder = graph_alone("6", name)
     (folder / "openvino").mkdir()
     model = openvino.convert_model(folder / "onnx" / "model.onnx")
     openvino.save_model(model, folder / "openvino" / "openvino_model.xml", compress_to_fp16=False)
-    with embedder(folder, subfolder="openvino") as opened:
+    shutil.rmtree(folder / "onnx")
+    with embedder(folder, **settings) as opened:
         check_embeddings(opened, answers("6", name))
+
+
+def test_modules_after_the_graph_travel_with_it(graph_alone: Folder, answers: Any, tmp_path: Path) -> None:
+    """What is saved, optimized or quantized of a graph without pooling embeds as before."""
+    folder, expected = graph_alone("6", "dense"), answers("6", "dense")
+    with embedder(folder) as model:
+        model.save_pretrained(tmp_path / "saved")
+    accel.optimize(folder, tmp_path / "optimized", level="O1")
+    for made in ("saved", "optimized"):
+        with embedder(tmp_path / made) as model:
+            check_embeddings(model, expected)
+    accel.quantize(folder, tmp_path / "quantized", scheme="dynamic-int8")
+    with embedder(tmp_path / "quantized") as model:
+        # 8 bits, of vectors of length 1.
+        np.testing.assert_allclose(model.encode(expected["texts"]), expected["embeddings"], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", ["token_embeddings", "output_0"])
@@ -383,6 +401,26 @@ def test_a_router_is_refused_by_its_name(root: Path, version: str) -> None:
         embedder(root / version / "router", backend="pytorch")
     with pytest.raises(TaskError, match="its first module is Router"):
         sentence_settings(root / version / "router").check_embeds()
+
+
+def test_hidden_states_of_a_model_whose_settings_are_not_followed(root: Path, tmp_path: Path) -> None:
+    """sentence-transformers runs its own modules over our hidden states; `encode` has the reason why it does not embed."""
+    folder = tmp_path / "folder"
+    shutil.copytree(root / "6" / "cls", folder)
+    path = folder / "sentence_bert_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processing_kwargs": {"text": {"max_length": 4}}}))
+    for settings in ({}, {"export": True, "backend": "pytorch"}):
+        with embedder(folder, **settings) as model:
+            assert model(**inputs(model)).last_hidden_state.shape == (2, 4, 8)
+            with pytest.raises(ConfigError, match="processing_kwargs"):
+                model.encode(["card"])
+    with pytest.raises(ConfigError, match="processing_kwargs"):
+        export(folder, tmp_path / "out", task="sentence-similarity")
+
+
+def test_a_front_of_triton_without_a_dense_module_is_refused(graph_alone: Folder, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="The modules Dense .* are not in its graph"):
+        triton_front(graph_alone("6", "dense"), tmp_path, "sentence-similarity")
 
 
 def test_a_cross_encoder_does_not_embed(root: Path) -> None:

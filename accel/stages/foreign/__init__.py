@@ -23,7 +23,15 @@ from .descriptions import EXPORT, GENAI, describe
 from .files import beside_config, graph_files
 from .plain import adopt_onnx
 
-__all__ = ["adopt", "adopt_onnx", "adopt_weights", "beside_config", "graph_files", "holds_graphs"]
+__all__ = [
+    "adopt",
+    "adopt_onnx",
+    "adopt_weights",
+    "beside_config",
+    "graph_files",
+    "holds_graphs",
+    "subfolder_of_graphs",
+]
 
 
 def holds_graphs(folder: Path) -> bool:
@@ -34,6 +42,14 @@ def holds_graphs(folder: Path) -> bool:
         or bool(graph_files(folder))
         or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
     )
+
+
+def subfolder_of_graphs(folder: Path) -> str | None:
+    """The subfolder that holds graphs in a format that its backend reads (`openvino`), where the folder itself holds none."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and registry.backend_for_layout([one.name for one in path.iterdir()]) is not None:
+            return path.name
+    return None
 
 
 def adopt(
