@@ -344,6 +344,7 @@ def test_tokens_of_another_tokenizer_are_refused(tokens: Any, words: str, client
 
 def test_errors_have_the_shape_of_each_api(client: TestClient) -> None:
     openai = client.post("/v1/embeddings", json={"input": 3}).json()["error"]
+    assert openai["message"].endswith(f"Fix: {openai['fix']}")
     assert (openai["param"], openai["type"], openai["code"]) == ("input", "invalid_request", "invalid_request")
     tei = client.post("/embed", json={"inputs": 3}).json()
     assert (type(tei["error"]), tei["error_type"]) == (str, "Validation")

@@ -19,7 +19,7 @@ from ..generation.options import GenerationOptions
 from ..generation.requests import Generation
 from .bodies import Body
 from .endpoints import Call, Endpoint
-from .replies import Json, plain_error, problem_of, write_json
+from .replies import Json, openai_error, plain_error, problem_of, write_json
 
 _OPERATION = "generate"
 _Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -466,11 +466,11 @@ GENERATE = Endpoint(
 ENDPOINTS = (
     Endpoint(
         path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="The answer in a conversation", tag="openai",
-        operation=_OPERATION, example={"messages": [{"role": "user", "content": "Where is my card?"}], "max_tokens": 64},
+        error=openai_error, operation=_OPERATION, example={"messages": [{"role": "user", "content": "Where is it?"}], "max_tokens": 64},
     ),
     Endpoint(
         path="/v1/completions", answer=_completions, body=CompletionBody, summary="Texts continued", tag="openai",
-        operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
+        error=openai_error, operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
     ),
     GENERATE,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from .bodies import Body
 from .cohere import encoded
 from .endpoints import Call, Endpoint
-from .replies import HttpError, Json
+from .replies import HttpError, Json, openai_error
 from .tasks import TokenIds, listed
 
 _STARTED = int(time.time())
@@ -73,7 +73,7 @@ async def _model(call: Call, _: Any) -> Response:
 ENDPOINTS = (
     Endpoint(
         path="/v1/embeddings", answer=_embeddings, body=EmbeddingsBody, summary="Embeddings of texts", tag="openai",
-        operation="embed", example={"input": ["a lost card", "a stolen card"]},
+        error=openai_error, operation="embed", example={"input": ["a lost card", "a stolen card"]},
     ),
     Endpoint(path="/v1/models", method="GET", answer=_models, summary="What is served", tag="openai"),
     Endpoint(path="/v1/models/{model:path}", method="GET", answer=_model, summary="One of them", tag="openai"),

@@ -138,6 +138,13 @@ def plain_error(problem: Problem, request_id: str) -> Any:
     }
 
 
+def openai_error(problem: Problem, request_id: str) -> Any:
+    """The same with the remedy in the message, which is all that OpenAI's clients show."""
+    shown = plain_error(problem, request_id)
+    shown["error"]["message"] = error_text(problem, request_id)["error"]
+    return shown
+
+
 _ERROR_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Backend"}
 
 
