@@ -55,7 +55,8 @@ class AccelError(Exception):
         return self.message if self.fix is None else f"{self.message}\nFix: {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.fix)
+        # With the notes and what was added, such as the time after which to ask again.
+        return _rebuild, (type(self), self.message, self.fix), vars(self)
 
 
 def _rebuild(cls: type[AccelError], message: str, fix: str | None) -> AccelError:

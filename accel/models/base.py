@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -487,14 +486,15 @@ class ORTModel(Familiar, Saveable):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        path: Path = state["path"]
-        held: Artifact = state["artifact"]
+        path, held = state["path"], state["artifact"]
+        if not path.is_dir():
+            raise ArtifactNotFoundError(
+                f"The pickled model's folder {path} is not there.", fix="copy the folder there."
+            )
         there = Artifact.load(path) if (path / MANIFEST).is_file() else held
         # A graph that was named may lie beside an artifact.
         same = [one.file for one in there.components] == [one.file for one in held.components]
         self.artifact = there if same else held
-        self._settings = state["settings"]
-        self.config = state["config"]
-        self.generation_config = state["generation_config"]
-        self._trust_remote_code = state["trust_remote_code"]
+        self._settings, self._trust_remote_code = state["settings"], state["trust_remote_code"]
+        self.config, self.generation_config = state["config"], state["generation_config"]
         self._open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -246,6 +246,15 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         # How transformers' users keep what is in front of several texts.
         return self.clone()
+
+    def __copy__(self) -> StateCache:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise InputError(
+            "A StateCache holds keys and values in the memory of a runtime, which cannot be pickled.",
+            fix="pass a transformers DynamicCache as past_key_values, which can; or read the prompt again in the other process.",
+        )
 
     def __len__(self) -> int:
         # Not the layers: whoever asks whether a cache is empty must not copy it.

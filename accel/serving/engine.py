@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 from ..config import SessionOptions
 from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutError, did_you_mean
@@ -87,6 +87,12 @@ class Engine:
         self._generators: dict[str, GenerationEngine] = {}
         self._making = threading.Lock()
         self._closed = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise ConfigError(
+            "An Engine runs threads, which cannot be pickled or copied.",
+            fix="pickle the model, and start accel.Engine(model) in the other process.",
+        )
 
     # Lifetime
 

@@ -143,8 +143,25 @@ def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
     senses = any(
         getattr(impl, f"_load_{name}", False) is not False for name in ("feature_extractor", "image_processor")
     )
-    bases = (ChecksEmpty, how, impl) if senses else (how, impl)
-    return type(impl.__name__, bases, {"__module__": __name__, "__doc__": impl.__doc__})
+    bases: tuple[type, ...] = (ChecksEmpty, how, impl) if senses else (how, impl)
+    members: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": impl.__doc__,
+        "__reduce_ex__": _reduced,
+        "_stock_class": impl,
+    }
+    return type(impl.__name__, bases, members)
+
+
+def _reduced(made: Any, _protocol: int) -> tuple[Any, ...]:
+    """For pickle and copies: the stock class, which has a name to import it by, and what the pipeline holds."""
+    return _empty_pipeline, (made._stock_class,), vars(made)  # noqa: SLF001  # set in `sorted_class`
+
+
+def _empty_pipeline(impl: Any) -> Pipeline:
+    cls: Any = sorted_class(impl)
+    made: Pipeline = cls.__new__(cls)
+    return made
 
 
 def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...models.companions import companion_of
@@ -78,6 +78,12 @@ class GenerationEngine:
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
         self._encoding = threading.Lock()
         self.scheduler = Scheduler(model, limits or GenerationLimits())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise ConfigError(
+            "A GenerationEngine runs threads, which cannot be pickled or copied.",
+            fix="pickle the model, and start accel.GenerationEngine(model) in the other process.",
+        )
 
     # Prompts
 
