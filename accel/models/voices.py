@@ -121,14 +121,38 @@ class ORTModelForTextToWaveform(ORTModel):
         means, variances = (laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
         latents = means + torch.randn_like(means) * torch.exp(variances) * self.noise_scale
         lengths = lengths_of(durations)
-        frames = torch.arange(latents.shape[-1], device=lengths.device) < lengths[:, None]
-        sound = self._decoder.run({LATENTS: latents.contiguous(), FRAMES: frames.long(), **speaker})
+        sound = self._decode(latents, lengths, speaker)
         values = {
             "waveform": sound["waveform"],
             "sequence_lengths": lengths * math.prod(self.config.upsample_rates),
             "spectrogram": sound["spectrogram"],
         }
         return tuple(values.values()) if return_dict is False else fast_output(WaveformOutput, values)
+
+    def _decode(
+        self, latents: torch.Tensor, lengths: torch.Tensor, speaker: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Decode rows of equal length together, and pad the results with zeros.
+
+        The decoder's convolutions have biases: padded frames would reach the end of a shorter row.
+        """
+        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for length in lengths.unique().tolist():
+            rows = (lengths == length).nonzero()[:, 0]
+            feeds = {LATENTS: latents[rows, :, :length].contiguous(), FRAMES: lengths.new_ones(len(rows), length)}
+            feeds |= {name: values[rows.to(values.device)] for name, values in speaker.items()}
+            for name, value in self._decoder.run(feeds).items():
+                parts.setdefault(name, []).append((rows, value))
+        if all(len(of_name) == 1 for of_name in parts.values()):
+            return {name: value for name, ((_, value),) in parts.items()}
+        decoded = {}
+        for name, of_name in parts.items():
+            longest = of_name[-1][1]
+            whole = longest.new_zeros(len(lengths), *longest.shape[1:])
+            for rows, value in of_name:
+                whole[rows.to(whole.device), ..., : value.shape[-1]] = value
+            decoded[name] = whole
+        return decoded
 
     def _speaker(self, speaker_id: Any, rows: int) -> dict[str, torch.Tensor]:
         voices = int(self.config.num_speakers)

@@ -54,12 +54,6 @@ def test_a_room_says_what_lives_there(room: str) -> None:
     assert "Out: " in text
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_a_long_module_says_why_it_is_long(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 500 or "Long because" in lines[0], f"{len(lines)} lines: does it hold one thing?"
-
-
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_the_core_holds_no_vendors_name(path: Path) -> None:
     if name_of(path).startswith(ABOUT_VENDORS):

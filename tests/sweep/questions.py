@@ -57,6 +57,9 @@ def questions(pair: Pair, model: Any) -> list[Question]:
     for seed, (batch, sequence, padding) in enumerate(_SHAPES):
         if padding == "left" and not is_decoder(pair):
             continue
+        if padding == "right" and pair.task == "text-to-audio":
+            # PyTorch's sound of a padded row ends differently than that of the row alone; `rows` compares rows alone.
+            continue
         inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
         try:
             expected = answers(model, inputs)
