@@ -137,7 +137,7 @@ class ORTModelForTextToWaveform(ORTModel):
         The decoder's convolutions have biases: padded frames would reach the end of a shorter row.
         """
         parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for length in lengths.unique().tolist():
+        for length in sorted(set(lengths.tolist())):
             rows = (lengths == length).nonzero()[:, 0]
             feeds = {LATENTS: latents[rows, :, :length].contiguous(), FRAMES: lengths.new_ones(len(rows), length)}
             feeds |= {name: values[rows.to(values.device)] for name, values in speaker.items()}
