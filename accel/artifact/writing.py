@@ -128,21 +128,23 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
         remove_stale(target.parent)
         temporary, lock = _locked(target.parent)
         temporary.mkdir()
-        # Held open: the number of a folder that was removed is not given to another one meanwhile.
-        held, owner = os.open(temporary, os.O_RDONLY), os.getpid()
+        # Held open, where folders can be: the number of a folder that was removed is not given to another one meanwhile.
+        held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
+        owner = os.getpid()
     except OSError as error:
         raise _cannot_be_made(target, error) from error
     try:
         check_space(target.parent, needs)
         try:
-            yield temporary, os.fstat(held)
+            yield temporary, temporary.stat()
         # Whoever wrote says it in words of its own: compilers and runtimes know no `errno`.
         except Exception as error:
             if _is_full(error, temporary):
                 raise _full(target.parent, _bytes_in(temporary), error) from error
             raise
     finally:
-        os.close(held)
+        if held is not None:
+            os.close(held)
         _remove(temporary, lock, owner)
 
 
@@ -188,6 +190,9 @@ def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
     """
     _check_made(temporary, target, made)
     try:
+        # Windows puts no folder in the place of another one, not even of an empty one.
+        with suppress(OSError):
+            target.rmdir()
         temporary.replace(target)
     except OSError as error:
         if error.errno not in _TAKEN:
@@ -322,8 +327,9 @@ def _remove(temporary: Path, lock: FileLock, owner: int) -> None:
 
 
 def _unlock(lock: FileLock) -> None:
-    # Removed while it is held: who waits for it does so to remove it.
-    Path(lock.lock_file).unlink(missing_ok=True)
+    # Removed while it is held: who waits for it does so to remove it. Windows removes no open file, but this one when it is released.
+    with suppress(PermissionError):
+        Path(lock.lock_file).unlink(missing_ok=True)
     lock.release()
 
 

@@ -8,10 +8,11 @@ a child ends with `sys.exit`, if only it was imported before: `multiprocessing` 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import weakref
 from typing import Any, TypeVar
+
+from ..fork_hooks import at_fork
 
 Object = TypeVar("Object")
 
@@ -49,4 +50,4 @@ def _in_child() -> None:
     _live.clear()
 
 
-os.register_at_fork(before=_before, after_in_child=_in_child)
+at_fork(before=_before, after_in_child=_in_child)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..fork_hooks import at_fork
+
 _lock = threading.RLock()
 # The thread that held it is none of a child's.
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager

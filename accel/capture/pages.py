@@ -72,7 +72,7 @@ def _unchanged(first: int, count: int) -> bool:
 @functools.cache
 def _give_back() -> Callable[[int, int, int], int] | None:
     """The system's `madvise`, where it means what it means on Linux."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
         return None
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

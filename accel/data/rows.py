@@ -6,11 +6,13 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
+from ..capture import alone
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, did_you_mean
 
 _READERS = {
@@ -236,16 +238,50 @@ def _read_folder(path: Path) -> Any:
 
 def _download(name: str, split: str | None, config: str | None, revision: str | None, token: str | bool | None) -> Any:
     import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
 
     if name.startswith((".", "/", "~")) or Path(name).suffix.lower() in _READERS or name.count("/") > 1 or not name:
         raise ArtifactNotFoundError(f"There is no file {name!r}.", fix="check the path.")
+    outage = None
+    if not constants.HF_HUB_OFFLINE:
+        # Asked once before: the attempts of the library take half a minute, and tell less.
+        try:
+            huggingface_hub.HfApi(token=token).dataset_info(name, revision=revision, timeout=hub_timeout_s())
+        except http_errors(huggingface_hub.errors.HFValidationError) as error:
+            if not is_outage(error):
+                raise _unavailable(name, error, revision) from error
+            outage = error
     try:
-        return datasets.load_dataset(name, config, split=split, revision=revision, token=token)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        with _cache_only() if outage is not None else nullcontext():
+            return datasets.load_dataset(name, config, split=split, revision=revision, token=token)
+    except http_errors(datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        if outage is not None:
+            raise _unavailable(name, outage, revision) from outage
         raise ArtifactNotFoundError(
             f"{name!r} is neither a file here nor a data set that can be fetched from the Hub: {error}",
             fix="check the name, the configuration and split, and the network; or pass a local file.",
         ) from error
+
+
+def _unavailable(name: str, error: Exception, revision: str | None) -> ArtifactNotFoundError:
+    said, fix = hub_reason(error, name=name, kind="data set", revision=revision)
+    return ArtifactNotFoundError(f"There is no file {name!r} here. {said}", fix=fix)
+
+
+@contextmanager
+def _cache_only() -> Iterator[None]:
+    """Let `datasets` look into its cache alone: it has no argument for that."""
+    import datasets
+    from huggingface_hub import constants
+
+    with alone():
+        before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _one_split(data: Any, split: str | None, what: str) -> Any:

@@ -124,7 +124,7 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     costs a tenth of a second and not five. Where that is not safe, each imports for itself: on other systems, and beside a GPU
     driver, which a library may start while it is imported, and which no forked process can use.
     """
-    forked = sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_DRIVERS)
+    forked = sys.platform == "linux" and hasattr(os, "fork") and not any(Path(node).exists() for node in _GPU_DRIVERS)
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
         context.set_forkserver_preload([f"{__package__}.preloaded"])
@@ -248,11 +248,14 @@ def peak_memory() -> int:
     """Largest resident memory of this process in bytes.
 
     From `/proc`, because `getrusage` hands the parent's peak down to a process that it starts; with the pages of libraries
-    that a process started alone would have mapped.
+    that a process started alone would have mapped. 0 where the system has neither, as Windows.
     """
     if peak := _status("VmHWM"):
         return peak + _not_mapped
-    import resource
+    try:
+        import resource
+    except ImportError:
+        return 0
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

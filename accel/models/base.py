@@ -27,6 +27,7 @@ from ..backends.opening import RunSettings, open_artifact
 from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
+from ..fork_hooks import at_fork
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolving import resolve
@@ -57,7 +58,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+at_fork(after_in_child=_count_fork)
 
 _TENSOR = {torch.Tensor}
 

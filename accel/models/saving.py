@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..artifact.manifest import MANIFEST, Artifact, with_files
 from ..artifact.writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..errors import ArtifactError, OutputFolderError
@@ -187,10 +188,11 @@ def upload_model(
 ) -> str:
     """Upload what `write_model` writes, with a model card that says how it was made. Returns the URL."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     api = HfApi(token=token)
     try:
+        _check_reached(api, repo_id)
         repo = api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -199,11 +201,19 @@ def upload_model(
             info = api.upload_folder(
                 repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
             )
-    except (HfHubHTTPError, HFValidationError, ConnectionError) as error:
-        raise ArtifactError(
-            f"Uploading to {repo_id!r} failed: {error}", fix="check the name, the network and token=..."
-        ) from error
+    except http_errors(HFValidationError) as error:
+        said, fix = hub_reason(error, name=repo_id, revision=revision)
+        raise ArtifactError(f"Uploading to {repo_id!r} failed. {said}", fix=fix) from error
     return str(info)
+
+
+def _check_reached(api: Any, repo_id: str) -> None:
+    """Ask the Hub once, because uploads are tried again for a minute. A repository that is not there yet is fine."""
+    try:
+        api.model_info(repo_id, timeout=hub_timeout_s())
+    except http_errors() as error:
+        if is_outage(error):
+            raise
 
 
 def model_card(artifact: Artifact, repo_id: str, class_name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
 from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, is_adapter, read_config, task_spec
 from .foreign import adopt, beside_config, holds_graphs, subfolder_of_graphs
+from .foreign.files import graphs_to_fetch
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +143,12 @@ def resolve(
             export=export,
         )  # fmt: skip
         return replace(found, id=os.fspath(model))
-    location = locate(model, hub, want_graph=False if weights else None if export is None else not export)
+    location = locate(
+        model,
+        hub,
+        want_graph=False if weights else None if export is None else not export,
+        choose_graphs=partial(graphs_to_fetch, os.fspath(model), file_name=file_name, variant=variant),
+    )
     folder = location.folder
     found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
     has_weights = (folder / "config.json").is_file() and found.has_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -152,7 +153,7 @@ class Judge:
         if limits.max_latency_ms is not None:
             missed["max_latency_ms"] = max(c.latency.median for c in shown.cells) - limits.max_latency_ms
         if limits.max_memory_mb is not None:
-            missed["max_memory_mb"] = (shown.peak_memory_bytes or 0) / 1e6 - limits.max_memory_mb
+            missed["max_memory_mb"] = _memory_mb(shown) - limits.max_memory_mb
         if limits.max_size_mb is not None:
             missed["max_size_mb"] = tried.made.facts.bytes / 1e6 - limits.max_size_mb
         return {name: by for name, by in missed.items() if by > _EPSILON}
@@ -217,6 +218,11 @@ class Judge:
 
 def _calls(result: VariantResult | None) -> list[tuple[tuple[float, ...], ...]]:
     return [cell.milliseconds for cell in result.cells] if result is not None else []
+
+
+def _memory_mb(result: VariantResult) -> float:
+    """Peak memory; infinite where the system does not tell it, so that no limit holds."""
+    return math.inf if result.peak_memory_bytes is None else result.peak_memory_bytes / 1e6
 
 
 def _worth(tried: Tried) -> float:

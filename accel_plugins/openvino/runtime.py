@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from accel.artifact import Artifact, Component
 from accel.backends.forks import never_destroyed
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
+from accel.fork_hooks import at_fork
 
 from .axes_of_one import keep_axes_of_one
 from .one_token import compute_one_token
@@ -51,7 +51,7 @@ def _after_fork() -> None:
         core.cache_clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def device_name(device: DeviceSpec) -> str:

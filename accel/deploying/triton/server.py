@@ -185,7 +185,10 @@ class TritonServer:
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                if hasattr(os, "killpg"):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
                 self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -268,7 +271,7 @@ class TritonServer:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                said = "\n".join(self.errors()[-12:]) or self.log.read_text(errors="replace")[-2000:]
+                said = "\n".join(self.errors()[-12:]) or self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise SessionError(
                     f"tritonserver ended with {self._process.returncode}:\n{said}", fix="see the messages of its log."
                 )

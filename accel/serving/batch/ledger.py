@@ -70,9 +70,9 @@ def _unwritten(path: Path, error: OSError) -> OutputFolderError:
 
 def _settle(folder: Path) -> None:
     """Have the folder's names survive a loss of power, too."""
-    if os.name == "nt":
+    if not hasattr(os, "O_DIRECTORY"):
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

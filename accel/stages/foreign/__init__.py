@@ -19,8 +19,8 @@ from ...backends.specs import WEIGHTS, BackendSpec
 from ...config import ExportConfig
 from ...errors import ArtifactNotFoundError, PluginError
 from ...tasks.infer import fitting_task
-from .descriptions import EXPORT, GENAI, describe
-from .files import beside_config, graph_files
+from .descriptions import describe
+from .files import EXPORT, GENAI, beside_config, graph_files
 from .plain import adopt_onnx
 
 __all__ = [

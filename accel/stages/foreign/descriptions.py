@@ -10,9 +10,9 @@ from ...artifact.checksums import check_file
 from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError
 from ...tasks.infer import infer_task, read_config
-from .files import Part, checked_file
+from .files import EXPORT, GENAI, Part, checked_file
 
-CONFIG, EXPORT, GENAI = "config.json", "export.json", "genai_config.json"
+CONFIG = "config.json"
 # transformers' names of the graphs of a decoder.
 _PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "following"}
 _FORMATS = ("onnx", "openvino")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -19,6 +20,8 @@ _STEMS: tuple[tuple[str, Part], ...] = (
     ("encoder_model", "encoder"),
     ("model", "model"),
 )
+EXPORT, GENAI = "export.json", "genai_config.json"
+"""Descriptions of graphs that a folder may hold: transformers', and ONNX Runtime GenAI's."""
 _SUBFOLDER = "onnx"
 _SUFFIX = ".onnx"
 # What transformers.js calls graphs without an ending.
@@ -40,6 +43,54 @@ def graph_files(folder: Path) -> list[str]:
         path.relative_to(folder).as_posix()
         for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"{_SUBFOLDER}/*{_SUFFIX}"))
     )
+
+
+def graphs_to_fetch(
+    name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
+) -> list[str]:
+    """The graphs among a repository's files that will be opened: one variant, and the parts that `several_graphs` takes.
+
+    Args:
+        name: The repository, for errors.
+        files: Of the model's folder.
+        file_name: The graph that was asked for.
+        variant: The ending of the names that was asked for.
+
+    Returns:
+        Their names; all graphs where which is meant is not clear, as their folder is then looked at.
+
+    Raises:
+        ArtifactNotFoundError: There is no such file, or no such variant; lists what there is.
+    """
+    candidates = [file for file in files if _is_graph(file)]
+    known = [one for file in candidates if (one := named(file)) is not None]
+    if file_name is not None:
+        if file_name not in files:
+            raise _no_graph(name, file_name, candidates)
+        asked, place = named(file_name), PurePosixPath(file_name).parent
+        if asked is None or not file_name.endswith(_SUFFIX):
+            return [file_name]
+        same = [one for file in files if file.endswith(_SUFFIX) and (one := named(file)) is not None]
+        return [one.file for one in same if PurePosixPath(one.file).parent == place and one.variant == asked.variant]
+    if variant is None and not {EXPORT, GENAI}.isdisjoint(files):
+        # The description names the graphs: all of its folder.
+        return [file for file in candidates if "/" not in file] or candidates
+    wanted = "" if variant in (None, *_WHOLE) else variant
+    for place in sorted({PurePosixPath(one.file).parent for one in known}, key=lambda place: len(place.parts)):
+        chosen = [one for one in known if one.variant == wanted and PurePosixPath(one.file).parent == place]
+        if chosen:
+            parts = {one.part for one in chosen}
+            if "model" in parts and "encoder" not in parts:
+                return [one.file for one in chosen if one.part == "model"]
+            unread = ("first", "following") if "merged" in parts else ()
+            return [one.file for one in chosen if one.part not in unread]
+    if variant is not None and candidates:
+        raise _no_variant(name, variant, known)
+    return candidates
+
+
+def _is_graph(file: str) -> bool:
+    return file.endswith(_SUFFIX) and PurePosixPath(file).parent.as_posix() in (".", _SUBFOLDER)
 
 
 def beside_config(location: Location, file_name: str | None) -> tuple[Path, str | None]:
@@ -177,11 +228,15 @@ def checked_file(folder: Path, file_name: str) -> str:
 def _checked(folder: Path, file_name: str, candidates: list[str]) -> str:
     inside = (folder / file_name).absolute()
     if not file_name.endswith(_SUFFIX) or ".." in Path(file_name).parts or not inside.is_file():
-        raise ArtifactNotFoundError(
-            f"{folder} has no graph {file_name!r}.{did_you_mean(file_name, candidates)} It has: {_listing(candidates)}.",
-            fix="pass one of these as file_name=...",
-        )
+        raise _no_graph(folder, file_name, candidates)
     return PurePosixPath(file_name).as_posix()
+
+
+def _no_graph(folder: Path | str, file_name: str, candidates: list[str]) -> ArtifactNotFoundError:
+    return ArtifactNotFoundError(
+        f"{folder} has no graph {file_name!r}.{did_you_mean(file_name, candidates)} It has: {_listing(candidates)}.",
+        fix="pass one of these as file_name=...",
+    )
 
 
 def _missing(
@@ -194,7 +249,7 @@ def _missing(
     )
 
 
-def _no_variant(folder: Path, variant: str, known: list[Named]) -> ArtifactNotFoundError:
+def _no_variant(folder: Path | str, variant: str, known: list[Named]) -> ArtifactNotFoundError:
     have = sorted({one.variant or _WHOLE[1] for one in known})
     return ArtifactNotFoundError(
         f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, have)} It has: {_listing(have)}.",
