@@ -24,6 +24,7 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..tasks.infer import infer_task, is_adapter, read_config, task_spec
 from ..tasks.spec import TaskSpec, load
+from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .alone import alone
 from .answering import Answering
 from .inner import WithInnerStates
@@ -308,7 +309,6 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         ExportError: PEFT is not installed, or the adapter cannot be merged.
     """
     import transformers
-    from safetensors import safe_open
 
     try:
         import peft
@@ -317,22 +317,27 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
             f"{folder} holds a PEFT adapter, and peft is not installed.", fix="pip install peft"
         ) from error
 
-    extra = {}
+    extra: dict[str, Any] = {}
     # The adapter holds the trained head; its first axis is the number of labels, which the base model does not know.
-    weights = folder / "adapter_model.safetensors"
-    if weights.is_file():
-        with safe_open(weights, framework="pt") as file:
-            heads = [k for k in file.keys() if re.search(r"(classifier|score|out_proj)\.weight$", k)]  # noqa: SIM118
-            if heads:
-                extra["num_labels"] = file.get_slice(heads[0]).get_shape()[0]
+    shapes = adapter_shapes(folder)
+    if heads := [name for name in shapes if re.search(r"(classifier|score|out_proj)\.weight$", name)]:
+        extra["num_labels"] = shapes[heads[0]][0]
     config_file = read_config(folder)
     if "id2label" in config_file:
         extra["id2label"] = {int(k): v for k, v in config_file["id2label"].items()}
         extra["label2id"] = {v: int(k) for k, v in config_file["id2label"].items()}
         extra.pop("num_labels", None)
     loader = getattr(transformers, spec.auto_model)
-    model = loader.from_pretrained(base_of_adapter(folder, hub).folder, **kwargs, **extra)
-    adapted = peft.PeftModel.from_pretrained(model, str(folder))
+    base = base_of_adapter(folder, hub).folder
+    model = loader.from_pretrained(base, **kwargs, **extra)
+    fit_embeddings(model, folder, shapes)
+    try:
+        adapted = peft.PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:
+        raise ExportError(
+            f"The adapter in {folder} does not fit its base model {base}: {_one_line(error)}",
+            fix="check base_model_name_or_path and revision in adapter_config.json: the model that it was trained on.",
+        ) from error
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = adapted.peft_config[adapted.active_adapter].peft_type
         raise ExportError(
@@ -340,8 +345,17 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
             fix="run it with PEFT, or train LoRA, DoRA or IA3, which can be merged.",
         )
     _give_weights_of_their_own(adapted)
-    merged: torch.nn.Module = adapted.merge_and_unload()
+    try:
+        merged: torch.nn.Module = adapted.merge_and_unload()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise ExportError(
+            f"PEFT cannot merge the adapter in {folder} into its model: {_one_line(error)}", fix="run it with PEFT."
+        ) from error
     return merged
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def base_of_adapter(folder: Path, hub: HubOptions) -> Location:

@@ -84,6 +84,141 @@ def test_the_revision_that_an_adapter_names(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(found), logits(adapted), atol=1e-4, rtol=1e-4)
 
 
+ADDED = ["newtoken", "othertoken"]
+
+
+def save_with_tokens(folder: Path, base: Path, *, tokens: int = 2, save: Any = "auto", **settings: Any) -> Any:
+    """An adapter of a model that was resized for more tokens, with its tokenizer; the model with it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(ADDED)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    before = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(before + tokens, mean_resizing=False)
+    if settings.pop("indices", False):
+        settings["trainable_token_indices"] = [3, before, before + 1]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **{"target_modules": ["q_proj"], **settings})
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)
+        adapted.get_input_embeddings()
+    adapted.eval().save_pretrained(folder, save_embedding_layers=save)
+    tokenizer.save_pretrained(folder)
+    return adapted
+
+
+def logits_of_added(model: Any, vocabulary: int) -> torch.Tensor:
+    ids = torch.tensor([[5, vocabulary - 1, 7, vocabulary - 2]])
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=ids).logits
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"indices": True},
+        {"use_dora": True},
+    ],
+    ids=["saved-embeddings", "modules-to-save", "adapted-embeddings", "trained-tokens", "dora"],
+)
+def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", tied=tied)
+    adapted = save_with_tokens(tmp_path / "adapter", base, **settings)
+    found = loaded(tmp_path / "adapter")
+    size = adapted.config.vocab_size
+    if not tied and (settings.get("indices") or "embed_tokens" in settings.get("target_modules", ())):
+        # Where the table of the input alone is adapted, PEFT saves no rows of the head.
+        size -= 2
+    assert found.config.vocab_size == adapted.config.vocab_size
+    expected = logits_of_added(adapted, adapted.config.vocab_size)[..., :size]
+    torch.testing.assert_close(
+        logits_of_added(found, found.config.vocab_size)[..., :size], expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_tokens_without_embeddings_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A padding token that was added to the tokenizer alone: the model stays as long as it is."""
+    base = save_base(tmp_path / "base")
+    rows = transformers.AutoConfig.from_pretrained(base).vocab_size
+    adapted = save_adapter(tmp_path / "adapter", str(base), ["q_proj"])
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"added{i}" for i in range(rows)])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded(tmp_path / "adapter")), logits(adapted), atol=1e-4, rtol=1e-4)
+    assert "neither the adapter nor its base model" in caplog.text
+
+
+def test_embeddings_that_were_not_saved_are_told(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    save_with_tokens(tmp_path / "adapter", base, save=False, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ExportError, match="holds no embeddings of the others") as error:
+        loaded(tmp_path / "adapter")
+    assert "save_embedding_layers=True" in error.value.fix
+
+
+def test_an_adapter_of_another_model_is_told_as_one(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", str(base), ["q_proj"])
+    other = transformers.LlamaConfig(**{**transformers.AutoConfig.from_pretrained(base).to_dict(), "hidden_size": 128})
+    transformers.LlamaForCausalLM(other).save_pretrained(base)
+    with pytest.raises(ExportError, match="does not fit its base model") as error:
+        loaded(tmp_path / "adapter")
+    assert "base_model_name_or_path" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
+        ),
+        peft.LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+        peft.LoKrConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+        peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+        peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], oft_block_size=4),
+        peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[5, 6], target_modules=["embed_tokens"]),
+    ],
+    ids=lambda settings: settings.peft_type.value,
+)
+def test_other_kinds_that_are_merged(settings: Any, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
+    adapted = peft.get_peft_model(model, settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded(tmp_path / "adapter")), logits(adapted), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
+        (peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "P_TUNING"),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5]),
+            "PEFT cannot merge",
+        ),
+    ],
+    ids=["prefix", "p-tuning", "alora"],
+)
+def test_other_kinds_that_cannot_be_merged(settings: Any, kind: str, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match=kind):
+        loaded(tmp_path / "adapter")
+
+
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -532,7 +532,7 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ArtifactNotFoundError, match="neither a folder nor a graph"):
         Classifier.from_pretrained(tmp_path / "file")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArtifactNotFoundError, match="neither a folder here nor a model"):
+    with pytest.raises(ArtifactNotFoundError, match="There is no folder"):
         Classifier.from_pretrained("org/not-in-the-cache", local_files_only=True)
 
 

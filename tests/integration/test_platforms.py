@@ -49,8 +49,6 @@ def run():
     assert pipe("where is my card")[0]["label"]
     with accel.Engine("optimized") as engine:
         assert engine.run("where is my card")
-    found = accel.benchmark("optimized", batch=[1], sequence=[8], rounds=2, calls=2, warmup=1, pytorch=[], backends=["cpu"])
-    assert all(variant.error is None for variant in found.variants), [variant.error for variant in found.variants]
     save_tiny("embedder", "bert", "feature-extraction")
     embedder = accel.ORTModelForFeatureExtraction.from_pretrained("embedder", pooling="mean")
     assert embedder.encode(["where is my card", "help"]).shape[0] == 2
