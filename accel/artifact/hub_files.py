@@ -56,7 +56,7 @@ def files_to_fetch(
         chosen = _of_artifact(manifest(), inside)
         weights = []
     elif want_graph is not False:
-        chosen = _graphs(inside, choose_graphs or _all_graphs)
+        chosen = _graphs(inside, choose_graphs or _all_graphs, subfolders=not weights)
     if not chosen and want_graph is not True:
         chosen = weights
     folders = {"", _TEMPLATES, *(_folder(file) for file in chosen)}
@@ -114,12 +114,11 @@ def _all_graphs(files: Sequence[str]) -> list[str]:
     return [file for file in files if file.endswith(".onnx") and _folder(file) in ("", "onnx")]
 
 
-def _graphs(files: Sequence[str], choose: Callable[[Sequence[str]], Sequence[str]]) -> list[str]:
+def _graphs(files: Sequence[str], choose: Callable[[Sequence[str]], Sequence[str]], *, subfolders: bool) -> list[str]:
     """The chosen graphs, with their external data."""
-    chosen = list(choose(files))
-    if not chosen:
-        # OpenVINO's, which keep weights in a file of the same name.
-        chosen = [file for file in files if "/" not in file and file.endswith(".xml")]
+    # OpenVINO's keep weights in a file of the same name.
+    others = [file for file in files if file.endswith(".xml") and file.count("/") <= subfolders]
+    chosen = list(choose(files)) or [file for file in others if "/" not in file] or others
     graphs = [file for file in files if file.endswith(_GRAPHS)]
     return [*chosen, *(file for file in files if any(_is_data_of(graph, file, graphs) for graph in chosen))]
 

@@ -118,6 +118,10 @@ CHECKPOINT = (
             ("adapter_config.json", "adapter_model.safetensors", "training_args.bin", "tokenizer.json"), {"want_graph": False},
             {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}, id="adapter",
         ),
+        pytest.param(
+            (*CONFIGS, *(f"openvino/{file}" for file in OPENVINO)), {}, {*CONFIGS, *(f"openvino/{file}" for file in OPENVINO)},
+            id="openvino-alone",
+        ),
         pytest.param(CHECKPOINT, {"want_graph": True}, {*CONFIGS, "train.py", SHARDS[-1]}, id="no-graph-is-no-download"),
         pytest.param(
             (*CONFIGS, *OPENVINO, "model.safetensors"), {}, {*CONFIGS, *OPENVINO}, id="openvino",
