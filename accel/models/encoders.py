@@ -168,8 +168,8 @@ class ORTModelForFeatureExtraction(ORTModel):
         """What makes sentence embeddings of the outputs, as the files next to the graph say.
 
         Raises:
-            TaskError: The model is none that embeds sentences.
-            ConfigError, IntegrityError: Of those files.
+            TaskError: The model does not embed sentences.
+            ConfigError, IntegrityError: The files are damaged, or have a setting that is not followed.
         """
         if self._vectors is None:
             recorded = recorded_export(self.artifact)
@@ -217,8 +217,8 @@ class ORTModelForFeatureExtraction(ORTModel):
             `(len(texts), size)` float32; `(size,)` for one text.
 
         Raises:
-            InputError: They are no texts.
-            TaskError: The model is none that embeds sentences, such as a cross-encoder.
+            InputError: A text is not a string.
+            TaskError: The model does not embed sentences: it is a cross-encoder, say.
             ConfigError: An unknown prompt, or a setting in the files next to the graph that accel does not follow.
         """
         single = isinstance(texts, str)

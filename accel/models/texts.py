@@ -104,7 +104,7 @@ class SentenceRows(TextRows):
             prompt: What is put before each of them; the default prompt when `None`.
 
         Raises:
-            InputError: They are no texts.
+            InputError: A text is not a string.
         """
         if not all(isinstance(text, str) for text in texts):
             raise InputError("Only texts can be embedded.", fix="pass a string or a list of strings.")

@@ -301,6 +301,14 @@ def test_evaluations_compare_what_the_library_embeds(root: Path, answers: Any, v
     np.testing.assert_allclose(found.predictions, np.array(products) / lengths, rtol=0, atol=1e-4)
 
 
+def test_evaluations_rank_with_the_prompt(root: Path, answers: Any) -> None:
+    expected = answers("6", "cross-prompt")
+    (query, good), (_, bad) = expected["pairs"][:2]
+    found = accel.evaluate(root / "6" / "cross-prompt", [{"query": query, "positive": [good], "negative": [bad]}])
+    (logits,) = found.predictions
+    np.testing.assert_allclose(1 / (1 + np.exp(-np.array(logits))), expected["scores"][:2], **CLOSE)
+
+
 def test_a_comparison_with_the_original_reads_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
     texts = answers("6", "prompt-excluded")["texts"]
     rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
