@@ -24,7 +24,7 @@ from accel.artifact import (
     lost_manifest,
 )
 from accel.backends.specs import GENERATING
-from accel.errors import ArtifactNotFoundError, IntegrityError, SessionError
+from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
 
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
@@ -37,6 +37,12 @@ ENCODER, DECODER, FOLLOWING = (f"openvino_{part}_model.xml" for part in ("encode
 DECODE = "openvino_decode.xml"
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
+# What capture calls these axes; their sizes in probes are large enough for convolutions with strides.
+_INPUT_AXES = {
+    ("pixel_values", 4): ("batch", "channels", "height", "width"),
+    ("input_values", 2): ("batch", "samples"),
+    ("input_values", 3): ("batch", "frames", "bins"),
+}
 _DECODER_AXES = {
     "input_ids": ("batch", "sequence"),
     "position_ids": ("batch", "sequence"),
@@ -145,15 +151,28 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
     pad = config.get("pad_token_id")
     rows = _rows(model)
     specs = (
-        input_spec(port.any_name, port, _named_shape(port), pad if isinstance(pad, int) else 0) for port in model.inputs
+        input_spec(port.any_name, port, _named_shape(port, model), pad if isinstance(pad, int) else 0)
+        for port in model.inputs
     )
     inputs = tuple(replace(s, bounds=(0, rows[s.name] - 1)) if s.name in rows else s for s in specs)
+    try:
+        outputs = output_specs(model, inputs)
+    except ExportError:
+        # A graph that declares any height and width may hold positions for images of one size.
+        sizes = _image_sizes(config)
+        if not sizes:
+            raise
+        inputs = tuple(
+            replace(s, shape=tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in s.shape))
+            for s in inputs
+        )
+        outputs = output_specs(model, inputs)
     return Component(
         name=name,
         file="",
         files=(),
         inputs=inputs,
-        outputs=output_specs(model, inputs),
+        outputs=outputs,
         max_sizes=_max_sizes(config) if name == "model" else {},
     )
 
@@ -186,7 +205,7 @@ def _encoder(name: str, model: ov.Model, _: dict[str, Any], path: Path) -> Compo
             f"{path} returns {sorted(_names(model.outputs))}; an encoder returns last_hidden_state with 3 axes.",
             fix="export the model again: `accel export MODEL OUT --backend openvino`.",
         )
-    inputs = tuple(input_spec(port.any_name, port, _named_shape(port), 0) for port in model.inputs)
+    inputs = tuple(input_spec(port.any_name, port, _named_shape(port, model), 0) for port in model.inputs)
     axes = ("batch", "sequence" if "input_ids" in _names(model.inputs) else "encoder_sequence", "hidden")
     sizes = zip(axes, made.partial_shape, strict=True)
     shape = tuple(dim.get_length() if dim.is_static and axis != "batch" else axis for axis, dim in sizes)
@@ -288,10 +307,15 @@ def _json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _named_shape(port: ov.Output) -> tuple[int | str, ...]:
+def _named_shape(port: ov.Output, model: ov.Model) -> tuple[int | str, ...]:
     """OpenVINO names no axes: they follow from the names of a transformers model's inputs."""
     name, shape = port.any_name, port.partial_shape
-    known = _TEXT_AXES.get(len(shape), ()) if name in _TEXT else ("batch",)
+    if name == "attention_mask" and "input_values" in _names(model.inputs):
+        known = _INPUT_AXES["input_values", 2][: len(shape)]
+    elif name in _TEXT:
+        known = _TEXT_AXES.get(len(shape), ())
+    else:
+        known = _INPUT_AXES.get((name, len(shape)), ("batch",))
     return tuple(
         dim.get_length() if dim.is_static else known[i] if i < len(known) else f"{name}_{i}"
         for i, dim in enumerate(shape)
@@ -330,6 +354,15 @@ def _dtype(model: ov.Model) -> str:
         word = str(model.get_rt_info(["runtime_options", "INFERENCE_PRECISION_HINT"]).value)
         return {"f16": "float16", "bf16": "bfloat16"}.get(word, "float32")
     return "float32"
+
+
+def _image_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """Height and width of the images that a model was made for, from its config."""
+    size = config.get("image_size", (config.get("vision_config") or {}).get("image_size"))
+    pair = (size, size) if isinstance(size, int) else size
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, int) for one in pair):
+        return {}
+    return dict(zip(("height", "width"), pair, strict=True))
 
 
 def _max_sizes(config: dict[str, Any]) -> dict[str, int]:
