@@ -403,6 +403,7 @@ def _kept(
         "folder": str(folder.absolute()),
         "files": [(record.name, record.bytes, record.sha256) for record in (stamp(folder, name) for name in names)],
         "task": manifest.task,
+        "written": written,
         "form": [_FORM, __version__],
     }
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...artifact.checksums import check_file
 from ...artifact.reading import read_json
-from ...errors import ArtifactNotFoundError
+from ...errors import ArtifactNotFoundError, IntegrityError
 from ...tasks.infer import infer_task, read_config
 from .files import EXPORT, GENAI, Part, checked_file
 
@@ -18,6 +18,17 @@ _PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "foll
 _FORMATS = ("onnx", "openvino")
 # Parts of a model of onnxruntime-genai's beside a decoder of text.
 _OTHERS = ("encoder", "encoder_decoder_init", "vision", "speech", "embedding", "joiner")
+GENERATION = "generation_config.json"
+_SEARCH = (
+    "do_sample", "max_length", "min_length", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty",
+)  # fmt: skip
+"""Settings of onnxruntime-genai's search that transformers calls the same (docs: "genai_config.json", version 0.18)."""
+_SAMPLING = ("temperature", "top_k", "top_p")
+_BEAMS = ("early_stopping", "length_penalty")
+_NO_EFFECT = {"diversity_penalty": 0.0, "blank_penalty": 0.0}
+"""Settings that accel has no counterpart of, with the value that switches them off."""
+_RUNTIME = ("past_present_share_buffer", "random_seed", "chunk_size", "batch_size", *_NO_EFFECT)
+"""How onnxruntime-genai runs a graph, not what it answers; a seed belongs to the caller here."""
 _SIZES = ("head_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 
 
@@ -91,9 +102,10 @@ def _genai(folder: Path, config: dict[str, Any]) -> Description:
             fix="run it with onnxruntime-genai, or export the original: `accel export MODEL OUT`.",
         )
     files: dict[Part, str] = {"model": checked_file(folder, file)}
-    if config:
-        return Description(config, files)
     tokens = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
+    generation = {GENERATION: {**tokens, **_search(folder)}} if not (folder / GENERATION).exists() else {}
+    if config:
+        return Description(config, files, generation)
     made = {
         "model_type": model.get("type"),
         "vocab_size": model.get("vocab_size"),
@@ -102,4 +114,29 @@ def _genai(folder: Path, config: dict[str, Any]) -> Description:
         **{{"head_size": "head_dim"}.get(key, key): decoder[key] for key in _SIZES if decoder.get(key) is not None},
     }
     made = {key: value for key, value in made.items() if value is not None}
-    return Description(made, files, {"config.json": made, "generation_config.json": tokens})
+    return Description(made, files, {CONFIG: made, **generation})
+
+
+def _search(folder: Path) -> dict[str, Any]:
+    """The settings of onnxruntime-genai's search in the words of transformers, as far as they have an effect.
+
+    Raises:
+        IntegrityError: A setting that has no counterpart here.
+    """
+    settings = {
+        key: value for key, value in (read_json(folder / GENAI).get("search") or {}).items() if value is not None
+    }
+    unknown = sorted(settings.keys() - {*_SEARCH, *_SAMPLING, *_BEAMS, *_RUNTIME})
+    unread = [name for name in _NO_EFFECT if settings.get(name, _NO_EFFECT[name]) != _NO_EFFECT[name]]
+    if unknown or unread:
+        name = (unknown or unread)[0]
+        raise IntegrityError(
+            f"{folder / GENAI} sets {name!r} to {settings[name]!r} for its search, which accel does not do.",
+            fix=f"remove it, or write the model's settings into {GENERATION}, which goes before.",
+        )
+    kept = {
+        *_SEARCH,
+        *(_SAMPLING if settings.get("do_sample") else ()),
+        *(_BEAMS if settings.get("num_beams", 1) > 1 else ()),
+    }
+    return {name: value for name, value in settings.items() if name in kept}
