@@ -23,6 +23,7 @@ from ..errors import ArtifactNotFoundError, ConfigError, TaskError
 from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, is_adapter, read_config, task_spec
 from .foreign import adopt, beside_config, holds_graphs, subfolder_of_graphs
 from .foreign.files import graphs_to_fetch
+from .libraries import check_heads, no_model
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +160,7 @@ def resolve(
             if artifact is not None:
                 _tell_of_weights(artifact)
                 return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
+        check_heads(folder, task or default_task)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
             meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
@@ -177,14 +179,13 @@ def resolve(
             fix="leave export out, or export it first: `accel export MODEL OUT`.",
         )
     if not adapter and not (folder / "config.json").is_file():
-        raise ArtifactNotFoundError(
-            f"{folder} holds no model: it has neither config.json nor adapter_config.json.", fix="check the path."
-        )
+        raise no_model(folder)
     if (folder / MANIFEST).is_file() and not found.has_weights:
         raise ArtifactNotFoundError(
             f"{folder} is an exported artifact already and holds no PyTorch weights.",
             fix="load it with ORTModelFor...from_pretrained, or export the model it was made from.",
         )
+    check_heads(folder, task or default_task)
     kind: Kind = "adapter" if adapter else "weights"
     return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
 
