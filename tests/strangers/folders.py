@@ -1,0 +1,48 @@
+"""The stored folders of other tools, and the questions that those tools answered."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOREIGN = Path(__file__).parents[1] / "fixtures" / "foreign"
+ARCHIVE = FOREIGN / "settings" / "folders.tar.xz"
+
+
+def _questions() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("foreign_questions", ARCHIVE.parent / "questions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+questions: Any = _questions()
+
+
+def stored(folders: Path, tool: str, name: str) -> Any:
+    """What the tool answered, question by question."""
+    return json.loads((folders / "answers" / f"{tool}-{name}.json").read_text(encoding="utf-8"))
+
+
+def same(found: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two answers are equal, numbers up to a tolerance."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same(found[name], expected[name], tolerance) for name in expected)
+        )
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(
+            same(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+        )
+    if isinstance(expected, float):
+        return bool(abs(found - expected) <= tolerance * max(1, abs(expected)))
+    return bool(found == expected)

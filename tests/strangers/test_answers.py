@@ -1,0 +1,314 @@
+"""Folders that other tools wrote answer, through every door of ours, as those tools answered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from starlette.testclient import TestClient
+
+import accel
+from accel.errors import ArtifactNotFoundError, IntegrityError, TaskError
+from accel.serving.batch.running import batch
+from accel.serving.http.app import create_app
+
+from .folders import FOREIGN, questions, same, stored
+
+# Float32 computed by other kernels, in sums of other orders.
+CLOSE = 1e-4
+# Dynamic 8-bit activations: another rounding of one of them is a step of its scale.
+INT8 = 2e-2
+GENERATING = {
+    "write": accel.ORTModelForCausalLM,
+    "rewrite": accel.ORTModelForSeq2SeqLM,
+    "answer": accel.ORTModelForSeq2SeqLM,
+}
+OPTIMUM = (
+    "labels", "score", "tags", "spans", "mask", "features", "entail", "write", "rewrite", "answer", "hear", "letters", "noise",
+    "pictures",
+)  # fmt: skip
+INTEL = tuple(name for name in OPTIMUM if name not in ("spans", "hear", "letters"))
+WEB = ("labels", "tags", "features", "write", "pictures")
+ADAPTERS = ("labels-lora", "tags-rslora", "tags-ia3", "write-lora", "write-tokens")
+QUICK_WEIGHTS = ("labels", "write")
+
+
+def answered(name: str, folder: Path, **loading: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Each question about a folder, with our answers."""
+    for question in questions.CASES[name]:
+        if question.task == "generate":
+            with GENERATING[name].from_pretrained(folder, **loading) as model:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+                yield question, questions.answers(SimpleNamespace(model=model, tokenizer=tokenizer), question)
+        else:
+            pipeline = accel.pipeline(question.task, str(folder), model_kwargs=loading or None)
+            yield question, questions.answers(pipeline, question)
+
+
+def compare(name: str, folder: Path, expected: list[Any], tolerance: float = CLOSE, **loading: Any) -> None:
+    for (question, found), wanted in zip(answered(name, folder, **loading), expected, strict=True):
+        # A tool whose transformers has no such pipeline.
+        if wanted is not None:
+            assert same(found, wanted, tolerance), f"{question.task}: {found} instead of {wanted}"
+
+
+@pytest.mark.parametrize("name", OPTIMUM)
+def test_optimum_onnx(name: str, folders: Path) -> None:
+    compare(name, folders / "optimum" / name, stored(folders, "optimum", name))
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_optimum_intel(name: str, folders: Path) -> None:
+    compare(name, folders / "intel" / name, stored(folders, "intel", name))
+
+
+@pytest.mark.parametrize("name", WEB)
+@pytest.mark.parametrize("variant", [None, "quantized"])
+def test_transformers_js_layouts(name: str, variant: str | None, folders: Path) -> None:
+    expected = stored(folders, "optimum" if variant is None else "web", name)
+    loading = {} if variant is None else {"variant": variant}
+    compare(name, folders / "web" / name, expected, CLOSE if variant is None else INT8, **loading)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_WEIGHTS else pytest.mark.thorough) for n in OPTIMUM]
+)
+def test_weights_answer_as_the_graph_that_was_exported_from_them(name: str, folders: Path) -> None:
+    compare(name, folders / "models" / name, stored(folders, "optimum", name))
+
+
+@pytest.mark.parametrize("name", ["labels", "rewrite"])
+def test_a_folder_with_a_graph_and_weights_answers_the_same_through_either(
+    name: str, folders: Path, tmp_path: Path
+) -> None:
+    both = Path(shutil.copytree(folders / "optimum" / name, tmp_path / "both"))
+    shutil.copy(folders / "models" / name / "model.safetensors", both)
+    expected = stored(folders, "optimum", name)
+    compare(name, both, expected)
+    compare(name, both, expected, export=True)
+
+
+@pytest.fixture
+def adapter(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """An adapter whose base is where the folders were unpacked."""
+
+    def get(name: str) -> Path:
+        pytest.importorskip("peft", reason="the extra peft is not installed")
+        folder = Path(shutil.copytree(folders / "peft" / name, tmp_path / name))
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings["base_model_name_or_path"] = str(folders / settings["base_model_name_or_path"])
+        (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return folder
+
+    return get
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_peft(name: str, folders: Path, adapter: Callable[[str], Path]) -> None:
+    compare(name.split("-")[0], adapter(name), stored(folders, "peft", name))
+
+
+@pytest.mark.parametrize("name", ["mistral-fp32", "mistral-int4"])
+def test_onnxruntime_genai(name: str, folders: Path) -> None:
+    prompts = [[5, 6, 7], [12], [31, 9, 14, 20, 22]]
+    options: list[dict[str, Any]] = [{}, {"num_beams": 3, "early_stopping": True}, {"repetition_penalty": 1.4}]
+    with accel.ORTModelForCausalLM.from_pretrained(folders / "genai" / name) as model:
+        for one, expected in zip(options, stored(folders, "genai", name), strict=True):
+            found = [
+                model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, **one)[
+                    0, len(prompt) :
+                ].tolist()
+                for prompt in prompts
+            ]
+            assert found == expected, one
+
+
+@pytest.fixture
+def searching(folders: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A folder of onnxruntime-genai with other settings of its search."""
+
+    def get(**settings: Any) -> Path:
+        folder = Path(shutil.copytree(folders / "genai" / "mistral-fp32", tmp_path / "genai"))
+        values = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
+        values["search"] |= settings
+        (folder / "genai_config.json").write_text(json.dumps(values), encoding="utf-8")
+        return folder
+
+    return get
+
+
+def test_the_search_settings_of_onnxruntime_genai_are_the_models(searching: Callable[..., Path], folders: Path) -> None:
+    expected = stored(folders, "genai", "mistral-fp32")[2]
+    with accel.ORTModelForCausalLM.from_pretrained(searching(repetition_penalty=1.4, max_length=9)) as model:
+        assert model.generate(torch.tensor([[12]])).tolist() == [[12, *expected[1]]]
+
+
+def test_sampling_settings_of_onnxruntime_genai_are_read_where_it_samples(searching: Callable[..., Path]) -> None:
+    with accel.ORTModelForCausalLM.from_pretrained(searching(do_sample=True, top_k=3, temperature=0.7)) as model:
+        settings = model.generation_config
+        assert (settings.do_sample, settings.top_k, settings.temperature) == (True, 3, 0.7)
+
+
+@pytest.mark.parametrize("settings", [{"diversity_penalty": 0.5}, {"logit_bias_of_next_year": 1}])
+def test_search_settings_that_nobody_reads_are_refused(
+    settings: dict[str, Any], searching: Callable[..., Path]
+) -> None:
+    with pytest.raises(IntegrityError, match=next(iter(settings))):
+        accel.ORTModelForCausalLM.from_pretrained(searching(**settings))
+
+
+# Other doors, over Optimum's folders.
+
+
+def short_texts(name: str, folders: Path) -> tuple[list[str], list[Any]]:
+    """Texts that are not cut, for entry points that cut none, with the tool's answers."""
+    pairs = zip(questions.CASES[name][0].inputs, stored(folders, "optimum", name)[0], strict=True)
+    texts, answers = zip(*((text, answer) for text, answer in pairs if text != questions.LONG), strict=True)
+    return list(texts), list(answers)
+
+
+@pytest.fixture(scope="module")
+def client(folders: Path) -> Iterator[TestClient]:
+    names = ("labels", "tags", "spans", "mask", "entail", "features", "score")
+    with TestClient(create_app(accel.Engine({name: str(folders / "optimum" / name) for name in names}))) as made:
+        yield made
+
+
+SERVED: list[tuple[str, str, int, Callable[[Any], dict[str, Any]]]] = [
+    ("labels", "/classify", 0, lambda one: {"inputs": one, "top_k": None, "truncate": True}),
+    ("score", "/classify", 0, lambda one: {"inputs": one, "truncate": True}),
+    ("entail", "/classify", 0, lambda one: {"inputs": one, "top_k": None}),
+    ("tags", "/ner", 1, lambda one: {"inputs": one, "aggregation_strategy": "simple"}),
+    ("spans", "/qa", 0, lambda one: {**one, "top_k": 2}),
+    ("mask", "/fill-mask", 0, lambda one: {"inputs": one, "top_k": 3}),
+    ("entail", "/zero-shot", 1, lambda one: {"inputs": one, **questions.CASES["entail"][1].options}),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "index", "body"), SERVED, ids=[f"{path}-{name}" for name, path, *_ in SERVED])
+def test_the_server(name: str, path: str, index: int, body: Any, folders: Path, client: TestClient) -> None:
+    question = questions.CASES[name][index]
+    for one, expected in zip(question.inputs, stored(folders, "optimum", name)[index], strict=True):
+        reply = client.post(path, json={"model": name, **body(one)})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        found = found[0] if isinstance(found, list) and found and isinstance(found[0], list) else found
+        assert same(found, expected, CLOSE), f"{found} instead of {expected}"
+
+
+@pytest.mark.parametrize("name", ["labels", "score", "entail"])
+def test_batches_of_rows(name: str, folders: Path, tmp_path: Path) -> None:
+    texts, answers = short_texts(name, folders)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
+    batch(
+        str(folders / "optimum" / name), str(rows), tmp_path / "out", format="jsonl", operation="text-classification",
+        options={"top_k": 1},
+    )  # fmt: skip
+    found = [
+        json.loads(line)
+        for file in sorted((tmp_path / "out").glob("rows-*.jsonl"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    assert [(one["label"], pytest.approx(one["score"], rel=CLOSE)) for one in found] == [
+        (one[0]["label"], one[0]["score"]) for one in answers
+    ]
+
+
+def test_evaluating(folders: Path) -> None:
+    """Rows whose labels are the tool's answers are all right."""
+    question = questions.CASES["entail"][0]
+    rows = [
+        {"text": text, "label": answer[0]["label"]}
+        for text, answer in zip(question.inputs, stored(folders, "optimum", "entail")[0], strict=True)
+    ]
+    assert accel.evaluate(str(folders / "optimum" / "entail"), rows, metric="accuracy").value == 1
+
+
+@pytest.mark.parametrize("name", ["labels", "entail", "score"])
+def test_predicting(name: str, folders: Path) -> None:
+    """`evaluate` gives out what it scored: by the logits, the labels of the tool."""
+    with accel.ORTModelForSequenceClassification.from_pretrained(folders / "optimum" / name) as model:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "optimum" / name)
+        question = questions.CASES[name][0]
+        for text, answer in zip(question.inputs, stored(folders, "optimum", name)[0], strict=True):
+            logits = model(**tokenizer(text, truncation=True, return_tensors="pt")).logits[0]
+            if name == "score":
+                assert float(logits[0]) == pytest.approx(answer[0]["score"], rel=CLOSE)
+            else:
+                assert model.config.id2label[int(logits.argmax())] == answer[0]["label"]
+
+
+@pytest.mark.parametrize("name", ["labels", "score", "entail"])
+def test_the_front_of_triton(name: str, folders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+    from accel.deploying.triton import deploy
+    from tests.triton.test_fronts import Front
+
+    saved = tmp_path / "artifact"
+    with accel.ORTModelForSequenceClassification.from_pretrained(folders / "optimum" / name) as model:
+        model.save_pretrained(saved)
+    found = deploy(saved, tmp_path / "out", task="text-classification", name="front")
+    front = Front(found.path / "front" / "1", saved)
+    for text, expected in zip(questions.CASES[name][0].inputs, stored(folders, "optimum", name)[0], strict=True):
+        answer = front.ask({"TEXT": [text]}, truncation=True)
+        assert answer["LABEL"].tolist() == [[expected[0]["label"].encode()]]
+        np.testing.assert_allclose(answer["SCORE"], [[expected[0]["score"]]], rtol=CLOSE, atol=CLOSE)
+
+
+# What transformers does not have
+
+
+def test_a_classifier_of_setfit_is_refused_for_its_labels(folders: Path) -> None:
+    folder = folders / "setfit" / "labels"
+    for refused in (
+        lambda: accel.pipeline("text-classification", str(folder)),
+        lambda: accel.pipeline(model=str(folder)),
+        lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder),
+        lambda: accel.Engine({"model": str(folder)}).start(),
+        lambda: accel.export(folder, folder.parent / "out"),
+    ):
+        with pytest.raises(TaskError, match="model_head.pkl, a pickle"):
+            refused()
+
+
+def test_the_embedder_of_setfit_runs(folders: Path) -> None:
+    expected = np.array(stored(folders, "setfit", "labels")["embeddings"])
+    with accel.ORTModelForFeatureExtraction.from_pretrained(folders / "setfit" / "labels") as model:
+        np.testing.assert_allclose(model.encode(questions.TEXTS), expected, atol=CLOSE)
+
+
+def test_a_model_of_gliner_is_refused_by_name(folders: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="GLiNER") as error:
+        accel.pipeline("token-classification", str(folders / "gliner" / "entities"))
+    assert "export_to_onnx" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [("model_index.json", "Diffusers"), ("open_clip_config.json", "OpenCLIP"), ("tiny.Q4_K_M.gguf", "llama.cpp")],
+)
+def test_folders_of_other_libraries_are_refused_by_name(file: str, library: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ArtifactNotFoundError, match=library):
+        accel.ORTModel.from_pretrained(tmp_path)
+
+
+def test_the_graph_of_gliner_runs_as_a_custom_model(folders: Path) -> None:
+    expected = stored(folders, "gliner", "entities")
+    with accel.ORTModelForCustomTasks.from_pretrained(folders / "gliner" / "graph") as model:
+        outputs = model(**{name: torch.tensor(value) for name, value in expected["inputs"].items()})
+    for name, value in expected["outputs"].items():
+        np.testing.assert_allclose(outputs[name], np.array(value), atol=CLOSE)
+
+
+def test_the_stored_folders_are_small() -> None:
+    assert sum(path.stat().st_size for path in FOREIGN.rglob("*.xz")) <= 1_000_000
