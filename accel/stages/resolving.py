@@ -154,13 +154,13 @@ def resolve(
     found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
     has_weights = (folder / "config.json").is_file() and found.has_weights
     adapter = is_adapter(folder)
+    check_heads(folder, task or default_task)
     if not (weights and (has_weights or adapter or export)):
         if (folder / MANIFEST).is_file() and variant is None:
             artifact = _holding(file_name, folder)
             if artifact is not None:
                 _tell_of_weights(artifact)
                 return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
-        check_heads(folder, task or default_task)
         if file_name is not None or variant is not None or holds_graphs(folder):
             folder, file_name = beside_config(location, file_name)
             meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
@@ -185,7 +185,6 @@ def resolve(
             f"{folder} is an exported artifact already and holds no PyTorch weights.",
             fix="load it with ORTModelFor...from_pretrained, or export the model it was made from.",
         )
-    check_heads(folder, task or default_task)
     kind: Kind = "adapter" if adapter else "weights"
     return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
 
