@@ -233,6 +233,18 @@ def test_evaluating(folders: Path) -> None:
     assert accel.evaluate(str(folders / "optimum" / "entail"), rows, metric="accuracy").value == 1
 
 
+@pytest.mark.thorough
+def test_tuning(folders: Path, tmp_path: Path) -> None:
+    """The artifact that a search keeps answers as the tool did; the data are the tool's labels."""
+    question, expected = questions.CASES["entail"][0], stored(folders, "optimum", "entail")[0]
+    rows = [{"text": text, "label": answer[0]["label"]} for text, answer in zip(question.inputs, expected, strict=True)]
+    accel.tune(
+        str(folders / "models" / "entail"), tmp_path / "tuned", data=rows, max_drop=0.0, sequence=[8], backends=["cpu"], threads=1,
+    )  # fmt: skip
+    pipeline = accel.pipeline("text-classification", str(tmp_path / "tuned"))
+    assert [pipeline(text)[0]["label"] for text in question.inputs] == [answer[0]["label"] for answer in expected]
+
+
 @pytest.mark.parametrize("name", ["labels", "entail", "score"])
 def test_predicting(name: str, folders: Path) -> None:
     """`evaluate` gives out what it scored: by the logits, the labels of the tool."""
