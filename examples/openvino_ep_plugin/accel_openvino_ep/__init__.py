@@ -1,0 +1,27 @@
+"""OpenVINO through Intel's library for ONNX Runtime (`onnxruntime-ep-openvino`). Imports nothing but the interface modules."""
+
+from accel.backends.specs import BackendSpec, Capability
+
+SPEC = BackendSpec(
+    name="openvino-ep",
+    summary="OpenVINO as an execution provider of ONNX Runtime",
+    extra="accel-openvino-ep",
+    impl="accel_openvino_ep.backend:OpenVinoEpBackend",
+    requires=("onnxruntime",),
+    aliases=("OpenVINOExecutionProvider",),
+    distributions=("onnxruntime", "onnxruntime-ep-openvino"),
+    auto=False,
+    capabilities=(
+        Capability(stage="optimize", consumes="onnx", produces="onnx", schemes=("O1",)),
+        Capability(
+            stage="run",
+            consumes="onnx",
+            devices=("cpu", "gpu", "npu"),
+            dtypes=("float32", "float16"),
+            domains=("",),
+            # https://onnxruntime.ai/docs/execution-providers/OpenVINO-ExecutionProvider.html
+            options=("cache_dir", "load_config"),
+            thread_safe=True,
+        ),
+    ),
+)

@@ -1,0 +1,47 @@
+"""The example of a backend for a provider in a library: the conformance suite, where the library is installed and has a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+
+from accel.backends import registry
+from accel.testing.conformance import BackendConformance
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openvino_ep_plugin"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example() -> Iterator[None]:
+    """The example as an installed plugin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", registry.ENTRY_POINT_GROUP)
+        real = metadata.entry_points
+        patch.setattr(metadata, "entry_points", lambda **asked: (*real(**asked), entry))
+        yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "accel_openvino_ep"]:
+        del sys.modules[name]
+
+
+class TestOpenVinoEp(BackendConformance):
+    backend = "openvino-ep"
+
+
+def test_what_is_missing_is_told() -> None:
+    probe = registry.probe(registry.describe("openvino-ep"))
+    if probe.available:
+        pytest.skip(f"it has {', '.join(map(str, probe.devices))}")
+    (reason,) = probe.reasons
+    if util.find_spec("onnxruntime_ep_openvino") is None:
+        assert "onnxruntime-ep-openvino" in reason.remedy
+    else:
+        assert "no device of type cpu or gpu or npu" in reason.message
+
+
+def test_it_is_as_short_as_promised() -> None:
+    assert len((EXAMPLE / "accel_openvino_ep" / "backend.py").read_text(encoding="utf-8").splitlines()) < 60
