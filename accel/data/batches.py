@@ -234,11 +234,18 @@ class Batches:
     """
 
     def __init__(
-        self, encoded: Encoded, inputs: Sequence[TensorSpec], record: Mapping[str, Any], batch_size: int = BATCH_SIZE
+        self,
+        encoded: Encoded,
+        inputs: Sequence[TensorSpec],
+        record: Mapping[str, Any],
+        batch_size: int = BATCH_SIZE,
+        *,
+        prompts: bool = False,
     ) -> None:
         self.record = dict(record)
         self._encoded = encoded
         self._inputs = tuple(inputs)
+        self._prompts = prompts
         self._plan = [part for whole in encoded.plan(batch_size) for part in _bounded(encoded, whole)]
 
     def __len__(self) -> int:
@@ -246,7 +253,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for rows in self._plan:
-            yield for_graph(_as_prompts(self._encoded.batch(rows), self._inputs), self._inputs)
+            feeds = self._encoded.batch(rows)
+            yield for_graph(_as_prompts(feeds, self._inputs) if self._prompts else feeds, self._inputs)
 
 
 def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
@@ -259,18 +267,19 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _as_prompts(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Feeds with what a decoder's graph takes besides a tokenizer's: positions, which padding does not count in, and which logits are
-    wanted, all of them.
+    """Feeds with the other inputs of a decoder's graph: positions, which padding does not count in, and the logits to keep, all of
+    them.
     """
     import torch
 
     made = dict(feeds)
     names = {spec.name for spec in inputs}
     ids = made.get("input_ids")
-    if ids is not None and ids.ndim == 2 and "logits_to_keep" in names:
+    if ids is not None and ids.ndim == 2:
         mask = made.get("attention_mask", torch.ones_like(ids))
         if "position_ids" in names:
             made.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    if ids is not None and ids.ndim == 2 and "logits_to_keep" in names:
         made.setdefault("logits_to_keep", torch.arange(ids.shape[1]))
     return made
 
@@ -296,10 +305,13 @@ def for_graph(
 class _GivenBatches:
     """Batches that the caller made, checked as they pass."""
 
-    def __init__(self, batches: Sequence[Feeds] | Iterable[Feeds], inputs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, batches: Sequence[Feeds] | Iterable[Feeds], inputs: Sequence[TensorSpec], *, prompts: bool
+    ) -> None:
         self.record: dict[str, Any] = {"source": "batches"}
         self._batches = batches
         self._inputs = inputs
+        self._prompts = prompts
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         import torch
@@ -317,7 +329,7 @@ class _GivenBatches:
                         f"Batch {position} of the calibration data has values in {name!r} that are not finite.",
                         fix="remove them: they would decide the ranges.",
                     )
-            yield for_graph(_as_prompts(tensors, self._inputs), self._inputs)
+            yield for_graph(_as_prompts(tensors, self._inputs) if self._prompts else tensors, self._inputs)
 
 
 def calibration_batches(
@@ -346,14 +358,17 @@ def calibration_batches(
         max_length: Tokens that longer rows are cut to.
         batch_size: Rows a batch.
         processor: Instead of the artifact's own.
-        inputs: What each batch holds; all inputs of the artifact's first graph when `None`.
+        inputs: What each batch holds; all inputs of the artifact's first graph but those of its cache when `None`.
 
     Raises:
         InputError: No rows, columns that do not map, values that are not finite.
         QuantizeError: No batches.
     """
     config = config or QuantizeConfig()
-    inputs = artifact.components[0].inputs if inputs is None else inputs
+    if inputs is None:
+        # The cache starts empty; whoever runs the graph fills it.
+        inputs = [spec for spec in artifact.components[0].inputs if spec.pair is None]
+    prompts = artifact.components[0].name == "model" and task_spec(artifact.task).generates
     if isinstance(data, Batches | _GivenBatches):
         return data
     if not is_rows(data, {spec.name for spec in inputs}):
@@ -361,13 +376,13 @@ def calibration_batches(
         kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
         if isinstance(kept, Sequence) and not kept:
             raise QuantizeError("The calibration data holds no batches.", fix="pass at least one.")
-        return _GivenBatches(kept, inputs)
+        return _GivenBatches(kept, inputs, prompts=prompts)
     rows = take(load_rows(data, split=split, revision=revision, token=token), config.samples, config.seed)
     rows = map_columns(rows, artifact.task, columns, answers=False)
     processor = processor or load_processor(artifact.path, artifact.task)
     limit = artifact.components[0].max_sizes.get("sequence")
     encoded = encode(rows, artifact.task, processor, longest(limit, processor, max_length))
-    return Batches(encoded, inputs, rows.sample.to_dict(), batch_size)
+    return Batches(encoded, inputs, rows.sample.to_dict(), batch_size, prompts=prompts)
 
 
 def data_name(data: Any) -> str:

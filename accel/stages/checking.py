@@ -21,7 +21,19 @@ DEPENDS_ON_ROWS = "depends on the other rows"
 """In the message of an export that is refused because an answer changes with the other rows of the batch."""
 _KEPT = "logits_to_keep"
 _OF_ITS_OWN = 3.0  # sums in another order may be off by as much as PyTorch's, and both to either side
+_LARGER = 1.01
 _MOST_ROUNDING = 1e-2  # however much a model makes of little, more is not taken for rounding
+
+
+def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
+    """Warn where a stage's result has more bytes than its input, by more than 1 %.
+
+    A rewritten graph may have a few more nodes than its parent, next to the same weights.
+    """
+    if made.bytes > _LARGER * parent.bytes:
+        logger.warning(
+            "%s is larger than its input: %s bytes, from %s. %s", made.path, f"{made.bytes:,}", f"{parent.bytes:,}", fix
+        )
 
 
 def accepted_rounding(own: float) -> float:
@@ -247,6 +259,27 @@ def _without_padding(
     }
 
 
+def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Check that there is something to compare with: as many outputs, of the same shapes.
+
+    Raises:
+        ValidationError: An output is missing, or has another shape.
+    """
+    missing = [name for name in expected if name not in found]
+    if missing and len(found) < len(expected):
+        raise ValidationError(
+            f"The result has no output {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}.",
+            fix="compare it with the model that it was made from, or export that again with the same task.",
+        )
+    by_order = dict(zip(expected, found.values(), strict=False)) if missing else found
+    for name, values in expected.items():
+        if by_order[name].shape != values.shape:
+            raise ValidationError(
+                f"The output {name!r} has the shape {tuple(by_order[name].shape)}; the original's has {tuple(values.shape)}.",
+                fix="compare it with the model that it was made from, or export that again with the same task.",
+            )
+
+
 def differences(
     session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
 ) -> dict[str, Any]:
@@ -261,6 +294,9 @@ def differences(
         atol: Accepted absolute difference of every output; by dtype and the output's scale when `None`.
         dtype: What the graph computes in.
         rounding: What is accepted at least for each 1 of an output's scale, where there is no `atol`.
+
+    Raises:
+        ValidationError: An output is missing, or has another shape than expected.
     """
     wanted = {spec.name for spec in session.inputs if spec.pair is None}
     worst: dict[str, float] = {}
@@ -285,6 +321,7 @@ def differences(
             if not case.stateful:
                 found, expected = (_without_padding(v, session.outputs, case.feeds) for v in (found, expected))
             shapes.append(dict(case.sizes))
+            _check_outputs(found, expected)
             for name, (difference, scale) in capture.differences_by_output(found, expected).items():
                 scales[name] = max(scales.get(name, 0.0), scale)
                 if difference > worst.get(name, -1.0):

@@ -18,6 +18,7 @@ from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import QuantizeConfig
 from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
+from .checking import warn_of_size
 from .export import weights_of
 from .resolving import artifact_of, resolve
 
@@ -78,7 +79,14 @@ def quantize(
         made = _with_calibration(made, calibration if watched is not None and watched.used else None)
         made = made.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
     progress.report("quantized", 1, 1)
-    return Artifact(Path(target), made.manifest)
+    made = Artifact(Path(target), made.manifest)
+    warn_of_size(
+        artifact,
+        made,
+        "Scales and new nodes take more than the weights save, or a weight is stored in both forms, as float embeddings that are "
+        "also the last layer: exclude=... leaves a layer in float.",
+    )
+    return made
 
 
 def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -> Artifact:

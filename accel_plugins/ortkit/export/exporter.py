@@ -11,7 +11,7 @@ from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs,
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
-from ..graph.editing import operator_domains, save_graphs
+from ..graph.editing import drop_initializer_info, merge_initializers, operator_domains, save_graphs, write_graph
 from .decoders import OrtAttention
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
@@ -60,13 +60,16 @@ class OnnxExporter:
         model, exported = capture_onnx(source, config)
         expand_recurrences(model)
         lower_quantized_layers(model)
+        merge_initializers(model)
         unused = drop_unused_inputs(model)
         component = _component(source, model, GRAPH, unused)
         model.metadata_props[MARK] = MANIFEST
         release_when_written(model)
         with quiet():
             exported.save_pretrained(out)
-            if not config.external_data:
+            if config.external_data:
+                _rewrite(out / GRAPH)
+            else:
                 self._inline(model, out)
         files = [name for name in (GRAPH, f"{GRAPH}.data") if (out / name).exists()]
         return (replace(component, files=record_files(out, files)),), model.opset_imports.get("")
@@ -84,6 +87,7 @@ class OnnxExporter:
             model, _ = capture_onnx(part, config)
             expand_recurrences(model)
             lower_quantized_layers(model)
+            merge_initializers(model)
             file = f"{part.name}.onnx"
             models[file] = model
             components.append(_component(part, model, file, drop_unused_inputs(model)))
@@ -107,7 +111,16 @@ class OnnxExporter:
                 f"{size} bytes of weights do not fit into one file.", fix="leave external_data=False out."
             )
         (out / f"{GRAPH}.data").unlink(missing_ok=True)
-        onnx_ir.save(model, out / GRAPH)
+        write_graph(model, out / GRAPH)
+
+
+def _rewrite(path: Path) -> None:
+    """Write a graph again without `value_info` of its initializers; see `write_graph`."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    drop_initializer_info(model.graph)
+    path.write_bytes(model.SerializeToString())
 
 
 def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[str, ...]) -> Component:

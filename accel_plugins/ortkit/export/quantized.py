@@ -15,8 +15,8 @@ from accel.capture import BLOCK_LINEAR, INTEGER_LINEAR, OPERATOR_DOMAIN
 
 from ..graph.editing import MICROSOFT, add_initializer, constant, insert_after, layer_name, root_graph
 from ..quantization.integer import Rewriter
-from ..quantization.layers import Layer
-from ..quantization.weight_only import put_blocks
+from ..quantization.layers import Layer, constant_key
+from ..quantization.weight_only import BlockConstants, add_blocks, put_blocks
 from ..quantization.weights import Int8Weight
 
 _FACTORS_APART = 8
@@ -34,8 +34,9 @@ def lower_quantized_layers(model: ir.Model) -> int:
     if not integers and not blocks:
         return 0
     _StoredIntegers().static(integers, {}, signed=False)
+    stored: dict[object, BlockConstants] = {}
     for layer in blocks:
-        _put_blocks(layer)
+        _put_blocks(layer, stored)
     passes.RemoveUnusedNodesPass()(model)
     if blocks:
         model.opset_imports[MICROSOFT] = 1
@@ -50,6 +51,9 @@ class _StoredIntegers(Rewriter):
     def __init__(self) -> None:
         super().__init__(per_channel=True, symmetric=True, reduce_range=False)
         self._quantized: dict[tuple[int, bytes, bytes, bool], Sequence[ir.Value]] = {}
+
+    def _weight_key(self, layer: Layer) -> object:
+        return tuple(constant_key(layer.node.inputs[place]) for place in (3, 4, 5))
 
     def _weight(self, layer: Layer) -> Int8Weight:
         weight, scale, zero = (_held(layer, place) for place in (3, 4, 5))
@@ -77,12 +81,15 @@ class _StoredIntegers(Rewriter):
         return self._quantized[key]
 
 
-def _put_blocks(layer: Layer) -> None:
+def _put_blocks(layer: Layer, stored: dict[object, BlockConstants]) -> None:
+    """Put a `MatMulNBits` in a layer's place; layers with the same blocks share the constants in `stored`."""
     sizes = {name: layer.node.attributes.get_int(name, 0) for name in ("bits", "block_size", "inner")}
     packed, scales, zeros = (_held(layer, place) for place in (1, 2, 3))
+    key = tuple(constant_key(layer.node.inputs[place]) for place in (1, 2, 3))
+    if key not in stored:
+        stored[key] = add_blocks(layer, packed, scales, zeros)
     put_blocks(
-        layer, packed, scales, zeros,
-        inner=sizes["inner"], outer=len(packed), bits=sizes["bits"], block_size=sizes["block_size"],
+        layer, stored[key], inner=sizes["inner"], outer=len(packed), bits=sizes["bits"], block_size=sizes["block_size"],
         int8_activations=not _far_apart(layer, sizes["inner"]),
     )  # fmt: skip
 

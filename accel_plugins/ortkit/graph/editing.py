@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
 from accel.artifact import (
     MANIFEST,
@@ -82,17 +85,22 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
     """Write graphs by file name, with the weights of all of them in one file beside them, each weight once.
 
-    A weight is one and the same when it is the same memory or the same part of a file: the embeddings that an encoder and
-    a decoder share, or that are also the last layer.
+    Weights with the same bytes are stored once: layers that share a weight, embeddings that are also the last layer, tables
+    that an encoder's and a decoder's file both hold.
 
     Returns:
         The files beside the graphs.
     """
+    for model in models.values():
+        if len(list(model.graphs())) > 1:
+            # New nodes were named by the graph that they are in; a name is used once, there and in the graphs around it.
+            passes.NameFixPass()(model)
     first = Path(next(iter(models)))
     weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
     base = (folder / weights).parent
     base.mkdir(parents=True, exist_ok=True)
     offsets: dict[object, tuple[int, int]] = {}
+    places: dict[bytes, tuple[int, int]] = {}
     replaced: list[tuple[ir.Value, Any]] = []
     with (folder / weights).open("wb") as file:
         for model in models.values():
@@ -104,18 +112,21 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                             # Other tools put small ones beside their graphs, too.
                             value.const_value = _in_memory(tensor)
                         continue
-                    key = _identity(tensor)
+                    key = identity(tensor)
                     if key not in offsets:
-                        alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
-                        file.write(b"\0" * (-file.tell() % alignment))
-                        offsets[key] = (file.tell(), tensor.nbytes)
-                        if hasattr(tensor, "tofile"):
-                            tensor.tofile(file)
-                        else:
-                            file.write(tensor.tobytes())
+                        content = _content(tensor)
+                        if content not in places:
+                            alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
+                            file.write(b"\0" * (-file.tell() % alignment))
+                            places[content] = (file.tell(), tensor.nbytes)
+                            if hasattr(tensor, "tofile"):
+                                tensor.tofile(file)
+                            else:
+                                file.write(tensor.tobytes())
+                        offsets[key] = places[content]
                     replaced.append((value, tensor))
     for value, tensor in replaced:
-        offset, length = offsets[_identity(tensor)]
+        offset, length = offsets[identity(tensor)]
         value.const_value = ir.ExternalTensor(
             weights.name, offset, length, tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=base
         )
@@ -124,7 +135,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             if MICROSOFT in operator_domains(model):
                 model.opset_imports.setdefault(MICROSOFT, 1)
             model.metadata_props[MARK] = MANIFEST
-            ir.save(model, folder / name)
+            write_graph(model, folder / name)
     finally:
         # The caller's graphs keep their weights, which may be in memory or elsewhere.
         for value, tensor in replaced:
@@ -134,13 +145,59 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
     return (str(weights),) if offsets else ()
 
 
+def merge_initializers(model: ir.Model) -> None:
+    """Let layers that share a weight in memory share an initializer; nothing is read.
+
+    The exporter's optimizer transposes a weight once for each layer that uses it.
+    """
+    for graph in model.graphs():
+        first: dict[object, ir.Value] = {}
+        for name, value in list(graph.initializers.items()):
+            if value.const_value is None or value.is_graph_input() or value.is_graph_output():
+                continue
+            kept = first.setdefault((identity(value.const_value), str(value.shape)), value)
+            if kept is not value:
+                value.replace_all_uses_with(kept)
+                del graph.initializers[name]
+
+
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write one graph, with its weights in `<name>.data` beside it."""
     save_graphs({path.name: model}, path.parent)
 
 
-def _identity(tensor: Any) -> object:
-    """What makes two weights one: their memory, or their place in a file."""
+def write_graph(model: ir.Model, path: Path) -> None:
+    """Write a graph as it is, without `value_info` of its initializers.
+
+    The initializers have types and shapes of their own; ONNX Runtime's `quantize_dynamic` transposes some, and fails on a second
+    record of the shape.
+    """
+    proto = ir.to_proto(model)
+    drop_initializer_info(proto.graph)
+    path.write_bytes(proto.SerializeToString())
+
+
+def drop_initializer_info(graph: onnx.GraphProto) -> None:
+    """Remove `value_info` of initializers from a graph and its subgraphs."""
+    names = {tensor.name for tensor in graph.initializer}
+    kept = [value for value in graph.value_info if value.name not in names]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                drop_initializer_info(inner)
+
+
+def _content(tensor: Any) -> bytes:
+    """Digest of a weight's bytes, 32 bytes. Takes about a second for two gigabytes."""
+    if tensor.dtype.bitwidth < 8:
+        return hashlib.sha256(tensor.tobytes()).digest()
+    return hashlib.sha256(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data).digest()
+
+
+def identity(tensor: Any) -> object:
+    """A key that is equal for weights in the same memory, or at the same place of a file, while they are alive."""
     if isinstance(tensor, ir.ExternalTensor):
         return str(tensor.path), tensor.offset, tensor.length
     raw: Any = getattr(tensor, "raw", None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import torch
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component
@@ -17,7 +16,7 @@ from accel.capture import feeds_for
 from accel.errors import OptimizeError, QuantizeError
 
 from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, insert_after, nodes
-from ..quantization.calibrators import Calibrator
+from ..quantization.calibrators import Calibrator, Prompts, prompt_inputs
 from .simplifications import infer_shapes
 
 _FLOAT = ir.DataType.FLOAT
@@ -84,37 +83,9 @@ def _designed(artifact: Artifact, component: Component) -> list[Feeds]:
             axes |= {"total": sequence, "capacity": sequence, "kept": 1}
         feeds = feeds_for(component.inputs, axes, seed=seed, folder=artifact.path)
         if component.stateful:
-            feeds |= _prompt(component, batch, sequence, feeds)
+            feeds |= prompt_inputs(component, batch, sequence, feeds)
         batches.append(feeds)
     return batches
-
-
-def _prompt(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
-    """What a decoder takes beside the tokens `(batch, sequence)` when its cache is empty, where it is not in `feeds`."""
-    made: dict[str, torch.Tensor] = {}
-    for spec in component.inputs:
-        if spec.name == "attention_mask":
-            made[spec.name] = feeds.get(spec.name, torch.ones((batch, sequence), dtype=torch.int64))
-        elif spec.name == "position_ids":
-            made[spec.name] = torch.arange(sequence).expand(batch, sequence).contiguous()
-        elif spec.name == "logits_to_keep":
-            made[spec.name] = torch.tensor([sequence - 1])
-        elif spec.pair is not None:
-            shape = [{"batch": batch}.get(str(n), n if isinstance(n, int) else sequence) for n in spec.shape]
-            made[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
-    return made
-
-
-class _Completed:
-    """Calibration batches with what a decoder takes beside them."""
-
-    def __init__(self, batches: Iterable[Feeds], component: Component) -> None:
-        self._batches, self._component = batches, component
-
-    def __iter__(self) -> Iterator[Feeds]:
-        for batch in self._batches:
-            rows, length = batch["input_ids"].shape
-            yield {**_prompt(self._component, rows, length, batch), **batch}
 
 
 def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds] | None:
@@ -125,8 +96,8 @@ def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[F
     names = {spec.name for spec in component.inputs}
     if names <= set(first):
         return calibration
-    if component.stateful and names <= set(first) | set(_prompt(component, 1, 1, {})):
-        return _Completed(calibration, component)
+    if component.stateful and names <= set(first) | set(prompt_inputs(component, 1, 1, {})):
+        return Prompts(calibration, component)
     return None
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 
 from accel.artifact import Component, scratch
 from accel.backends.forks import kept_in_children
@@ -59,6 +60,45 @@ class _Histogram:
     def add(self, values: np.ndarray) -> None:
         # In float16 the bins of a narrow range would have no width.
         self.counts += np.histogram(values.astype(np.float64), bins=BINS, range=(self.low, self.high))[0]
+
+
+def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
+    """Inputs of a decoder next to the tokens `(batch, sequence)`, with an empty cache, where they are not in `feeds`.
+
+    A cache that grows has no tokens; a buffer of fixed capacity has room for these.
+    """
+    made: dict[str, torch.Tensor] = {}
+    for spec in component.inputs:
+        if spec.name == "attention_mask":
+            made[spec.name] = feeds.get(spec.name, torch.ones((batch, sequence), dtype=torch.int64))
+        elif spec.name == "position_ids":
+            made[spec.name] = torch.arange(sequence).expand(batch, sequence).contiguous()
+        elif spec.name == "logits_to_keep":
+            made[spec.name] = torch.tensor([sequence - 1])
+        elif spec.pair is not None:
+            sizes = {"batch": batch, "past": 0}
+            shape = [n if isinstance(n, int) else sizes.get(n, sequence) for n in spec.shape]
+            made[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+    return made
+
+
+class Prompts:
+    """Calibration batches of a decoder, completed with its other inputs; iterable as often as the batches are."""
+
+    def __init__(self, batches: Iterable[Feeds], component: Component) -> None:
+        self._batches, self._component = batches, component
+
+    def __iter__(self) -> Iterator[Feeds]:
+        for batch in self._batches:
+            rows, length = batch["input_ids"].shape
+            yield {**prompt_inputs(self._component, rows, length, batch), **batch}
+
+
+def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds]:
+    """The calibration batches of one graph: its own part where the model has several, completed where it has a cache."""
+    parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
+    batches = parts.get(component.name, calibration)
+    return Prompts(batches, component) if component.stateful else batches
 
 
 class Calibrator:

@@ -22,7 +22,7 @@ from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from ..graph.editing import add_initializer, constant, insert_after, load_graph, nodes, root_graph, write_artifact
-from .calibrators import Calibrator
+from .calibrators import Calibrator, batches_of
 from .integer import finish
 from .layers import OPERATORS, Layer, find_layers, split_excluded
 
@@ -97,7 +97,8 @@ class GpuQuantizer:
             sources = {str(layer.activation.name) for layer in layers}
             sources |= {str(value.name) for node in products for value in node.inputs if value is not None}
             watched = load_graph(artifact, component)
-            with Calibrator(watched, component, sorted(sources), calibration, config.samples) as calibrator:
+            batches = batches_of(calibration, component)
+            with Calibrator(watched, component, sorted(sources), batches, config.samples) as calibrator:
                 channels = calibrator.channel_ranges()
                 ranges = calibrator.ranges(channels, config.calibration, percentile=config.percentile, divisors={})
                 rows = calibrator.rows
@@ -172,25 +173,30 @@ def _products(model: ir.Model) -> list[ir.Node]:
 
 
 class _Writer:
-    """Puts Q/DQ pairs into a graph; what two layers share (an input) is quantized once."""
+    """Puts Q/DQ pairs into a graph; what two layers share (an input, a weight) is quantized once."""
 
     def __init__(self, steps: Steps, ranges: Mapping[str, tuple[float, float]], *, per_channel: bool) -> None:
         self._steps = steps
         self._ranges = ranges
         self._per_channel = per_channel
         self._pairs: dict[int, ir.Value] = {}
+        self._weights: dict[object, ir.Value] = {}
 
     def layer(self, layer: Layer) -> None:
         node, graph = layer.node, root_graph(layer.node)
-        weight, base = layer.weight(), str(node.name)
-        scale = self._steps.scale(np.abs(weight).max(axis=0 if self._per_channel else None))
-        values = self._steps.rounded(weight, scale)
-        stored = add_initializer(graph, f"{base}.weight_quantized", values)
-        matrix = self._dequantized(graph, stored, scale, layer.activation, f"{base}.weight", axis=1)
-        operands = [self._pair(layer.activation, graph), matrix.outputs[0]]
+        base, key = str(node.name), (layer.weight_key, layer.activation.dtype)
+        if key not in self._weights:
+            weight = layer.weight()
+            scale = self._steps.scale(np.abs(weight).max(axis=0 if self._per_channel else None))
+            values = self._steps.rounded(weight, scale)
+            stored = add_initializer(graph, f"{base}.weight_quantized", values)
+            matrix = self._dequantized(graph, stored, scale, layer.activation, f"{base}.weight", axis=1)
+            matrix.outputs[0].shape = ir.Shape(weight.shape)
+            graph.insert_before(node, matrix)
+            self._weights[key] = matrix.outputs[0]
+        operands = [self._pair(layer.activation, graph), self._weights[key]]
         product = ir.node("MatMul", operands, name=f"{base}.product")
-        matrix.outputs[0].shape = ir.Shape(weight.shape)
-        graph.insert_before(node, [matrix, product])
+        graph.insert_before(node, product)
         finish(layer, product.outputs[0])
 
     def product(self, node: ir.Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -15,8 +16,18 @@ from .weights import Int8Weight, quantize_int8
 _FLOAT = ir.DataType.FLOAT
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredWeight:
+    """A quantized weight as constants of a graph, and the arrays that they hold."""
+
+    values: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value
+    array: Int8Weight
+
+
 class Rewriter:
-    """Replaces layers by integer arithmetic; what two layers share (an input, a weight) is quantized once.
+    """Replaces layers of one model by integer arithmetic; what two layers share (an input, a weight) is quantized once.
 
     Args:
         per_channel: One scale for each output channel.
@@ -29,6 +40,24 @@ class Rewriter:
         self._symmetric = symmetric
         self._reduce_range = reduce_range
         self._activations: dict[tuple[int, int], Sequence[ir.Value]] = {}
+        self._weights: dict[tuple[int, object], _StoredWeight] = {}
+
+    def _stored(self, layer: Layer) -> _StoredWeight:
+        """The layer's integers, scale and zero point as constants of its graph."""
+        graph, base = root_graph(layer.node), str(layer.node.name)
+        key = (id(graph), self._weight_key(layer))
+        if key not in self._weights:
+            weight = self._weight(layer)
+            self._weights[key] = _StoredWeight(
+                add_initializer(graph, f"{base}.weight_quantized", weight.values),
+                add_initializer(graph, f"{base}.weight_scale", weight.scale),
+                add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point),
+                weight,
+            )
+        return self._weights[key]
+
+    def _weight_key(self, layer: Layer) -> object:
+        return layer.weight_key
 
     def _weight(self, layer: Layer) -> Int8Weight:
         return quantize_int8(
@@ -47,13 +76,12 @@ class Rewriter:
 
     def _dynamic(self, layer: Layer) -> None:
         node, graph = layer.node, root_graph(layer.node)
-        weight = self._weight(layer)
+        weight = self._stored(layer)
         x, x_scale, x_zero = self._dynamic_activation(layer)
         base = str(node.name)
-        values, scale, zero = _stored(graph, base, weight)
-        product = ir.node("MatMulInteger", [x, values, x_zero, zero], name=f"{base}.integer")
+        product = ir.node("MatMulInteger", [x, weight.values, x_zero, weight.zero_point], name=f"{base}.integer")
         cast = ir.node("Cast", [product.outputs[0]], {"to": _FLOAT}, name=f"{base}.cast")
-        scales = ir.node("Mul", [x_scale, scale], name=f"{base}.scales")
+        scales = ir.node("Mul", [x_scale, weight.scale], name=f"{base}.scales")
         result = ir.node("Mul", [cast.outputs[0], scales.outputs[0]], name=f"{base}.scaled")
         graph.insert_before(node, [product, cast, scales, result])
         finish(layer, result.outputs[0])
@@ -70,16 +98,18 @@ class Rewriter:
         for layer in layers:
             node, graph, base = layer.node, root_graph(layer.node), str(layer.node.name)
             x, x_scale, x_zero = self._static_activation(layer, ranges, signed)
-            weight = self._weight(layer)
-            values, scale, zero = _stored(graph, base, weight)
+            weight = self._stored(layer)
+            shape = weight.array.values.shape
             activation = ir.node("DequantizeLinear", [x, x_scale, x_zero], name=f"{base}.activation")
-            matrix = ir.node("DequantizeLinear", [values, scale, zero], {"axis": 1}, name=f"{base}.weight")
+            matrix = ir.node(
+                "DequantizeLinear", [weight.values, weight.scale, weight.zero_point], {"axis": 1}, name=f"{base}.weight"
+            )
             source = layer.activation
             activation.outputs[0].type, activation.outputs[0].shape = source.type, source.shape
-            matrix.outputs[0].type, matrix.outputs[0].shape = source.type, ir.Shape(weight.values.shape)
+            matrix.outputs[0].type, matrix.outputs[0].shape = source.type, ir.Shape(shape)
             operands = [activation.outputs[0], matrix.outputs[0]]
             graph.insert_before(node, [activation, matrix])
-            added = _bias_of(layer, weight.values.shape[1])
+            added = _bias_of(layer, shape[1])
             if added is None or source.shape is None or source.shape.rank() != 2:
                 product = ir.node("MatMul", operands, name=f"{base}.product")
                 graph.insert_before(node, product)
@@ -87,7 +117,7 @@ class Rewriter:
                 continue
             # ONNX Runtime makes a Gemm of a two-dimensional product and its bias before it looks for Q/DQ pairs, and a
             # Gemm becomes an integer one only with an integer bias.
-            bias = self._integer_bias(layer, added[1], x_scale, weight.scale)
+            bias = self._integer_bias(layer, added[1], x_scale, weight.array.scale)
             product = ir.node("Gemm", [*operands, bias], name=f"{base}.product")
             graph.insert_before(node, product)
             finish(layer, product.outputs[0], added)
@@ -120,10 +150,9 @@ class Rewriter:
         for layer in layers:
             node, graph, base = layer.node, root_graph(layer.node), str(layer.node.name)
             x, x_scale, x_zero = self._static_activation(layer, ranges, signed)
-            weight = self._weight(layer)
-            values, scale, zero = _stored(graph, base, weight)
-            inputs: list[ir.Value | None] = [x, values, x_scale, scale, x_zero, zero]
-            added = _bias_of(layer, weight.values.shape[1])
+            weight = self._stored(layer)
+            inputs: list[ir.Value | None] = [x, weight.values, x_scale, weight.scale, x_zero, weight.zero_point]
+            added = _bias_of(layer, weight.array.values.shape[1])
             if added is not None:
                 inputs.append(added[1])
             product = ir.node("MatMulIntegerToFloat", inputs, domain=MICROSOFT, name=f"{base}.integer")
@@ -154,15 +183,6 @@ class Rewriter:
             insert_after(source, graph, [quantize])
             self._activations[key] = quantize.outputs
         return self._activations[key]
-
-
-def _stored(graph: ir.Graph, base: str, weight: Int8Weight) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """A weight's integers, scale and zero point as constants of the graph."""
-    return (
-        add_initializer(graph, f"{base}.weight_quantized", weight.values),
-        add_initializer(graph, f"{base}.weight_scale", weight.scale),
-        add_initializer(graph, f"{base}.weight_zero_point", weight.zero_point),
-    )
 
 
 def activation_scale(low: float, high: float, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -206,7 +226,7 @@ def finish(layer: Layer, product: ir.Value, added: tuple[ir.Node, ir.Value] | No
     old = last.outputs[0]
     product.type, product.shape = old.type, old.shape
     if added is not None:
-        replace_value(old, product)
+        _take_name(old, product)
         graph.remove(last, safe=True)
         if last is not node:
             graph.remove(node, safe=True)
@@ -227,5 +247,13 @@ def finish(layer: Layer, product: ir.Value, added: tuple[ir.Node, ir.Value] | No
         graph.insert_before(node, total)
         product = total.outputs[0]
         product.type, product.shape = old.type, old.shape
-    replace_value(old, product)
+    _take_name(old, product)
     graph.remove(node, safe=True)
+
+
+def _take_name(old: ir.Value, new: ir.Value) -> None:
+    """Everything that reads `old` reads `new`, which gets its name: calibrated ranges are looked up by it."""
+    name, is_output = old.name, old.is_graph_output()
+    replace_value(old, new)
+    if not is_output:
+        old.name, new.name = f"{name}_replaced", name

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from ..graph.analysis import producer
-from ..graph.editing import constant, layer_name, nodes
+from ..graph.editing import constant, identity, layer_name, nodes
 
 OPERATORS = ("MatMul", "Gemm")
 
@@ -35,6 +35,18 @@ class Layer:
         value = self.node.inputs[0]
         assert value is not None
         return value
+
+    @property
+    def weight_key(self) -> object:
+        """A key that is equal for layers of one graph with the same matrix, until the graph is pruned."""
+        attributes = self.node.attributes
+        transposed = producer(self.node.inputs[1], "Transpose")
+        source = self.node.inputs[1] if transposed is None else transposed.inputs[0]
+        return (
+            constant_key(source),
+            transposed is not None,
+            self.node.op_type == "Gemm" and (attributes.get_int("transB", 0), attributes.get_float("alpha", 1.0)),
+        )
 
     def weight(self) -> np.ndarray:
         """The matrix `(inner, outer)`, read from disk.
@@ -78,6 +90,12 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
             continue
         found.append(Layer(node, layer_name(node)))
     return found
+
+
+def constant_key(value: ir.Value | None) -> object:
+    """`identity` of a constant's tensor."""
+    assert value is not None
+    return identity(ir.convenience.get_const_tensor(value))
 
 
 def _matrix(value: ir.Value | None) -> np.ndarray | None:

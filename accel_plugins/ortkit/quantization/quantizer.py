@@ -16,7 +16,7 @@ from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
 
 from ..graph.editing import load_graph, write_artifact
-from .calibrators import Calibrator
+from .calibrators import Calibrator, batches_of
 from .integer import Rewriter
 from .layers import Layer, find_layers, split_excluded
 from .presets import DYNAMIC, STATIC, WEIGHT_4, Preset, choose_preset
@@ -70,8 +70,13 @@ class OrtQuantizer:
                 unreachable = [layer for layer in layers if layer.node.graph is not model.graph]
                 layers = [layer for layer in layers if layer.node.graph is model.graph]
                 left = [*left, *unreachable]
+                if not layers:
+                    report["excluded"] += [layer.name for layer in left]
+                    excluded += [str(layer.node.name) for layer in left]
+                    continue
                 watched = load_graph(artifact, component)
-                report |= _static(watched, component, layers, config, preset, calibration)
+                batches = batches_of(calibration, component)
+                report |= _static(watched, component, layers, config, preset, batches)
             elif config.scheme == DYNAMIC:
                 _rewriter(config, preset).dynamic(layers)
             else:
@@ -80,6 +85,11 @@ class OrtQuantizer:
             report["layers"] += [layer.name for layer in layers]
             report["excluded"] += [layer.name for layer in left]
             excluded += [str(layer.node.name) for layer in left]
+        if not report["layers"]:
+            raise QuantizeError(
+                "All layers are in the branches of an If, whose activations cannot be calibrated.",
+                fix="use scheme='dynamic-int8', or export the original model: `accel export MODEL OUT`.",
+            )
         logger.info(
             "%s with the preset %s (%s): %d layers, %d left in float",
             config.scheme,
@@ -201,6 +211,9 @@ def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, A
         order = sorted(range(len(layers)), key=lambda i: errors[i])
         for i in order[max(1, round(config.ratio * len(layers))) :]:
             bits[i] = 8
+        # Layers that share a weight have the same error, and the limit may lie between them.
+        first: dict[object, int] = {}
+        bits = [first.setdefault(layer.weight_key, width) for layer, width in zip(layers, bits, strict=True)]
     algorithm: Literal["rtn", "hqq"] = "hqq" if config.algorithm == "hqq" else "rtn"
     quantize_weights(layers, bits=bits, block_size=config.block_size, symmetric=symmetric, algorithm=algorithm)
     return {"bits": {str(width): bits.count(width) for width in sorted(set(bits))}}

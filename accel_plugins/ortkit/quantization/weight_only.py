@@ -144,32 +144,48 @@ def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
 def quantize_weights(
     layers: Sequence[Layer], *, bits: Sequence[int], block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"]
 ) -> None:
-    """Replace layers by `MatMulNBits`, each with its number of bits."""
+    """Replace layers of one model by `MatMulNBits`, each with its number of bits; a shared weight is quantized once."""
+    stored: dict[tuple[int, object, int], tuple[BlockConstants, tuple[int, int]]] = {}
     for layer, width in zip(layers, bits, strict=True):
-        weight = layer.weight()
-        inner, outer = weight.shape
-        blocks = quantize_blocks(
-            weight, bits=width, block_size=block_size, symmetric=symmetric, algorithm=algorithm if width == 4 else "rtn"
-        )
-        whole = blocks.zero_points.dtype == np.uint8
-        zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
-        put_blocks(
-            layer,
-            pack(blocks.values, width),
-            blocks.scales,
-            None if symmetric else zeros,
-            inner=inner,
-            outer=outer,
-            bits=width,
-            block_size=block_size,
-        )
+        key = (id(root_graph(layer.node)), layer.weight_key, width)
+        if key not in stored:
+            weight = layer.weight()
+            blocks = quantize_blocks(
+                weight,
+                bits=width,
+                block_size=block_size,
+                symmetric=symmetric,
+                algorithm=algorithm if width == 4 else "rtn",
+            )
+            whole = blocks.zero_points.dtype == np.uint8
+            zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
+            constants = add_blocks(layer, pack(blocks.values, width), blocks.scales, None if symmetric else zeros)
+            stored[key] = (constants, weight.shape)
+        constants, (inner, outer) = stored[key]
+        put_blocks(layer, constants, inner=inner, outer=outer, bits=width, block_size=block_size)
+
+
+BlockConstants = tuple[ir.Value, ...]
+"""Constants of a `MatMulNBits`: values, scales and, where there are any, zero points."""
+
+
+def add_blocks(layer: Layer, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> BlockConstants:
+    """Add a weight in blocks to a layer's graph.
+
+    Args:
+        layer: The first layer that uses it, which names the constants.
+        packed: `(outer, blocks, block_size * bits / 8) uint8`.
+        scales: `(outer, blocks) float32`.
+        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle.
+    """
+    graph, base = root_graph(layer.node), str(layer.node.name)
+    arrays = {"blocks": packed, "scales": scales, **({} if zeros is None else {"zero_points": zeros})}
+    return tuple(add_initializer(graph, f"{base}.weight_{name}", array) for name, array in arrays.items())
 
 
 def put_blocks(
     layer: Layer,
-    packed: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None,
+    constants: BlockConstants,
     *,
     inner: int,
     outer: int,
@@ -181,26 +197,18 @@ def put_blocks(
 
     Args:
         layer: What is replaced; its first input is what is multiplied.
-        packed: `(outer, blocks, block_size * bits / 8) uint8`.
-        scales: `(outer, blocks) float32`.
-        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle.
+        constants: Its weight, from `add_blocks`.
         inner, outer: Sizes of the matrix.
         bits: 4 or 8.
         block_size: Weights that share a scale.
         int8_activations: Whether kernels may round activations to 8 bits, a block at a time, which is faster.
     """
-    node, graph = layer.node, root_graph(layer.node)
-    base = str(node.name)
-    inputs: list[ir.Value | None] = [
-        layer.activation,
-        add_initializer(graph, f"{base}.weight_blocks", packed),
-        add_initializer(graph, f"{base}.weight_scales", scales),
-    ]
-    if zeros is not None:
-        inputs.append(add_initializer(graph, f"{base}.weight_zero_points", zeros))
+    node = layer.node
     sizes = {"K": inner, "N": outer, "bits": bits, "block_size": block_size}
     if int8_activations:
         sizes["accuracy_level"] = _INT8_ACCUMULATION
-    product = ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT, name=f"{base}.blocks")
-    graph.insert_before(node, product)
+    product = ir.node(
+        "MatMulNBits", [layer.activation, *constants], sizes, domain=MICROSOFT, name=f"{node.name}.blocks"
+    )
+    root_graph(node).insert_before(node, product)
     finish(layer, product.outputs[0])
