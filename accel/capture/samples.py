@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -254,7 +255,9 @@ def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict
 
 def _image_config(config: Any) -> Any:
     """The part of a config that describes images."""
-    return getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
+    inner = getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
+    # As a file has it, or as a class does.
+    return SimpleNamespace(**inner) if isinstance(inner, Mapping) else inner
 
 
 def image_size(config: Any, folder: Path | None, architecture: str = "") -> tuple[int, int]:

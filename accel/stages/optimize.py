@@ -19,7 +19,7 @@ from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
 from ..signatures import checked_arguments
-from .checking import compare, merged, recorded_rounding
+from .checking import compare, merged, recorded_rounding, warn_of_size
 from .resolving import artifact_of
 
 _DECODING = ("position_ids", "logits_to_keep")
@@ -88,7 +88,9 @@ def optimize(
             parent=artifact.digest,
         )
     progress.report("optimized", 2, 2)
-    return Artifact(target, made.manifest)
+    made = Artifact(target, made.manifest)
+    warn_of_size(artifact, made, "Use its input where size matters, or a lower level.")
+    return made
 
 
 def _processed(component: Component) -> list[TensorSpec]:
@@ -163,7 +165,8 @@ def _continued_case(
         past = state.length
         sizes = {"batch": batch, "sequence": new, "total": past + new, "kept": 1, "encoder_sequence": 6}
         feeds = capture.feeds_for(stateless, sizes, seed=seed, folder=parent.path)
-        feeds["attention_mask"] = torch.ones((batch, past + new), dtype=feeds["attention_mask"].dtype)
+        if "attention_mask" in feeds:
+            feeds["attention_mask"] = torch.ones((batch, past + new), dtype=feeds["attention_mask"].dtype)
         if "position_ids" in feeds:
             feeds["position_ids"] = torch.arange(past, past + new).expand(batch, new).contiguous()
         if "logits_to_keep" in feeds:

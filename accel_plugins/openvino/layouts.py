@@ -271,12 +271,18 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
     size = words.get_length() if words.is_static else "vocabulary"
     limit = _max_sizes(config).get("sequence")
     bounds = None if vocabulary is None else (0, vocabulary - 1)
+    made = [TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size))]
+    made += [
+        replace(spec, name=str(spec.pair), pair=spec.name, shape=(*spec.shape[:2], "total", *spec.shape[3:]))
+        for spec in specs
+        if spec.pair is not None
+    ]
     return Component(
         name=name,
         file="",
         files=(),
         inputs=tuple(replace(spec, bounds=bounds) if spec.name == "input_ids" else spec for spec in specs),
-        outputs=(TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size)),),
+        outputs=tuple(made),
         max_sizes={} if limit is None else {"total": limit},
         stateful=cached,
         continues="any" if cached else "none",

@@ -169,7 +169,9 @@ def backend_for(artifact: Artifact, config: TritonConfig) -> str:
         raise TaskError(
             f"{artifact.path} is a model for {artifact.task}, of {len(artifact.components)} graph(s) with a state, which "
             "Triton's backends do not keep.",
-            fix="models for text-generation in ONNX are deployed with layout='text'.",
+            fix="deploy it with layout='text'."
+            if artifact.task == "text-generation" and artifact.format == "onnx" and len(artifact.components) == 1
+            else "serve it with `accel serve`, or embed it with accel.ORTModel.from_pretrained.",
         )
     fitting = [name for name, backend in BACKENDS.items() if artifact.format in backend.formats]
     name = config.backend if config.backend != "auto" else next(iter(fitting), "")

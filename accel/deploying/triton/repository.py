@@ -397,7 +397,8 @@ def _facts(artifact: Artifact) -> Facts:
         tokenizer = open_companion("AutoTokenizer", artifact.path)
     except ArtifactNotFoundError as error:
         raise TaskError(
-            f"{artifact.path} has no tokenizer that can be loaded.", fix="deploy it with --layout graph."
+            f"{artifact.path} has no tokenizer that can be loaded.",
+            fix="save it there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER).",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(

@@ -236,6 +236,12 @@ def measure_variants(
             f"new_tokens is {load.new_tokens}, and the task is {variants[0].task}.",
             fix="give at least 2, with a model that generates and sequence=... for its prompts.",
         )
+    spec = task_spec(variants[0].task)
+    if not load.new_tokens and spec.generates and spec.encoder_decoder:
+        raise ConfigError(
+            f"Models for {spec.name} answer by generating, and new_tokens is 0.",
+            fix="pass new_tokens=... (--new-tokens), at least 2.",
+        )
     group = start(variants, effort.threads)
     try:
         base = group[0]

@@ -26,6 +26,7 @@ from .reading import (
     dimensions,
     dtype_word,
     external_files,
+    fixed_axes,
     operator_domains,
     opset,
     precision,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORM = 2
+_FORM = 3
 """Counts changes of what is kept under `ACCEL_HOME` for a folder."""
 _SEQUENCES = ("input_ids", "decoder_input_ids", "position_ids", "inputs_embeds")
 _KNOWN = {
@@ -100,6 +101,9 @@ def adopt_decoders(
     for part, file in files.items():
         model = read_onnx(folder, file)
         read[part] = _Read(file, model, external_files(model, folder, file), (folder / file).parent)
+    if "first" in read and any(value.name == surgery.BRANCH for value in read["first"].model.graph.input):
+        # Both branches under the name of one: `decoder.onnx`.
+        read = {("merged" if part == "first" else part): one for part, one in read.items() if part != "following"}
     settings = _Settings.of(config, encoder=encoder)
     if encoder:
         graphs, continues = _encoder_decoder(folder, read)
@@ -206,6 +210,7 @@ class _Settings:
     layers: int | None
     vocabulary: int | None
     positions: int | None
+    fixed: Mapping[str, int]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, encoder: bool) -> _Settings:
@@ -226,6 +231,7 @@ class _Settings:
             layers=number(*(_DECODER_LAYERS if encoder else _LAYERS)),
             vocabulary=number("decoder_vocab_size", "vocab_size"),
             positions=None if rotary else limit,
+            fixed=fixed_axes(config),
         )
 
 
@@ -310,7 +316,7 @@ def _spec(
     *,
     output: bool = False,
 ) -> TensorSpec:
-    sizes = dimensions(value)
+    sizes = tuple(settings.fixed.get(size, size) if isinstance(size, str) else size for size in dimensions(value))
     axes: tuple[str | None, ...] = known.get(value.name, ("batch", *(None for _ in sizes[1:])))
     our = surgery.our_name(value.name, output=output) or value.name
     pair = (pairs or {}).get(value.name)

@@ -15,9 +15,13 @@ Part = Literal["encoder", "merged", "following", "first", "model"]
 # Longer names first: `decoder_model` begins `decoder_model_merged`.
 _STEMS: tuple[tuple[str, Part], ...] = (
     ("decoder_with_past_model", "following"),
+    ("decoder_with_past", "following"),
     ("decoder_model_merged", "merged"),
+    ("decoder_merged", "merged"),
     ("decoder_model", "first"),
     ("encoder_model", "encoder"),
+    ("decoder", "first"),
+    ("encoder", "encoder"),
     ("model", "model"),
 )
 EXPORT, GENAI = "export.json", "genai_config.json"
@@ -242,9 +246,9 @@ def _no_graph(folder: Path | str, file_name: str, candidates: list[str]) -> Arti
 def _missing(
     folder: Path, file: str, what: str, found: dict[Part, str], candidates: list[str]
 ) -> ArtifactNotFoundError:
-    beside = f" beside {', '.join(sorted(found.values()))}" if found else ""
+    beside = f", in the variant of {', '.join(sorted(found.values()))}" if found else ""
     return ArtifactNotFoundError(
-        f"{folder} has no {file}, {what},{beside} of the same variant; its graphs are: {_listing(candidates)}.",
+        f"{folder} has no {file}, {what}{beside}; its graphs are: {_listing(candidates)}.",
         fix="copy that file, too, or export the model again: `accel export MODEL OUT`.",
     )
 

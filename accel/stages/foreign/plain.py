@@ -12,6 +12,7 @@ from .files import one_graph
 from .reading import (
     axes_of,
     external_files,
+    fixed_axes,
     max_sizes,
     named_specs,
     operator_domains,
@@ -47,7 +48,7 @@ def adopt_onnx(
     model = read_onnx(folder, name)
     pad = config.get("pad_token_id")
     stored = {tensor.name for tensor in model.graph.initializer}
-    axes = axes_of(model.graph.input)
+    axes: dict[str, str | int] = {**axes_of(model.graph.input), **fixed_axes(config)}
     component = Component(
         name="model",
         file=name,

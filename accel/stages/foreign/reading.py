@@ -275,9 +275,17 @@ def axes_of(inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
     return found
 
 
+def fixed_axes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of axes that files name, and that a model's weights fix: an image's channels."""
+    parts = (config.get("encoder"), config.get("vision_config"), config)
+    sizes = (part.get("num_channels") for part in parts if isinstance(part, Mapping))
+    channels = next((size for size in sizes if isinstance(size, int)), None)
+    return {} if channels is None else {"num_channels": channels}
+
+
 def named_specs(
     values: Iterable[onnx.ValueInfoProto],
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, str | int] | None = None,
     pad: int = 0,
     stored: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:

@@ -1,0 +1,255 @@
+"""Every stage on every folder that another tool exported: right, or refused for the reason in the table.
+
+The folders are of tests/fixtures/foreign. What is made is validated against the PyTorch model that the folder was exported from.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import accel
+from accel.artifact import Artifact
+from accel.deploying.triton import deploy
+from accel.errors import AccelError
+from accel.stages.resolving import artifact_of
+from accel.stages.validate import validate
+
+PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
+# Folders of which each stage is run at once; the others are more cases of their layouts.
+QUICK = (
+    "exported/bert-plain-onnx", "exported/llama-single-onnx", "genai/mistral-fp32", "intel/llama-stateless", "intel/t5-ir",
+    "optimum/bart-past", "optimum/bert-web", "optimum/gpt2-nocache", "optimum/gpt2-pair", "optimum/t5-nocache", "optimum/trocr-past",
+)  # fmt: skip
+THOROUGH = (
+    "exported/bert-plain-openvino", "exported/llama-multi-onnx", "exported/llama-multi-openvino", "intel/bert-ir",
+    "intel/gpt2-ir", "intel/gpt2-nocache", "intel/t5-nocache", "intel/t5-stateless", "intel/trocr-ir", "intel/whisper-ir",
+    "optimum/bert-external", "optimum/bloom-pair", "optimum/bloom-past", "optimum/gpt2-past", "optimum/gpt2-web",
+    "optimum/llama-external", "optimum/marian-past", "optimum/opt-past", "optimum/t5-past", "optimum/t5-web",
+    "optimum/whisper-past",
+)  # fmt: skip
+FOLDERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+UNREADABLE = {
+    "exported/llama-single-openvino": "makes one token a call",
+    "exported/t5-single-onnx": "names no encoder's graph",
+}
+# Decoders in IR whose cache goes in and out.
+OUTER_CACHES = ("llama-stateless",)
+ENCODER_DECODERS = ("t5", "bart", "marian", "whisper", "trocr")
+DECODERS = ("gpt2", "llama", "mistral", "bloom", "opt")
+# Decoders with their layers in the branches of an If.
+BRANCHED = ("gpt2-pair", "gpt2-web", "bloom-pair", "llama-single-onnx", "llama-multi-onnx")
+# Of logits up to 8 of tiny random models; another model's are as far off as they are large. 4 bits keep little of random weights, and
+# three rows say little of activations.
+ATOL = {"dynamic-int8": 0.5, "weight-int8": 0.5, "static-int8": 2.5, "weight-int4": 3.0}
+HALF_ATOL = 0.05
+
+
+@pytest.fixture(scope="session")
+def folders(shared: Callable[..., Path]) -> Path:
+    """All of them, unpacked."""
+
+    def unpack(out: Path) -> None:
+        with tarfile.open(PACKED) as archive:
+            archive.extractall(out, filter="data")
+
+    return shared("foreign", unpack)
+
+
+def kind_of(folder: str) -> str:
+    return Path(folder).name.split("-")[0]
+
+
+def is_ir(folder: str) -> bool:
+    return folder.startswith("intel") or folder.endswith("openvino")
+
+
+def calibration(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Batches as a tokenizer or processor makes them."""
+    random = torch.Generator().manual_seed(3)
+    if kind_of(folder) == "whisper":
+        return [{"input_features": torch.randn(2, 4, 3000, generator=random)}]
+    if kind_of(folder) == "trocr":
+        return [{"pixel_values": torch.randn(2, 3, 16, 16, generator=random)}]
+    ids = torch.randint(3, 99, (3, 7), generator=random)
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+
+
+def refusal(folder: str, stage: str) -> str | None:
+    """The reason for which a stage refuses a folder; `None` where it does not."""
+    kind, name = kind_of(folder), Path(folder).name
+    table: dict[str, list[tuple[bool, str]]] = {
+        "optimize": [(is_ir(folder), "No backend can optimize openvino_ir")],
+        "dynamic-int8": [(is_ir(folder), "No backend can quantize openvino_ir with scheme 'dynamic-int8'")],
+        "static-int8": [
+            (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
+            (not is_ir(folder) and name in BRANCHED, "All layers are in the branches of an If"),
+        ],
+        # Tiny models have fewer channels than a block has weights.
+        "weight-int8": [(name in OUTER_CACHES, "keeps its KV cache outside of its graph")],
+        "weight-int4": [
+            (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
+            (is_ir(folder), "The block size does not divide the weights' channels"),
+        ],
+        "evaluate": [
+            # IR folders have their tokenizers; Optimum's here have none.
+            (kind in ENCODER_DECODERS, r"accel cannot measure|has no [a-z ]+ that can be (loaded|opened)"),
+        ],
+        "deploy text": [
+            (kind in ENCODER_DECODERS, "is not served as text by Triton"),
+            (is_ir(folder) and kind in DECODERS, "The loop runs decoders that are one ONNX graph"),
+        ],
+        "deploy graph": [
+            (kind in ENCODER_DECODERS, "with a state, which Triton's backends do not keep"),
+            (kind in DECODERS and "nocache" not in name, "with a state, which Triton's backends do not keep"),
+        ],
+        "benchmark a call": [(kind in ENCODER_DECODERS, "answer by generating")],
+    }  # fmt: skip
+    return next((reason for applies, reason in table.get(stage, ()) if applies), None)
+
+
+class Expected:
+    """Passes where a stage is right, or refuses for its reason in the table with a `Fix:`."""
+
+    def __init__(self, folder: str, stage: str) -> None:
+        self._reason = refusal(folder, stage)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
+        if self._reason is None:
+            return False
+        assert isinstance(error, AccelError), f"not refused: {self._reason}"
+        assert re.search(self._reason, error.message)
+        assert error.fix
+        return True
+
+
+@pytest.fixture
+def source(folders: Path) -> Callable[[str], Path]:
+    """The PyTorch model that a folder was exported from."""
+    return lambda folder: folders / "models" / kind_of(folder)
+
+
+@pytest.fixture
+def with_tokenizer(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A folder with the tokenizer of its model, where that has one."""
+
+    def make(folder: str) -> Path:
+        copy = tmp_path / "folder"
+        (copy).mkdir()
+        for path in (folders / folder).iterdir():
+            (copy / path.name).symlink_to(path) if path.is_dir() else (copy / path.name).write_bytes(path.read_bytes())
+        for path in (folders / "models" / kind_of(folder)).glob("tokenizer*"):
+            (copy / path.name).write_bytes(path.read_bytes())
+        return copy
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.parametrize("folder", UNREADABLE)
+def test_folders_that_no_stage_reads(folder: str, folders: Path) -> None:
+    with pytest.raises(AccelError, match=UNREADABLE[folder]) as error:
+        artifact_of(folders / folder)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_validate(folder: str, folders: Path, source: Any) -> None:
+    assert validate(folders / folder, against=source(folder)).passed
+
+
+@pytest.mark.parametrize("level", ["O2", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("O1", "O3"))])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_optimize(folder: str, level: str, folders: Path, tmp_path: Path, source: Any) -> None:
+    with Expected(folder, "optimize"):
+        made = accel.optimize(folders / folder, tmp_path / "out", level=level)
+        assert validate(Artifact.load(made.path), against=source(folder)).passed
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_optimize_to_float16(folder: str, folders: Path, tmp_path: Path, source: Any) -> None:
+    with Expected(folder, "optimize"):
+        made = accel.optimize(folders / folder, tmp_path / "out", level="O4")
+        assert made.dtype == "float16"
+        assert validate(Artifact.load(made.path), against=source(folder), atol=HALF_ATOL).passed
+
+
+@pytest.mark.parametrize("scheme", ["dynamic-int8", "static-int8", "weight-int8", "weight-int4"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_quantize(folder: str, scheme: str, folders: Path, tmp_path: Path, source: Any) -> None:
+    with Expected(folder, scheme):
+        data = calibration(folder) if scheme == "static-int8" else None
+        made = accel.quantize(folders / folder, tmp_path / "out", scheme=scheme, calibration=data)
+        assert validate(Artifact.load(made.path), against=source(folder), atol=ATOL[scheme]).passed
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_save_and_load(folder: str, folders: Path, tmp_path: Path, source: Any) -> None:
+    with accel.ORTModel.from_pretrained(folders / folder) as model:
+        model.save_pretrained(tmp_path / "saved")
+    assert validate(Artifact.load(tmp_path / "saved"), against=source(folder)).passed
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_export_is_skipped(folder: str, folders: Path) -> None:
+    with accel.ORTModel.from_pretrained(folders / folder, export=False) as model:
+        assert not any(step.stage == "export" for step in model.artifact.manifest.steps)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_evaluate(folder: str, folders: Path, source: Any) -> None:
+    rows: Any = [{"text": f"w{n} w8 w9 w7", "label": n % 2} for n in range(4)]
+    if kind_of(folder) in ENCODER_DECODERS:
+        rows = [{"text": "w5", "target": "w6"}]
+    if kind_of(folder) == "whisper":
+        rows = [{"audio": {"array": np.zeros(16_000, np.float32), "sampling_rate": 16_000}, "text": "w5"}]
+    if kind_of(folder) == "trocr":
+        rows = [{"image": np.zeros((16, 16, 3), np.uint8), "text": "w5"}]
+    tokenizer = None
+    if list(source(folder).glob("tokenizer*")):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source(folder))
+    with Expected(folder, "evaluate"):
+        found = accel.evaluate(folders / folder, rows, processor=tokenizer)
+        assert found.rows == len(rows)
+
+
+@pytest.mark.parametrize("layout", ["text", "graph"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_deploy_triton(folder: str, layout: str, with_tokenizer: Any, tmp_path: Path) -> None:
+    with Expected(folder, f"deploy {layout}"):
+        made = deploy(with_tokenizer(folder), tmp_path / "repository", layout=layout)
+        assert list(made.path.rglob("config.pbtxt"))
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(one, marks=() if one in ("optimum/gpt2-pair", "optimum/bart-past") else pytest.mark.thorough)
+        for one in (*QUICK, *THOROUGH)
+    ],
+)
+def test_benchmark(folder: str, folders: Path) -> None:
+    effort: Any = {"rounds": 1, "calls": 1, "processes": 1, "warmup": 1, "sequence": 8, "pytorch": ()}
+    with Expected(folder, "benchmark a call"):
+        found = accel.benchmark(folders / folder, **effort)
+        assert found.variants
+    if kind_of(folder) in ENCODER_DECODERS:
+        assert accel.benchmark(folders / folder, **effort, new_tokens=2).variants
