@@ -166,7 +166,10 @@ def load(spec: BackendSpec) -> Backend:
         return _backend(spec.impl)
     except (Exception, SystemExit) as error:
         raise BackendUnavailableError(
-            f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}", fix=_install(spec)
+            f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}",
+            fix=_install(spec)
+            if isinstance(error, ModuleNotFoundError)
+            else "repair that installation; its packages are there, in the versions that `accel doctor` shows.",
         ) from error
 
 

@@ -31,7 +31,7 @@ from ..fork_hooks import at_fork
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolving import resolve
-from ..tasks.infer import read_config, specs_for, task_spec
+from ..tasks.infer import missing_config, read_config, specs_for, task_spec
 from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
@@ -235,10 +235,7 @@ class ORTModel(Familiar, Saveable):
         if not (self.artifact.path / "config.json").is_file():
             if self.artifact.task == "custom":
                 return None
-            raise ArtifactNotFoundError(
-                f"{self.artifact.path} holds no config.json, which a model for {self.artifact.task} reads its labels and sizes from.",
-                fix="copy the original model's config.json into it, or pass config=...",
-            )
+            raise missing_config(self.artifact.path)
         read_config(self.artifact.path)
         try:
             return transformers.AutoConfig.from_pretrained(

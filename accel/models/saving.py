@@ -94,10 +94,18 @@ def write_model(
     if public and manifest.source is not None:
         manifest = replace(manifest, source=replace(manifest.source, id=_public_name(manifest.source.id)))
     names = [[record.name for record in component.files] for component in artifact.components]
+    places = {Path(name).parent for of_one in names for name in of_one}
+    # Graphs of one subfolder, such as `onnx`, are written next to the config.
+    inside = next(iter(places)) if len(places) == 1 else Path()
     for name in {name for of_one in names for name in of_one}:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact.path / name, folder / name)
-    components = with_files(folder, artifact.components, names)
+        target = folder / Path(name).relative_to(inside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path / name, target)
+    components = with_files(
+        folder,
+        [replace(one, file=Path(one.file).relative_to(inside).as_posix()) for one in artifact.components],
+        [[Path(name).relative_to(inside).as_posix() for name in of_one] for of_one in names],
+    )
     export_manifest = artifact.path / "export.json"
     if export_manifest.is_file():
         shutil.copyfile(export_manifest, folder / export_manifest.name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..artifact.writing import checkpoint_weights
 from ..errors import ArtifactNotFoundError, TaskError
-from ..tasks.infer import task_spec
+from ..tasks.infer import missing_config, task_spec
 
 _CUSTOM = "ORTModelForCustomTasks.from_pretrained(FOLDER) runs any ONNX graph, with its own input names"
 _LIBRARIES: Mapping[str, tuple[str, str]] = {
@@ -35,6 +36,8 @@ def no_model(folder: Path) -> ArtifactNotFoundError:
                 f"{folder} holds a model of {library} ({name}) and no config.json: transformers does not have such models.",
                 fix=fix,
             )
+    if checkpoint_weights(folder):
+        return missing_config(folder)
     return ArtifactNotFoundError(
         f"{folder} holds no model: it has neither config.json nor adapter_config.json.", fix="check the path."
     )

@@ -20,7 +20,15 @@ from ..artifact.writing import checkpoint_weights
 from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
-from ..tasks.infer import fitting_task, infer_adapter_task, infer_task, is_adapter, read_config, task_spec
+from ..tasks.infer import (
+    fitting_task,
+    infer_adapter_task,
+    infer_task,
+    is_adapter,
+    missing_config,
+    read_config,
+    task_spec,
+)
 from .foreign import adopt, beside_config, holds_graphs, subfolder_of_graphs
 from .foreign.files import graphs_to_fetch
 from .libraries import check_heads, no_model
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GRAPHS = (".onnx", ".xml")
+_SUBFOLDERS = ("onnx", "openvino")
 Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
 
 
@@ -156,6 +165,9 @@ def resolve(
     adapter = is_adapter(folder)
     check_heads(folder, task or default_task)
     if not (weights and (has_weights or adapter or export)):
+        nested = _nested(location, file_name) if variant is None else None
+        if nested is not None:
+            return replace(found, kind="artifact", task=nested.task, artifact=nested, folder=nested.path)
         if (folder / MANIFEST).is_file() and variant is None:
             artifact = _holding(file_name, folder)
             if artifact is not None:
@@ -179,6 +191,8 @@ def resolve(
             fix="leave export out, or export it first: `accel export MODEL OUT`.",
         )
     if not adapter and not (folder / "config.json").is_file():
+        if holds_graphs(folder):
+            raise missing_config(folder)
         raise no_model(folder)
     if (folder / MANIFEST).is_file() and not found.has_weights:
         raise ArtifactNotFoundError(
@@ -235,6 +249,22 @@ def _holding(file_name: str | None, folder: Path) -> Artifact | None:
         inner = Artifact.load(manifest.parent)
         if file_name in [component.file for component in inner.components]:
             return inner
+    return None
+
+
+def _nested(location: Location, file_name: str | None) -> Artifact | None:
+    """The artifact in a subfolder whose config, tokenizer and modules lie above it, as sentence-transformers saves models."""
+    root = location.root or location.folder
+    if not (root / "config.json").is_file() or (root / MANIFEST).is_file():
+        return None
+    places = [location.folder] if location.folder != root else [root / name for name in _SUBFOLDERS]
+    for place in places:
+        if place.name not in _SUBFOLDERS or not (place / MANIFEST).is_file():
+            continue
+        artifact = Artifact.load(place).seen_from(root)
+        files = [component.file for component in artifact.components]
+        if file_name is None or file_name in files or f"{place.name}/{file_name}" in files:
+            return artifact
     return None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import capture, progress
@@ -21,6 +22,8 @@ from .resolving import artifact_of, original, resolve
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ def validate(
     Raises:
         ArtifactNotFoundError: The source is not to be found.
         IntegrityError: A file of the artifact is damaged.
+        ValidationError: The artifact has not the model's outputs.
     """
     check_tolerance("atol", atol)
     hub = hub or HubOptions()
@@ -85,7 +89,10 @@ def validate(
     if not any(axis in spec.shape for axis in capture.IMAGE_AXES for spec in artifact.components[0].inputs):
         source = source.with_fixed_images() or source
     progress.report("computing reference outputs", 0, 2)
-    cases = capture.cases_by_part(source)
+    cases = {
+        name: _with_inputs_of(artifact, source, of_part) if len(artifact.components) == 1 else of_part
+        for name, of_part in capture.cases_by_part(source).items()
+    }
     opened = open_artifact(
         artifact, RunSettings(backend=backend, device=device), trust_remote_code=hub.trust_remote_code
     )
@@ -112,3 +119,18 @@ def validate(
         backend=opened.backend.name,
         forms=tuple(forms),
     )
+
+
+def _with_inputs_of(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
+    """Cases without the inputs that a graph of another tool does not take, such as token types; PyTorch fills in its default."""
+    component = artifact.components[0]
+    taken = {spec.name for spec in component.inputs} | set(component.unused_inputs)
+    left_out = {name for case in cases for name in case.feeds if name not in taken}
+    if not left_out or any(case.stateful for case in cases):
+        return cases
+    logger.warning("%s takes no %s, which are left out of the comparison.", artifact.path, ", ".join(sorted(left_out)))
+    made = []
+    for case in cases:
+        feeds = {name: tensor for name, tensor in case.feeds.items() if name in taken}
+        made.append(replace(case, feeds=feeds, expected=capture.reference(source.model, feeds)))
+    return made

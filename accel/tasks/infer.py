@@ -10,7 +10,7 @@ from typing import Any
 
 from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_kind
-from ..errors import IntegrityError, PluginError, TaskError, did_you_mean
+from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, TaskError, did_you_mean
 from . import audio, generation, image, text, video
 from .spec import TaskSpec, load
 
@@ -111,10 +111,19 @@ def _installed() -> tuple[TaskSpec, ...]:
     return tuple(found)
 
 
+def missing_config(folder: Path) -> ArtifactNotFoundError:
+    """The error for a model whose folder holds no `config.json`."""
+    return ArtifactNotFoundError(
+        f"{folder} holds no config.json, which names the model's architecture, labels and sizes.",
+        fix="copy the config.json of the original model into it, or pass config=...; graphs of other models have task='custom'.",
+    )
+
+
 def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     """The task of a model from its `config.json` (and `modules.json` of a sentence-transformers folder).
 
     Raises:
+        ArtifactNotFoundError: The folder holds no config.
         TaskError: The config names no architecture, or one without a task here.
     """
     if folder is not None and (kind := sentence_kind(folder)):
@@ -126,6 +135,8 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         return _SENTENCE_TASKS[kind]
     architectures = config.get("architectures") or []
     if not architectures:
+        if folder is not None and not config and not (folder / "config.json").exists():
+            raise missing_config(folder)
         raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
     name = str(architectures[0])
     # What Sentence Transformers writes beside a cross-encoder's classes.

@@ -15,7 +15,7 @@ from accel.backends.specs import BackendSpec, DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, did_you_mean
 
-from .runtime.libraries import device_specs, provider_devices, register_library
+from .runtime.libraries import device_specs, other_providers, provider_devices, register_library
 from .runtime.session import OrtSession, for_float8, is_float8, open_session
 
 _HALF = ("float16", "bfloat16")
@@ -192,6 +192,13 @@ class ProviderBackend:
         devices = tuple(one for one in found if one.type in self._run_types())
         if devices:
             return devices, None
+        others = other_providers(self.provider)
+        if others:
+            return (), Reason(
+                "provider-name",
+                f"{path.name} brought {', '.join(others)}, and no {self.provider}",
+                f"set provider to {' or '.join(map(repr, others))} in the plugin",
+            )
         have = ", ".join(map(str, found)) or "none"
         wanted = " or ".join(self._run_types())
         return (), Reason(
@@ -215,7 +222,8 @@ class ProviderBackend:
         # What a plugin does to find its library may fail in any way, mostly by an import.
         except Exception as error:
             raise BackendUnavailableError(
-                f"{self.provider}: its library was not found: {type(error).__name__}: {error}", fix=self.install
+                f"{self.provider}: its library was not found: {type(error).__name__}: {error}",
+                fix=self.install if isinstance(error, ImportError | OSError) else "report this to the plugin's author.",
             ) from error
         return path
 

@@ -384,3 +384,25 @@ def test_a_real_library(tmp_path: Path) -> None:
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     # The simulator multiplies in single precision.
     assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4
+
+
+def test_a_library_that_is_there_and_does_not_load_is_not_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
+    FromLibrary.path.write_bytes(b"no library")
+    reason = FromLibrary().probe().reasons[0]
+    assert "the file itself is there" in reason.remedy
+    assert FromLibrary.install not in reason.remedy
+
+
+def test_a_wrong_name_lists_the_names_that_the_library_brought(
+    monkeypatch: pytest.MonkeyPatch, loaded: list[tuple[str, str]]
+) -> None:
+    before = [SimpleNamespace(ep_name=CPU)]
+    after = [*before, SimpleNamespace(ep_name="VendorExecutionProvider"), SimpleNamespace(ep_name="VendorNpuProvider")]
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: after if loaded else before)
+    monkeypatch.setattr(FromLibrary, "provider", "VendorProvider")
+    reason = FromLibrary().probe().reasons[0]
+    assert "brought VendorExecutionProvider, VendorNpuProvider, and no VendorProvider" in reason.message
+    assert "set provider to 'VendorExecutionProvider' or 'VendorNpuProvider'" in reason.remedy

@@ -12,6 +12,7 @@ from accel.errors import BackendUnavailableError
 
 _lock = threading.Lock()
 _registered: dict[str, Path] = {}
+_brought: dict[str, tuple[str, ...]] = {}
 
 
 def register_library(provider: str, path: Path) -> None:
@@ -35,13 +36,25 @@ def register_library(provider: str, path: Path) -> None:
             return
         if not wanted.is_file():
             raise BackendUnavailableError(f"{provider}: there is no library {wanted}")
+        before = {device.ep_name for device in ort.get_ep_devices()}
         try:
             ort.register_execution_provider_library(provider, str(wanted))
         # ONNX Runtime raises types of its own without a common base; whatever the loader says is the reason.
         except Exception as error:
             text = " ".join(str(error).split())[:600]
-            raise BackendUnavailableError(f"{provider}: ONNX Runtime cannot load {wanted}: {text}") from error
+            raise BackendUnavailableError(
+                f"{provider}: ONNX Runtime cannot load {wanted}: {text}",
+                fix="install the libraries that it names, or a build of the provider for ONNX Runtime "
+                f"{ort.__version__}; the file itself is there.",
+            ) from error
         _registered[provider] = wanted
+        _brought[provider] = tuple(sorted({device.ep_name for device in ort.get_ep_devices()} - before))
+
+
+def other_providers(provider: str) -> tuple[str, ...]:
+    """Names of the providers that the library of one brought, where its own name is not among them."""
+    names = _brought.get(provider, ())
+    return () if provider in names else names
 
 
 def provider_devices(provider: str) -> tuple[ort.OrtEpDevice, ...]:
