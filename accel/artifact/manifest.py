@@ -446,20 +446,6 @@ class Artifact:
         written.replace(folder / MANIFEST)
         return cls(folder.absolute(), manifest)
 
-    def seen_from(self, root: Path) -> Artifact:
-        """The same graphs as an artifact of a folder above, in which its config, tokenizer and so on lie.
-
-        Those files are not recorded: another tool wrote them. Call it on an artifact whose files were checked.
-        """
-        place = self.path.relative_to(root.absolute())
-
-        def moved(component: Component) -> Component:
-            files = tuple(replace(record, name=(place / record.name).as_posix()) for record in component.files)
-            return replace(component, file=(place / component.file).as_posix(), files=files)
-
-        components = tuple(map(moved, self.components))
-        return Artifact(root.absolute(), replace(self.manifest, components=components, files=()))
-
     def with_step(self, **changes: Any) -> Artifact:
         """The same folder with fields of its last step replaced; for the core, before the folder is final."""
         steps = (*self.manifest.steps[:-1], replace(self.manifest.steps[-1], **changes))

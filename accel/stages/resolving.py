@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GRAPHS = (".onnx", ".xml")
-_SUBFOLDERS = ("onnx", "openvino")
+_SUBFOLDER = "onnx"
 Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
 
 
@@ -257,15 +257,39 @@ def _nested(location: Location, file_name: str | None) -> Artifact | None:
     root = location.root or location.folder
     if not (root / "config.json").is_file() or (root / MANIFEST).is_file():
         return None
-    places = [location.folder] if location.folder != root else [root / name for name in _SUBFOLDERS]
-    for place in places:
-        if place.name not in _SUBFOLDERS or not (place / MANIFEST).is_file():
+    if location.folder != root:
+        places = [location.folder / MANIFEST]
+    elif checkpoint_weights(root):
+        # Other subfolders may be what was made of the weights.
+        places = [root / _SUBFOLDER / MANIFEST]
+    else:
+        places = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.parent.name != _SUBFOLDER)
+    for manifest in places:
+        place = manifest.parent
+        if not manifest.is_file():
             continue
-        artifact = Artifact.load(place).seen_from(root)
+        artifact = _seen_from(Artifact.load(place), root)
         files = [component.file for component in artifact.components]
         if file_name is None or file_name in files or f"{place.name}/{file_name}" in files:
             return artifact
     return None
+
+
+def _seen_from(artifact: Artifact, root: Path) -> Artifact:
+    """The graphs of a subfolder as an artifact of the folder above, in which the config, the tokenizer and so on lie.
+
+    Those files are not recorded: another tool wrote them.
+    """
+    place = artifact.path.relative_to(root.absolute())
+    components = tuple(
+        replace(
+            component,
+            file=(place / component.file).as_posix(),
+            files=tuple(replace(record, name=(place / record.name).as_posix()) for record in component.files),
+        )
+        for component in artifact.components
+    )
+    return Artifact(root.absolute(), replace(artifact.manifest, components=components, files=()))
 
 
 def _task_of_module(module: Any, task: str | None) -> str:

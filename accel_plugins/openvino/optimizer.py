@@ -13,7 +13,7 @@ from pathlib import Path
 from accel.artifact import Artifact, Step, copy_companions, tool_versions
 from accel.backends.interfaces import Feeds
 from accel.config import OptimizeConfig
-from accel.errors import ConfigError, OptimizeError
+from accel.errors import ConfigError, OptimizeError, QuantizeError
 
 from . import FORMAT
 from .exporter import write_graph
@@ -72,4 +72,18 @@ def refuse_onnx_decoders(artifact: Artifact) -> None:
         raise OptimizeError(
             f"{', '.join(stateful)}: an ONNX decoder keeps its cache outside of the graph, which OpenVINO IR cannot take over.",
             fix="export the PyTorch model: accel export MODEL OUT --backend openvino.",
+        )
+
+
+def refuse_outer_caches(artifact: Artifact) -> None:
+    """Refuse a decoder whose cache goes in and out of its graph: it is moved into the graph's state when it is opened.
+
+    Raises:
+        QuantizeError: The artifact holds one.
+    """
+    if any(spec.pair is not None for component in artifact.components for spec in component.inputs):
+        raise QuantizeError(
+            f"{artifact.path} keeps its KV cache outside of its graph.",
+            fix="quantize a graph with the cache inside: `accel export MODEL OUT --backend openvino`, or an export of "
+            "optimum-intel's without --disable-stateful.",
         )

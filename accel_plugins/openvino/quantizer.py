@@ -32,7 +32,7 @@ from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from . import FORMAT
 from .exporter import VERSIONS, write_graph
-from .optimizer import refuse_onnx_decoders
+from .optimizer import refuse_onnx_decoders, refuse_outer_caches
 from .runtime import one_line, port_order, read_model
 from .stateful import BEAM_INDEX
 
@@ -59,7 +59,7 @@ class NncfQuantizer:
         nncf = _nncf()
         _check(config, evaluate)
         refuse_onnx_decoders(artifact)
-        _refuse_outer_caches(artifact)
+        refuse_outer_caches(artifact)
         alone = len(artifact.components) == 1
         parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
         if not alone:
@@ -80,20 +80,6 @@ class NncfQuantizer:
             made.append(write_graph(quantized, component, out, alone=alone))
         copy_companions(artifact.path, out)
         return Artifact.create(out, _manifest(artifact, config, tuple(made), read[artifact.components[0].name]))
-
-
-def _refuse_outer_caches(artifact: Artifact) -> None:
-    """Refuse a decoder whose cache goes in and out of its graph: it is moved into the graph's state when it is opened.
-
-    Raises:
-        QuantizeError: The artifact holds one.
-    """
-    if any(spec.pair is not None for component in artifact.components for spec in component.inputs):
-        raise QuantizeError(
-            f"{artifact.path} keeps its KV cache outside of its graph.",
-            fix="quantize a graph with the cache inside: `accel export MODEL OUT --backend openvino`, or an export of "
-            "optimum-intel's without --disable-stateful.",
-        )
 
 
 def _check_several(
