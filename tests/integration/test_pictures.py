@@ -364,3 +364,11 @@ def test_task_of_an_architecture(architecture: str, task: str) -> None:
 def test_names_of_optimum() -> None:
     assert accel.ORTModelForSemanticSegmentation is accel.ORTModelForImageSegmentation
     assert task_spec("semantic-segmentation").name == "image-segmentation"
+
+
+def test_a_picture_of_one_channel_is_gray(tiny_folder: Callable[..., Path]) -> None:
+    enlarge = accel.pipeline("image-to-image", tiny_folder("swin2sr", "image-to-image"), backend="pytorch")
+    values = torch.linspace(0, 1, 12).reshape(1, 1, 3, 4)
+    made = enlarge.postprocess({"reconstruction": values, "size": [(3, 4)]})
+    assert (made.mode, made.size) == ("L", (4, 3))
+    np.testing.assert_array_equal(np.asarray(made), (values[0, 0] * 255).round().numpy())

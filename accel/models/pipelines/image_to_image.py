@@ -62,4 +62,6 @@ class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is u
 
         ((height, width),) = model_outputs["size"]
         found = model_outputs["reconstruction"][0, :, :height, :width].float().cpu().clamp(0, 1).numpy()
-        return Image.fromarray((np.moveaxis(found, 0, -1) * 255).round().astype(np.uint8))
+        pixels = (np.moveaxis(found, 0, -1) * 255).round().astype(np.uint8)
+        # Of one channel, pillow takes no axis for it.
+        return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
