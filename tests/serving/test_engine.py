@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import accel
 from accel.errors import (
@@ -25,7 +26,7 @@ from accel.errors import (
     SessionError,
     TaskError,
 )
-from accel.testing.models import POSITIONS
+from accel.testing.models import POSITIONS, tiny_tokenizer
 from tests.serving.conftest import Gate
 
 Served = Callable[[str], accel.ORTModel]
@@ -223,6 +224,36 @@ def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
         assert jobs[0].future.result(30)["logits"].shape == (1, 3)
         assert jobs[2].future.result(30)["logits"].shape == (1, 3)
         with pytest.raises((InputError, SessionError)):
+            jobs[1].future.result(30)
+
+
+def test_a_row_without_the_token_that_a_head_reads_is_refused_alone(shared: Callable[..., Path]) -> None:
+    """BART's classifier reads the last end token of each row; the other callers' rows hold one and two of them."""
+    config = transformers.BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=64, vocab_size=60,
+    )  # fmt: skip
+
+    def save(folder: Path) -> None:
+        torch.manual_seed(0)
+        transformers.BartForSequenceClassification(config).save_pretrained(folder)
+        tiny_tokenizer(roberta_like=True).save_pretrained(folder)
+
+    model = accel.ORTModel.from_pretrained(shared("served-bart", save), backend="pytorch")
+    gate = Gate(model._session)
+    model._session = gate
+    rows = [[0, 7, 2, 8, 2], [0, 7, 8, 9, 10], [0, 21, 22, 23, 2]]
+    calls = [
+        {"input_ids": torch.tensor([row]), "attention_mask": torch.ones((1, 5), dtype=torch.int64)} for row in rows
+    ]
+    with accel.Engine(model) as engine:
+        engine.submit("help")
+        assert gate.waiting.wait(30)
+        jobs = [engine.submit(call, operation="tensors") for call in calls]
+        gate.open()
+        for job, call in ((jobs[0], calls[0]), (jobs[2], calls[2])):
+            np.testing.assert_allclose(job.future.result(30)["logits"], model(**call).logits, atol=1e-5)
+        with pytest.raises(InputError, match="Row 0 of 'input_ids' has no token 2"):
             jobs[1].future.result(30)
 
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+import transformers
 
 import accel
+from accel.artifact import Artifact
 
 from .made import make_artifact
 
@@ -114,6 +116,23 @@ def test_labels_and_scores_are_the_pipelines(front: Callable[..., Front], local:
         everything = {one["label"]: one["score"] for one in local("text-classification")(text, top_k=None)}
         labels = front("text-classification").batches.settings["options"]["labels"]
         np.testing.assert_allclose(answer["SCORES"][0], [everything[label] for label in labels], atol=ATOL)
+
+
+def test_a_text_without_the_token_that_a_head_reads_is_refused_alone(tmp_path: Path) -> None:
+    artifact = make_artifact(tmp_path / "artifact", "text-classification")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path)
+    (component,) = artifact.components
+    ids, *others = component.inputs
+    # No other text holds it.
+    ids = replace(ids, required=tokenizer.convert_tokens_to_ids("card"))
+    component = replace(component, inputs=(ids, *others))
+    artifact = Artifact(artifact.path, replace(artifact.manifest, components=(component,)))
+    found = deploy(artifact, tmp_path / "out", task="text-classification", name="front")
+    front = Front(found.path / "front" / "1", artifact.path)
+    right, refused = front.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": [TEXTS[1]]}])
+    assert right["LABEL"].shape == (1, 1)
+    assert isinstance(refused, Refused)
+    assert "has no token" in str(refused)
 
 
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
