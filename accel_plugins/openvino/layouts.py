@@ -23,6 +23,7 @@ from accel.artifact import (
     check_file,
     lost_manifest,
 )
+from accel.artifact.end_tokens import with_equal_counts
 from accel.backends.specs import GENERATING
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
 
@@ -79,9 +80,11 @@ def adopt(folder: Path, *, task: str) -> Artifact:
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
     read = {name: _read(folder, file, root) for name, file in models.items()}
     made = {"encoder": _encoder, "model": _decoder if generates else _single, "decoder": _decoder}
+    architecture = str((config.get("architectures") or [""])[0])
     components = []
     for name, model in read.items():
         component = made[name](name, model, config, folder / models[name])
+        component = replace(component, inputs=with_equal_counts(component.inputs, architecture, root))
         files = tuple(
             _stamp(path, root) for path in (folder / models[name], (folder / models[name]).with_suffix(".bin"))
         )
@@ -97,7 +100,7 @@ def adopt(folder: Path, *, task: str) -> Artifact:
     manifest = Manifest(
         format=FORMAT,
         task=task,
-        architecture=str((config.get("architectures") or [""])[0]),
+        architecture=architecture,
         dtype=_dtype(main),
         source=Origin(id=str(root)),
         components=tuple(components),

@@ -550,3 +550,26 @@ def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path, mo
     weights.write_bytes(content)
     os.utime(weights, (1, 1))
     assert folder_digest(weights.parent) != before
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [({}, 2), ({"eos_token_id": 7}, 7), ({"eos_token_id": None}, 2)],
+    ids=["default", "own", "none"],
+)
+def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal_numbers_of_them(
+    artifact: Artifact, settings: dict[str, Any], token: int
+) -> None:
+    """BART's classifiers as other tools, and earlier versions of this library, exported them."""
+    (artifact.path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    component = replace(artifact.components[0], inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),))
+    manifest = replace(
+        artifact.manifest, architecture="BartForSequenceClassification", components=(component,), files=()
+    )
+    loaded = Artifact.load(Artifact.create(artifact.path, manifest).path)
+    ids = loaded.components[0].inputs[0]
+    assert (ids.name, ids.required, ids.equal_counts) == ("input_ids", token, True)
+    # Exported by this version: each row is answered by itself.
+    component = replace(component, inputs=(replace(ids, equal_counts=False),))
+    again = Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)
+    assert not again.components[0].inputs[0].equal_counts

@@ -137,3 +137,36 @@ def test_integers_are_not_wrapped(value: int) -> None:
     large = torch.tensor([[2**63 + 5]], dtype=torch.uint64)
     with pytest.raises(InputError, match=f"holds {2**63 + 5}"):
         read_feeds({"input_ids": large}, {"input_ids": torch.int64})
+
+
+@pytest.mark.parametrize("order", [("input_ids", "attention_mask"), ("attention_mask", "input_ids")])
+def test_each_row_holds_the_token_that_a_head_reads(order: tuple[str, str]) -> None:
+    ids = torch.tensor([[5, 2, 2, 6], [5, 7, 2, 1], [5, 7, 8, 2]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]])
+    given = {"input_ids": ids, "attention_mask": mask}
+
+    def found(*, equal_counts: bool, rows: int) -> list[str]:
+        specs = {"input_ids": TensorSpec("input_ids", "int64", AXES, required=2, equal_counts=equal_counts)}
+        specs["attention_mask"] = TensorSpec("attention_mask", "int64", AXES, role="mask")
+        check = ValueCheck([specs[name] for name in order])
+        feeds = {name: given[name][:rows] for name in order}
+        messages = []
+        calls: list[Callable[[], None]] = [
+            lambda: check(feeds),
+            lambda: check.arrays([tensor.numpy() for tensor in feeds.values()]),
+        ]
+        for call in calls:
+            try:
+                call()
+            except InputError as error:
+                messages.append(error.message)
+        return messages
+
+    assert found(equal_counts=False, rows=2) == []
+    # The last row's token is padding.
+    assert [message[:45] for message in found(equal_counts=False, rows=3)] == [
+        "Row 2 of 'input_ids' has no token 2, which th"
+    ] * 2
+    assert found(equal_counts=True, rows=1) == []
+    assert all("hold the token 2 1 to 2 times" in message for message in found(equal_counts=True, rows=2))
+    assert len(found(equal_counts=True, rows=2)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...artifact.end_tokens import with_equal_counts
 from ...artifact.manifest import Artifact, Component, Manifest, Origin
 from ...tasks.infer import task_spec
 from .decoders import adopt_decoders
@@ -49,13 +50,13 @@ def adopt_onnx(
     pad = config.get("pad_token_id")
     stored = {tensor.name for tensor in model.graph.initializer}
     axes: dict[str, str | int] = {**axes_of(model.graph.input), **fixed_axes(config)}
+    architecture = str((config.get("architectures") or [""])[0])
+    inputs = with_bounds(named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored), model.graph)
     component = Component(
         name="model",
         file=name,
         files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
-        inputs=with_bounds(
-            named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored), model.graph
-        ),
+        inputs=with_equal_counts(inputs, architecture, folder),
         outputs=named_specs(model.graph.output, axes),
         max_sizes=max_sizes(config),
         domains=operator_domains(model),
@@ -64,7 +65,7 @@ def adopt_onnx(
     manifest = Manifest(
         format="onnx",
         task=spec.name,
-        architecture=str((config.get("architectures") or [""])[0]),
+        architecture=architecture,
         dtype=dtype,
         opset=opset(model),
         source=Origin(id=str(folder)),
