@@ -33,7 +33,7 @@ INTEGER_PAIRS = frozenset({
     "distilbert/text-classification", "electra/token-classification", "gpt2/text-generation", "gpt_neox/text-generation",
     "llama/text-generation", "mbart/text-classification", "mixtral/text-generation", "mpnet/feature-extraction",
     "qwen2/text-generation", "roberta/multiple-choice", "roberta/text-classification", "t5/text-classification",
-    "t5/text2text-generation", "vit/image-classification", "wav2vec2/automatic-speech-recognition",
+    "t5/text2text-generation", "vit/image-classification", "wav2vec2/ctc",
     "whisper/automatic-speech-recognition",
 })  # fmt: skip
 """Pairs whose dynamic int8 graph is compared, rows alone and in a batch, with the float32 graph that it was made from."""

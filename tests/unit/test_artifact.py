@@ -562,7 +562,9 @@ def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal
 ) -> None:
     """BART's classifiers as other tools, and earlier versions of this library, exported them."""
     (artifact.path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    component = replace(artifact.components[0], inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),))
+    ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
+    outputs = (TensorSpec("logits", "float32", ("batch", 3)),)
+    component = replace(artifact.components[0], inputs=(ids,), outputs=outputs)
     manifest = replace(
         artifact.manifest, architecture="BartForSequenceClassification", components=(component,), files=()
     )
