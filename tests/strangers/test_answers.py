@@ -35,9 +35,11 @@ OPTIMUM = (
     "labels", "score", "tags", "spans", "mask", "features", "entail", "write", "rewrite", "answer", "hear", "letters", "noise",
     "pictures",
 )  # fmt: skip
-INTEL = tuple(name for name in OPTIMUM if name not in ("spans", "hear", "letters"))
+INTEL = ("labels", "features", "write", "rewrite", "noise", "pictures")
+MORE_INTEL = ("score", "tags", "mask", "entail", "answer")
 WEB = ("labels", "tags", "features", "write", "pictures")
-ADAPTERS = ("labels-lora", "tags-rslora", "tags-ia3", "write-lora", "write-tokens")
+ADAPTERS = ("labels-lora", "tags-ia3", "write-tokens")
+MORE_ADAPTERS = ("tags-rslora", "write-lora")
 QUICK_WEIGHTS = ("labels", "write")
 
 
@@ -65,13 +67,13 @@ def test_optimum_onnx(name: str, folders: Path) -> None:
     compare(name, folders / "optimum" / name, stored(folders, "optimum", name))
 
 
-@pytest.mark.parametrize("name", INTEL)
+@pytest.mark.parametrize("name", [*INTEL, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE_INTEL)])
 def test_optimum_intel(name: str, folders: Path) -> None:
     compare(name, folders / "intel" / name, stored(folders, "intel", name))
 
 
 @pytest.mark.parametrize("name", WEB)
-@pytest.mark.parametrize("variant", [None, "quantized"])
+@pytest.mark.parametrize("variant", [pytest.param(None, marks=pytest.mark.thorough), "quantized"])
 def test_transformers_js_layouts(name: str, variant: str | None, folders: Path) -> None:
     expected = stored(folders, "optimum" if variant is None else "web", name)
     loading = {} if variant is None else {"variant": variant}
@@ -85,7 +87,7 @@ def test_weights_answer_as_the_graph_that_was_exported_from_them(name: str, fold
     compare(name, folders / "models" / name, stored(folders, "optimum", name))
 
 
-@pytest.mark.parametrize("name", ["labels", "rewrite"])
+@pytest.mark.parametrize("name", ["labels", pytest.param("rewrite", marks=pytest.mark.thorough)])
 def test_a_folder_with_a_graph_and_weights_answers_the_same_through_either(
     name: str, folders: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +113,7 @@ def adapter(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
     return get
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [*ADAPTERS, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE_ADAPTERS)])
 def test_adapters_of_peft(name: str, folders: Path, adapter: Callable[[str], Path]) -> None:
     compare(name.split("-")[0], adapter(name), stored(folders, "peft", name))
 
