@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ import transformers
 import accel
 from accel.errors import InputError
 from accel.testing.models import rescale
+from tests.triton.made import graph
 
 SIZES: dict[str, Any] = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -128,6 +131,23 @@ def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path:
     torch.testing.assert_close(together[:1], expected, atol=1e-4, rtol=0)
     with pytest.raises(InputError, match="Row 0 of 'input_ids' has no token 2"):
         found(input_ids=torch.full((1, 12), 7), attention_mask=torch.ones((1, 12), dtype=torch.int64))
+
+
+def test_another_tool_s_graph_takes_rows_with_equal_numbers_of_end_tokens(tmp_path: Path) -> None:
+    """Such a graph selects end tokens of the whole batch; here any graph stands for it, as the config names the class."""
+    onnx.save(graph("text-classification"), tmp_path / "model.onnx")
+    config = {"architectures": ["BartForSequenceClassification"], "model_type": "bart", "is_encoder_decoder": True}
+    labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **labels}), encoding="utf-8")
+    model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path, task="text-classification")
+    batch = a_batch(pad=1)
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    with pytest.raises(InputError, match="hold the token 2 1 to 3 times") as found:
+        model(**batch)
+    assert "accel export" in str(found.value)
+    assert model(**{name: tensor[[0, 3]] for name, tensor in batch.items()}).logits.shape == (2, 3)
+    for i in range(4):
+        model(**{name: tensor[i : i + 1] for name, tensor in batch.items()})
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class ValueCheck:
         for _, name, token, equal_counts in self._required:
             tensor, mask = feeds.get(name), feeds.get("attention_mask")
             if tensor is not None:
+                mask = None if mask is None else mask.to(tensor.device)
                 check_required(tensor, mask, name, token, equal_counts=equal_counts)
 
     def waiting(self, feeds: Feeds) -> None:
