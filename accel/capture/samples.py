@@ -449,11 +449,12 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
         return dict(feeds)
     config = text_config(config)
     known = {
-        value
+        token
         for name, value in vars(config).items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        if name.endswith(("_token_id", "_token_index"))
+        for token in _ids_in(value)
     }
-    special = [value for value in (getattr(config, name, None) for name in _SPECIAL) if value in known]
+    special = [token for name in _SPECIAL for token in _ids_in(getattr(config, name, None)) if token in known]
     special = [token for token in dict.fromkeys(special) if 0 <= token < _vocabulary(config)]
     edited = ids.clone()
     for i, row in enumerate(edited):
@@ -462,6 +463,11 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
         for k, place in enumerate(plain[1::3][:i] if special else ()):
             row[place] = special[(i + k) % len(special)]
     return {**feeds, "input_ids": edited}
+
+
+def _ids_in(value: object) -> list[int]:
+    """The ids in a config's field: one, several (Llama 3 ends a text with any of three tokens), or none."""
+    return [token for token in (value if isinstance(value, list | tuple) else [value]) if isinstance(token, int)]
 
 
 def text_config(config: Any) -> Any:

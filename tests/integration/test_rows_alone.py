@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import accel
 from accel import capture
 from accel.artifact.manifest import ROW_DIFFERENCE, Artifact
 from accel.errors import ValidationError
+from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
 
 
@@ -72,3 +74,20 @@ def test_special_tokens_are_put_between_plain_ones() -> None:
     assert not changed[:, 0].any()
     assert not changed[1, 4:].any(), "neither the last token nor padding"
     assert set(found[changed].tolist()) <= {config.eos_token_id, config.bos_token_id, config.pad_token_id}
+
+
+def test_a_config_may_list_several_end_tokens(tmp_path: Path) -> None:
+    """Checkpoints from before `generation_config.json` list them in `config.json`, as Llama 3 and Qwen do elsewhere."""
+    config = transformers.LlamaConfig(vocab_size=50, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0)
+    ids = torch.arange(10, 34).reshape(2, 12)
+    changed = capture.with_special_tokens({"input_ids": ids}, config)["input_ids"]
+    assert torch.equal(changed[0], ids[0])
+    assert changed[1].ne(ids[1]).sum() == 1
+    assert int(changed[1][changed[1] != ids[1]]) in (0, 1, 2, 3)
+
+    folder = save_generator(tmp_path / "model", "llama")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "eos_token_id": [3, 5]}))
+    (folder / "generation_config.json").unlink()
+    artifact = accel.export(folder, tmp_path / "out")
+    assert artifact.manifest.steps[0].validation
