@@ -94,6 +94,33 @@ def open_companion(
     return made
 
 
+def open_generation_config(folder: str | os.PathLike[str], config: Any) -> Any:
+    """The settings of `generate`, from where transformers reads them.
+
+    Checkpoints of transformers before 4.26 keep them in `config.json`; transformers 5 drops them from a config that it opens.
+
+    Args:
+        folder: The folder.
+        config: The opened config, whose token ids are the settings of a folder with none of these files.
+
+    Raises:
+        IntegrityError: The file is damaged or not understood.
+    """
+    import transformers
+
+    path = Path(folder)
+    if (path / "generation_config.json").exists():
+        return open_companion("GenerationConfig", path)
+    if not (path / "config.json").exists():
+        return transformers.GenerationConfig.from_model_config(config)
+    try:
+        made = transformers.GenerationConfig.from_model_config(read_json(path / "config.json"))
+    except (AttributeError, TypeError, ValueError) as error:
+        _explain(error, path, "generation config", ("config.json",))
+    _check_generation(path / "config.json", made)
+    return made
+
+
 def _check_generation(file: Path, made: Any) -> None:
     """Hold a generation config against the kinds of values that transformers has; it looks at few of them itself.
 

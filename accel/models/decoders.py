@@ -18,11 +18,11 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..artifact.companions import open_companion
+from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
 from ..backends.checks import check_filled, check_readable
 from ..capture.caches import CACHE_NAME
-from ..errors import ArtifactNotFoundError, ConfigError, InputError
+from ..errors import ConfigError, InputError
 from .base import ORTModel
 from .cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
 from .decoding import decode, fits
@@ -55,10 +55,7 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
 
     def __init__(self, artifact: Artifact, **settings: Any) -> None:
         super().__init__(artifact, **settings)
-        try:
-            self.generation_config = open_companion("GenerationConfig", artifact.path)
-        except ArtifactNotFoundError:
-            self.generation_config = GenerationConfig.from_model_config(self.config)
+        self.generation_config = open_generation_config(artifact.path, self.config)
         if self.generation_config.cache_implementation == "quantized":
             logger.warning(
                 "The checkpoint's generation_config.json asks for a quantized cache of keys and values, which PyTorch rounds; this model "

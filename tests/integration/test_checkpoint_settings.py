@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import accel
-from accel.errors import InputError
+from accel.artifact.companions import open_generation_config
+from accel.errors import InputError, IntegrityError
 from accel.testing.generators import save_generator, tiny_generator
 from accel.testing.models import tiny_tokenizer
 
@@ -191,6 +193,47 @@ def test_a_quantized_cache_of_a_checkpoint_is_said_to_be_kept_in_full(
     assert "quantized cache" in caplog.text
     assert "float32" in caplog.text
     assert model.generate(**ROWS, max_new_tokens=3).shape == (2, 10)
+
+
+def _settings_in_config(folder: Path, **settings: Any) -> Path:
+    """The folder as transformers before 4.26 wrote it: the settings of `generate` in config.json."""
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bart", {"forced_bos_token_id": 17, "num_beams": 3, "max_length": 9}),
+        ("llama", {"bad_words_ids": [[9]], "max_length": 12, "repetition_penalty": 2.0}),
+    ],
+)
+def test_settings_of_generate_in_a_config(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """transformers 5 drops them from a config that it opens, and reads them from the file."""
+    folder = _settings_in_config(save_generator(tmp_path / "model", family), **settings)
+    auto = transformers.AutoModelForSeq2SeqLM if family == "bart" else transformers.AutoModelForCausalLM
+    ours: Any = accel.ORTModelForSeq2SeqLM if family == "bart" else accel.ORTModelForCausalLM
+    expected = auto.from_pretrained(folder).generate(**ROWS)
+    artifact = accel.export(folder, tmp_path / "out")
+    model = ours.from_pretrained(artifact.path)
+    assert torch.equal(model.generate(**ROWS), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(ours.from_pretrained(tmp_path / "saved").generate(**ROWS), expected)
+
+
+def test_settings_of_generate_in_the_config_of_a_decoder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2", "num_beams": 3}})
+    )
+    assert open_generation_config(tmp_path, None).num_beams == 3
+
+
+def test_a_setting_of_another_kind_in_a_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart", "no_repeat_ngram_size": "three"}))
+    with pytest.raises(IntegrityError, match=r"config\.json says 'three' for no_repeat_ngram_size"):
+        open_generation_config(tmp_path, None)
 
 
 @pytest.mark.parametrize("start", [None, torch.tensor([[2, 5, 6], [2, 7, 8]])], ids=["one token", "three tokens"])

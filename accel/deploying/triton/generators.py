@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...artifact.companions import open_companion
-from ...errors import ArtifactNotFoundError, ConfigError, TaskError
+from ...artifact.companions import open_generation_config
+from ...errors import ConfigError, TaskError
 from .services import Facts
 from .settings import TritonConfig
 
@@ -107,12 +107,7 @@ def _short_texts(config: Any) -> int | None:
 
 def _generation(facts: Facts) -> dict[str, Any]:
     """Which tokens end a text, and how the model wants to be asked."""
-    import transformers
-
-    try:
-        config = open_companion("GenerationConfig", facts.artifact.path)
-    except ArtifactNotFoundError:
-        config = transformers.GenerationConfig.from_model_config(facts.config)
+    config = open_generation_config(facts.artifact.path, facts.config)
     said = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}
     unheard = sorted(set(said) - set(_FOLLOWED) - _HARMLESS)
     if unheard:
