@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,6 +13,7 @@ from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
 
+from ..ortkit.runtime.nvidia import on_gpu
 from .runtime import RUN_ERRORS, DecoderRuntime
 from .session import CudaSession
 from .slots import Slots
@@ -88,4 +91,11 @@ class DecoderSession(CudaSession):
     def close(self) -> None:
         """Give ONNX Runtime's memory and that of all caches back."""
         super().close()
-        self.slots.clear()
+        with on_gpu(self._where.index):
+            self.slots.clear()
+
+    def __del__(self) -> None:
+        # A forked process has no GPU.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            if not sys.is_finalizing():
+                self.close()

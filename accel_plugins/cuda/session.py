@@ -24,6 +24,7 @@ from accel.backends.interfaces import Feeds, Names, State
 from accel.backends.specs import DeviceSpec
 from accel.errors import InputError, SessionError
 
+from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.runtime.values import ort_value_as_tensor
 from .forms.masks import Form, Held, Plan, held_by
 from .graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
@@ -369,7 +370,8 @@ class CudaSession(SessionDescription):
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             return
-        with runtime.lock:
+        # A binding may hold the last reference to ONNX Runtime's session, which makes its GPU current when it is freed.
+        with runtime.lock, on_gpu(self._where.index):
             if self._graphs:
                 torch.cuda.synchronize(self._where)
             self._graphs.clear()

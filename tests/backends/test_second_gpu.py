@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_a_session_that_is_dropped_leaves_the_current_device(tiny_artifact: Call
     )
     model(**batch(2, 8, "cuda:1"))
     del model
+    assert torch.zeros(1, device="cuda").device.index == 0
+
+
+def test_a_decoder_that_is_dropped_leaves_the_current_device(tmp_path: Path) -> None:
+    source = export(save_generator(tmp_path / "llama", "llama"), tmp_path / "onnx")
+    half = optimize(source, tmp_path / "o4", backend="cuda", level="O4").path
+    model: Any = accel.ORTModelForCausalLM.from_pretrained(half, backend="cuda", device="cuda:1")
+    model.generate(torch.tensor([[5, 6, 7, 8]], device="cuda:1"), max_new_tokens=4)
+    del model
+    gc.collect()
     assert torch.zeros(1, device="cuda").device.index == 0
 
 

@@ -22,7 +22,13 @@ def example() -> Iterator[None]:
         patch.syspath_prepend(str(EXAMPLE))
         entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", registry.ENTRY_POINT_GROUP)
         real = metadata.entry_points
-        patch.setattr(metadata, "entry_points", lambda **asked: (*real(**asked), entry))
+        patch.setattr(
+            metadata,
+            "entry_points",
+            lambda **asked: metadata.EntryPoints(
+                [*real(**asked), *([entry] if asked.get("group") == entry.group else [])]
+            ),
+        )
         yield
     for name in [name for name in sys.modules if name.split(".")[0] == "accel_openvino_ep"]:
         del sys.modules[name]
