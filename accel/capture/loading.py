@@ -283,23 +283,28 @@ def _load_quantized(
 
 
 def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
-    """Refuse a task whose head the checkpoint does not have: transformers would make a random one."""
+    """Refuse a class of another task: its head may have weights of the same names.
+
+    Of a class with several heads (`BertForPreTraining`), or one that transformers does not have, the weights tell; see `_load_complete`.
+    """
     names = config.architectures or []
     if spec.embeds or not names:
         return
     known = _classes(loader, config)
-    if known and names[0] not in known:
+    fitting = _fitting(names[0])
+    if known and names[0] not in known and fitting not in (None, spec.name):
         raise TaskError(
             f"The checkpoint holds a {names[0]}, whose weights have no head for {spec.name}; transformers would make a random one.",
-            fix=f"pass a task that fits the model ({_fitting(names[0])}), or leave it out to infer it.",
+            fix=f"pass a task that fits the model ({fitting}), or leave it out to infer it.",
         )
 
 
-def _fitting(architecture: str) -> str:
+def _fitting(architecture: str) -> str | None:
+    """The task of a class, by its name; `None` where it has none or several."""
     try:
         return infer_task({"architectures": [architecture]})
     except TaskError:
-        return "feature-extraction"
+        return None
 
 
 def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: HubOptions) -> torch.nn.Module:

@@ -236,16 +236,24 @@ class ORTModel(Familiar, Saveable):
             if self.artifact.task == "custom":
                 return None
             raise missing_config(self.artifact.path)
-        read_config(self.artifact.path)
+        values = read_config(self.artifact.path)
+        if (
+            self.artifact.task == "custom"
+            and values.get("model_type") not in transformers.CONFIG_MAPPING
+            and "auto_map" not in values
+        ):
+            # Another library's, of a model that transformers does not have.
+            return None
         try:
             return transformers.AutoConfig.from_pretrained(
                 self.artifact.path, local_files_only=True, trust_remote_code=self._trust_remote_code
             )
         # Whatever transformers makes of a config that is none.
         except Exception as error:
-            raise IntegrityError(
-                f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix="make the artifact again."
-            ) from error
+            fix = "make the artifact again."
+            if "model_type" not in values:
+                fix = "put the config.json of the original model there, or pass config=...; graphs of other models have task='custom'."
+            raise IntegrityError(f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix=fix) from error
 
     def _open(self) -> None:
         self._opened = open_artifact(self.artifact, self._settings, trust_remote_code=self._trust_remote_code)

@@ -36,7 +36,7 @@ from accel.errors import (
 from accel.models import companions
 from accel.stages.export import export
 from accel.stages.optimize import optimize
-from accel.testing.models import rescale, save_tiny, tiny_model
+from accel.testing.models import FAMILIES, rescale, save_tiny, tiny_model
 
 
 def test_folder_is_complete(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -303,6 +303,28 @@ def test_task_that_does_not_fit(tiny_folder: Callable[..., Path], tmp_path: Path
     with pytest.raises(TaskError, match="cannot do image-classification"):
         export(tiny_folder(), tmp_path / "out", task="image-classification")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_with_several_heads_is_judged_by_its_weights(tmp_path: Path) -> None:
+    """`BertForPreTraining` has the head for masked words next to another; transformers takes it, as it does of a renamed class."""
+    config = transformers.BertConfig(**FAMILIES["bert"][1])
+    model = rescale(transformers.BertForPreTraining(config)).eval()
+    model.save_pretrained(tmp_path / "model")
+    words = {"input_ids": torch.tensor([[2, 9, 4, 8, 3]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+    expected = model(**words).prediction_logits.detach()
+    for name in ("BertForPreTraining", "OursForProteins"):
+        file = tmp_path / "model" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [name]}))
+        opened = accel.ORTModelForMaskedLM.from_pretrained(tmp_path / "model")
+        # Float32 sums in another order.
+        assert torch.allclose(opened(**words).logits, expected, atol=1e-5)
+
+
+def test_a_checkpoint_with_other_heads_than_the_asked_one(tmp_path: Path) -> None:
+    config = transformers.ElectraConfig(**FAMILIES["electra"][1])
+    transformers.ElectraForPreTraining(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ExportError, match="lacks . weights of a ElectraForMaskedLM"):
+        export(tmp_path / "model", tmp_path / "out", task="fill-mask")
 
 
 def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:

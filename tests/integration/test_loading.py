@@ -119,6 +119,21 @@ def test_no_config_is_never_made_up(artifact: Artifact, tmp_path: Path) -> None:
     assert Classifier.from_pretrained(folder, config=config).config is config
 
 
+def test_files_of_other_libraries_beside_a_custom_graph(artifact: Artifact, tmp_path: Path) -> None:
+    """A config.json without a model type that transformers has, and an export.json that is not transformers'."""
+    folder = plain_onnx(artifact, tmp_path / "folder")
+    inputs = {"input_ids": torch.tensor([[2, 8, 9, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    expected = accel.ORTModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
+    (folder / "export.json").write_text('{"exporter": "another", "config_sha256": "0"}')
+    for settings in ({"chars": {"a": 1}}, {"model_type": "of_another_library"}):
+        (folder / "config.json").write_text(json.dumps(settings))
+        assert torch.equal(accel.ORTModelForCustomTasks.from_pretrained(folder)(**inputs)["logits"], expected)
+    (folder / "config.json").write_text('{"architectures": ["OurTagger"]}')
+    with pytest.raises(IntegrityError) as error:
+        accel.ORTModelForSequenceClassification.from_pretrained(folder)
+    assert "task='custom'" in str(error.value.fix)
+
+
 def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns logits with 3"):

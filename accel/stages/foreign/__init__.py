@@ -20,7 +20,7 @@ from ...config import ExportConfig
 from ...errors import ArtifactNotFoundError, PluginError
 from ...tasks.infer import fitting_task
 from .descriptions import describe
-from .files import EXPORT, GENAI, beside_config, graph_files
+from .files import GENAI, beside_config, descriptions_in, graph_files
 from .plain import adopt_onnx
 
 __all__ = [
@@ -36,9 +36,8 @@ __all__ = [
 
 def holds_graphs(folder: Path) -> bool:
     """Whether a folder holds graphs that something here reads, as opposed to PyTorch weights alone."""
-    described = any((folder / name).is_file() for name in (EXPORT, GENAI))
     return (
-        described
+        bool(descriptions_in(folder))
         or bool(graph_files(folder))
         or registry.backend_for_layout([p.name for p in folder.iterdir()]) is not None
     )

@@ -10,7 +10,7 @@ from ...artifact.checksums import check_file
 from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError, IntegrityError
 from ...tasks.infer import infer_task, read_config
-from .files import EXPORT, GENAI, Part, checked_file
+from .files import EXPORT, GENAI, Part, checked_file, descriptions_in
 
 CONFIG = "config.json"
 # transformers' names of the graphs of a decoder.
@@ -64,10 +64,10 @@ def describe(folder: Path) -> Description:
     present = {name for name in (CONFIG, EXPORT, GENAI) if (folder / name).exists()}
     for name in present:
         check_file(folder / name, folder, fix="copy the file itself into the folder.")
-    config = read_config(folder)
-    if EXPORT in present:
+    config, described = read_config(folder), descriptions_in(folder)
+    if EXPORT in described:
         return Description(config, _exported(folder))
-    if GENAI in present:
+    if GENAI in described:
         return _genai(folder, config)
     return Description(config)
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from ...artifact.hub import Location
+from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError, did_you_mean
 
 Part = Literal["encoder", "merged", "following", "first", "model"]
@@ -39,6 +40,14 @@ class Named:
     file: str
     part: Part
     variant: str
+
+
+def descriptions_in(folder: Path) -> set[str]:
+    """Names of the descriptions in a folder; other libraries write an `export.json` of another kind, which is none."""
+    present = {name for name in (EXPORT, GENAI) if (folder / name).is_file()}
+    if EXPORT in present and not {"export_format", "components"} & set(read_json(folder / EXPORT)):
+        present.remove(EXPORT)
+    return present
 
 
 def graph_files(folder: Path) -> list[str]:
