@@ -108,6 +108,9 @@ class Inputs:
             own.add("bbox")
         if kind in _COUNT_PADDING and "attention_mask" in self.names - feeds.keys() and "input_ids" in feeds:
             feeds = {**feeds, "attention_mask": _mask_from_padding(feeds["input_ids"], self.config)}
+        if "position_ids" in self.names - feeds.keys() and "input_ids" in feeds and _rotates_by_distance(text):
+            ids = feeds["input_ids"]
+            feeds = {**feeds, "position_ids": torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)}
         made = with_defaults(feeds, self.names, own)
         missing = [name for name in self.names if name not in made]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
@@ -121,6 +124,15 @@ class Inputs:
                 fix="pass the tokenizer's or processor's whole output: model(**inputs).",
             )
         return made
+
+
+def _rotates_by_distance(config: Any) -> bool:
+    """Whether attention reads the distance of tokens alone (RoPE): positions are then counted from the left, padding or not.
+
+    Optimum's graphs of such decoders take positions, for embeddings and classification, too.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    return bool(rope) and "mrope_section" not in rope
 
 
 def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:

@@ -35,6 +35,7 @@ from accel.errors import (
     InputError,
     IntegrityError,
     SessionError,
+    TaskError,
 )
 from accel.stages.foreign import adopt_onnx
 from accel.stages.optimize import optimize
@@ -763,3 +764,45 @@ def test_tensorrt_says_that_it_does_not_run_a_growing_cache(folders: Path) -> No
         pytest.skip(str(error))
     with pytest.raises(SessionError, match="cache"):
         backend.open(artifact, OpenRequest(device=DeviceSpec("cuda")))
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
+def test_a_graph_with_a_cache_for_a_task_without(task: str, copied: Any) -> None:
+    """Decoders that embed texts are published with the graph that generates; its empty cache is nothing that a tokenizer gives."""
+    with pytest.raises(TaskError, match="takes the keys and values of earlier tokens") as error:
+        adopt_onnx(copied("optimum/gpt2-past"), task=task)
+    assert f"--task {task}" in str(error.value.fix)
+
+
+def test_positions_of_a_decoder_that_embeds(tmp_path: Path) -> None:
+    """Optimum's graphs of such decoders take `position_ids`, which tokenizers do not give; attention reads distances alone."""
+    transformers.Qwen3Config(vocab_size=120, hidden_size=2).save_pretrained(tmp_path)
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Gather", ["table", "input_ids"], ["words"], axis=0),
+            onnx.helper.make_node("Cast", ["position_ids"], ["places"], to=onnx.TensorProto.FLOAT),
+            onnx.helper.make_node("Unsqueeze", ["places", "last"], ["columns"]),
+            onnx.helper.make_node("Add", ["words", "columns"], ["last_hidden_state"]),
+        ],
+        "positions",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch_size", "sequence_length"])
+            for name in ("input_ids", "position_ids")
+        ],
+        [
+            onnx.helper.make_tensor_value_info(
+                "last_hidden_state", onnx.TensorProto.FLOAT, ["batch_size", "sequence_length", 2]
+            )
+        ],
+        [
+            onnx.helper.make_tensor("table", onnx.TensorProto.FLOAT, [120, 2], [0.0] * 240),
+            onnx.helper.make_tensor("last", onnx.TensorProto.INT64, [1], [-1]),
+        ],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9),
+        tmp_path / "model.onnx",
+    )
+    opened = accel.ORTModelForFeatureExtraction.from_pretrained(tmp_path)
+    hidden = opened(input_ids=torch.tensor([[2, 5, 6], [0, 2, 3]])).last_hidden_state
+    assert torch.equal(hidden[..., 0], torch.tensor([[0.0, 1.0, 2.0]] * 2))

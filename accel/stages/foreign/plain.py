@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...artifact.end_tokens import with_equal_counts
 from ...artifact.manifest import Artifact, Component, Manifest, Origin
+from ...errors import TaskError
 from ...tasks.infer import task_spec
 from .decoders import adopt_decoders
 from .descriptions import describe
@@ -22,6 +23,7 @@ from .reading import (
     read_onnx,
     stamp,
 )
+from .surgery import our_name
 from .tables import with_bounds
 
 
@@ -39,6 +41,7 @@ def adopt_onnx(
     Raises:
         ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
         IntegrityError: The file is not ONNX, or one of ours without its manifest.
+        TaskError: The graph takes a cache, and the task does not generate.
     """
     description = describe(folder)
     config = description.config
@@ -47,6 +50,13 @@ def adopt_onnx(
         return adopt_decoders(folder, spec, description, file_name=file_name, variant=variant)
     name = one_graph(folder, file_name or description.files.get("model"), variant)
     model = read_onnx(folder, name)
+    past = [value.name for value in model.graph.input if our_name(value.name) is not None]
+    if past and spec.name != "custom":
+        raise TaskError(
+            f"{folder / name} takes the keys and values of earlier tokens ({past[0]}, ...), as graphs that generate do; a model for "
+            f"{spec.name} is given none.",
+            fix=f"export the original model: `accel export MODEL OUT --task {spec.name}`.",
+        )
     pad = config.get("pad_token_id")
     stored = {tensor.name for tensor in model.graph.initializer}
     axes: dict[str, str | int] = {**axes_of(model.graph.input), **fixed_axes(config)}
