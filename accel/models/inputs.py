@@ -131,7 +131,7 @@ def _rotates_by_distance(config: Any) -> bool:
 
     Optimum's graphs of such decoders take positions, for embeddings and classification, too.
     """
-    rope = getattr(config, "rope_parameters", None)
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     return bool(rope) and "mrope_section" not in rope
 
 
