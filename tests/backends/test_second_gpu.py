@@ -27,6 +27,8 @@ pytestmark = [
 GPUS = ("cuda:0", "cuda:1")
 # Two GPUs of one kind run the same kernels; what is compiled on each is tuned on each, and float16 sums in another order.
 EQUAL, TUNED = 1e-5, 1e-2
+# Another order of sums may round a value to the next 8-bit float, which is up to 1/16 away: 0.013 of the largest logit was seen.
+FLOAT8 = 5e-2
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ def test_an_accelerated_model(settings: dict[str, Any]) -> None:
                 found[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
-        assert_equal(found, TUNED)
+        assert_equal(found, FLOAT8 if "quantization" in settings else TUNED)
 
 
 def test_an_accelerated_generator(tmp_path: Path) -> None:
