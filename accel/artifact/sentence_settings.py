@@ -331,7 +331,7 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check(path: Path, values: Mapping[str, Any], known: Mapping[str, str | tuple[Any, ...]]) -> None:
-    """Refuse a field that is not in the table, or whose value is none of those that are followed."""
+    """Refuse fields that the table lacks, and values that accel does not follow."""
     for name, value in values.items():
         use = known.get(name)
         if use is None or (isinstance(use, tuple) and not any(value == one for one in use)):

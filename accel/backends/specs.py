@@ -119,7 +119,7 @@ class Capability:
         preferred_multiple: Of `run`: where lengths vary from call to call, what they are best padded to multiples of, because
             each new length is compiled, or because kernels are faster there. 1: they are best left alone.
         fixed_shapes: Of `run`: whether kernels of a graph with fixed shapes are faster than those of the same graph called with one
-            shape again and again. Then `accel tune` tries buckets where all calls have one length, too.
+            shape again and again. Then `accel tune` tries buckets even where all calls have one length.
         trials: Of `run`: options that `accel tune` tries besides the defaults, one at a time.
         searched: Of `export`: whether `accel tune` tries it. What packs the same kernels that another candidate runs need not be.
     """

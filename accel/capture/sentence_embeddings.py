@@ -154,7 +154,7 @@ def activation_function(path: str) -> torch.nn.Module:
     """The activation that a class of `torch.nn` computes, by the path that sentence-transformers wrote.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No such class exists.
     """
     package, _, name = str(path).rpartition(".")
     kind: Any = getattr(torch.nn, name, None)

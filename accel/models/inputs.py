@@ -129,7 +129,7 @@ class Inputs:
 def _rotates_by_distance(config: Any) -> bool:
     """Whether attention reads the distance of tokens alone (RoPE): positions are then counted from the left, padding or not.
 
-    Optimum's graphs of such decoders take positions, for embeddings and classification, too.
+    Optimum's graphs of such decoders take positions, even for embeddings and classification.
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     return bool(rope) and "mrope_section" not in rope

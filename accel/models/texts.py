@@ -133,7 +133,7 @@ class SentenceVectors:
     Args:
         settings: What sentence-transformers' files next to the model say.
         pooling: What was put into the graph in place of the folder's own pooling.
-        normalize: Likewise.
+        normalize: Whether the graph scales vectors to length 1, in place of the folder's own setting.
     """
 
     def __init__(

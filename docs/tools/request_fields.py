@@ -28,7 +28,7 @@ PATHS = (
     "/v2/embed",
     "/v2/rerank",
 )
-"""Endpoints that other APIs have, too."""
+"""Endpoints that several APIs share."""
 _BLOCK = re.compile(r"(?<=<!-- fields:begin -->\n).*?(?=<!-- fields:end -->)", re.DOTALL)
 
 

@@ -96,7 +96,7 @@ def test_an_accelerated_generator(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Called from a thread of its own, too, whose current device is the first one whatever this thread's is."""
+    """Also called from a new thread, whose current device is the first GPU."""
     source: Path = tiny_folder("bert")
     if backend == "cuda":
         source = optimize(export(source, tmp_path / "onnx"), tmp_path / "o4", backend="cuda", level="O4").path

@@ -511,7 +511,7 @@ def test_left_padding_moves_no_first_token(root: Path, answers: Any, tmp_path: P
 
 
 def test_an_artifact_says_where_its_settings_came_from(root: Path, tmp_path: Path) -> None:
-    """The files of the source travel with an export, so that its settings are read there, too."""
+    """The files of the source travel with an export, so that its settings are read there."""
     export(root / "6" / "prompts", tmp_path / "out")
     assert Artifact.load(tmp_path / "out").task == "sentence-similarity"
     assert sentence_settings(tmp_path / "out").prompt() == sentence_settings(root / "6" / "prompts").prompt() != ""

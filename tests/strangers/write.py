@@ -89,7 +89,7 @@ def pack(folder: Path) -> None:
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing:
         sys.exit(
-            f"{folder} has no {', '.join(missing)} yet: run the other tools, too. The stored archive was left as it is."
+            f"{folder} has no {', '.join(missing)} yet: run the other tools. The stored archive was left as it is."
         )
     subprocess.run([sys.executable, _SCRIPTS.parent / "strip.py", folder], check=True)
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:

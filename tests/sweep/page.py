@@ -31,7 +31,7 @@ batch. `rows-int8` compares a dynamic int8 graph in this way with the float32 gr
 of a float16 graph on a GPU over that of PyTorch in float16, both against float32, with every padding and up to 16 rows of 256
 tokens; 3 is accepted. A number in brackets leads to the [reason](#reasons) why there is no answer, and a dash says that the
 backend has no such stage. What transformers captures is what its own exporter makes a graph of that answers like PyTorch at
-other sizes than those of the trace, too.
+other sizes than those of the trace.
 """
 
 

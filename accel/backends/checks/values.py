@@ -174,7 +174,7 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
 
     Args:
         ids: NumPy array or tensor.
-        mask: Likewise, of the same shape; `None` keeps all tokens.
+        mask: NumPy array or tensor of the same shape; `None` keeps all tokens.
         name: Input name.
         token: The token's id.
         equal_counts: Whether all rows must hold it equally often.
