@@ -115,7 +115,8 @@ def missing_config(folder: Path) -> ArtifactNotFoundError:
     """The error for a model whose folder holds no `config.json`."""
     return ArtifactNotFoundError(
         f"{folder} holds no config.json, which names the model's architecture, labels and sizes.",
-        fix="copy the config.json of the original model into it, or pass config=...; graphs of other models have task='custom'.",
+        fix="copy the config.json of the original model into it, or pass config=... to from_pretrained. A graph of another model "
+        "opens with accel.ORTModelForCustomTasks.from_pretrained(...), whose `artifact` optimize and quantize take.",
     )
 
 

@@ -134,6 +134,24 @@ def test_files_of_other_libraries_beside_a_custom_graph(artifact: Artifact, tmp_
     assert "task='custom'" in str(error.value.fix)
 
 
+def test_a_variant_of_weights_is_none_of_graphs(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "distilbert", n_layers=1)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with pytest.raises(ArtifactNotFoundError, match="no graph whose name says its variant") as error:
+        Classifier.from_pretrained(folder, variant="fp16")
+    assert "leave variant=... out" in str(error.value.fix)
+
+
+def test_stages_take_a_graph_without_a_config_as_the_message_says(artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path / "folder")
+    (folder / "config.json").unlink()
+    with pytest.raises(ArtifactNotFoundError, match="holds no config.json") as error:
+        accel.optimize(folder, tmp_path / "out", level="O1")
+    assert "ORTModelForCustomTasks.from_pretrained" in str(error.value.fix)
+    opened = accel.ORTModelForCustomTasks.from_pretrained(folder)
+    assert accel.optimize(opened.artifact, tmp_path / "out", level="O1").task == "custom"
+
+
 def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns logits with 3"):

@@ -264,6 +264,11 @@ def _missing(
 
 def _no_variant(folder: Path | str, variant: str, known: list[Named]) -> ArtifactNotFoundError:
     have = sorted({one.variant or _WHOLE[1] for one in known})
+    if not have:
+        return ArtifactNotFoundError(
+            f"{folder} has no graph whose name says its variant (model_{variant}.onnx), and variant={variant!r} chooses one of them.",
+            fix="leave variant=... out; weights are read as model.safetensors, not as model.fp16.safetensors.",
+        )
     return ArtifactNotFoundError(
         f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, have)} It has: {_listing(have)}.",
         fix="pass one of these as variant=...",
