@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ..ortkit.graph.editing import read_graph
 from ..ortkit.runtime.values import as_ort_value
 
 # What ONNX Runtime may want on the host (shapes, axes, scalars) is small and mostly integer.
@@ -41,7 +42,7 @@ class SharedWeights:
         """ONNX Runtime's values over them, by the names of the initializers; complete when this returns."""
         if self._values is None:
             self._values = {}
-            for name, value in ir.load(self._path).graph.initializers.items():
+            for name, value in read_graph(self._path).graph.initializers.items():
                 dtype = _KINDS.get(value.dtype)
                 if dtype is None or value.const_value is None or value.const_value.nbytes < _LEAST_BYTES:
                     continue

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import openvino as ov
 
-from accel.artifact import Artifact, Component
+from accel.artifact import Artifact, Component, accel_home, scratch
 from accel.backends.forks import never_destroyed
 from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
@@ -126,7 +128,8 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
     if path.suffix == ".xml" and not weights.is_file():
         raise missing_weights(path)
     try:
-        model = core().read_model(str(path))
+        with _without_links(artifact, component) as file:
+            model = core().read_model(str(file))
         keep_axes_of_one(model)
         compute_one_token(model)
         pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
@@ -146,6 +149,31 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         ) from error
     _check_transforms(model, path)
     return model
+
+
+@contextlib.contextmanager
+def _without_links(artifact: Artifact, component: Component) -> Iterator[Path]:
+    """A component's graph as a file that OpenVINO reads with its weights.
+
+    OpenVINO refuses an ONNX graph whose weights are a link that leaves the folder, as every file of a Hub snapshot is. Other names of
+    the same files (hard links) take no space; between file systems they are copied.
+    """
+    path, root = artifact.path / component.file, artifact.path.resolve()
+    files = [(artifact.path / record.name).resolve() for record in component.files]
+    if path.suffix != ".onnx" or all(file.is_relative_to(root) for file in files):
+        yield path
+        return
+    home = accel_home()
+    home.mkdir(parents=True, exist_ok=True)
+    with scratch(home) as folder:
+        for record, file in zip(component.files, files, strict=True):
+            target = folder / record.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, target)
+            except OSError:
+                shutil.copyfile(file, target)
+        yield folder / component.file
 
 
 def _check_transforms(model: ov.Model, path: Path) -> None:

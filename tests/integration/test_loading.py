@@ -569,19 +569,59 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Classifier.from_pretrained("org/not-in-the-cache", local_files_only=True)
 
 
-def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
-    """A model from the Hub's cache: an id, a snapshot of links into a blob store, and its commit as revision."""
-    repo = tmp_path / "models--org--name"
+def _in_hub_cache(folder: Path, cache: Path) -> Path:
+    """The snapshot of `org/name` in a cache of the Hub, with the folder's files as links into the store of blobs."""
+    repo = cache / "models--org--name"
     snapshot = repo / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (repo / "blobs").mkdir()
+    (repo / "blobs").mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
-    for path in artifact.path.iterdir():
-        shutil.copyfile(path, repo / "blobs" / path.name)
-        (snapshot / path.name).symlink_to(repo / "blobs" / path.name)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        blob = repo / "blobs" / sha256(path)
+        shutil.copyfile(path, blob)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blob)
+    return snapshot
+
+
+def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
+    """A model from the Hub's cache: an id, a snapshot of links into a blob store, and its commit as revision."""
+    snapshot = _in_hub_cache(artifact.path, tmp_path)
     model = Classifier.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True)
-    assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
+    expected = Classifier(artifact)(**INPUTS).logits
+    assert torch.allclose(model(**INPUTS).logits, expected)
+    # onnx_ir and OpenVINO refuse weights behind a link that leaves the folder.
+    optimized = accel.optimize(snapshot, tmp_path / "optimized", level="O2")
+    assert torch.allclose(Classifier.from_pretrained(optimized.path)(**INPUTS).logits, expected, atol=1e-5)
+    assert accel.quantize(snapshot, tmp_path / "int8", scheme="dynamic-int8").manifest.quantization is not None
+    on_openvino = Classifier.from_pretrained(snapshot, backend="openvino")
+    assert torch.allclose(on_openvino(**INPUTS).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_generators_in_the_hub_cache(family: str, generator: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Graphs that are changed in memory name their weights; ONNX Runtime refuses those behind a link out of the folder."""
+    artifact = generator(family)
+    kind: Any = accel.ORTModelForCausalLM if family == "llama" else accel.ORTModelForSeq2SeqLM
+    rows = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}
+    expected = kind.from_pretrained(artifact.path).generate(**rows, max_new_tokens=4)
+    _in_hub_cache(artifact.path, tmp_path)
+    model = kind.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True)
+    assert torch.equal(model.generate(**rows, max_new_tokens=4), expected)
+
+
+def test_weights_behind_a_link_out_of_the_folder_are_not_read(artifact: Artifact, tmp_path: Path) -> None:
+    folder = plain_onnx(artifact, tmp_path / "folder")
+    weights = folder / "model.onnx.data"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    for act in (
+        lambda: accel.optimize(folder, tmp_path / "out"),
+        lambda: Classifier.from_pretrained(folder, backend="openvino"),
+    ):
+        with pytest.raises(IntegrityError, match="outside of the folder"):
+            act()
 
 
 @pytest.mark.thorough

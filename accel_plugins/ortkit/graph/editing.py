@@ -26,6 +26,7 @@ from accel.artifact import (
     copy_companions,
     with_files,
 )
+from accel.artifact.checksums import is_inside
 from accel.errors import IntegrityError
 
 MICROSOFT = "com.microsoft"
@@ -58,23 +59,50 @@ def load_graph(artifact: Artifact, component: Component) -> ir.Model:
 def read_graph(path: Path) -> ir.Model:
     """The graph of a file; weights stay on disk until they are read, but for those in attributes of nodes.
 
+    Their files are in the folder of `path.resolve()`.
+
     Raises:
         IntegrityError: It cannot be read.
     """
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
     try:
         model = ir.load(path)
+        for inner in model.graphs():
+            for value in inner.initializers.values():
+                if isinstance(value.const_value, ir.ExternalTensor):
+                    value.const_value = _behind_link(value.const_value, path)
         for graph in (model.graph, *model.functions.values()):
             for node in ir.traversal.RecursiveGraphIterator(graph):
                 for name, attribute in node.attributes.items():
                     if isinstance(attribute.value, ir.ExternalTensor):
-                        node.attributes[name] = ir.AttrTensor(name, _in_memory(attribute.value))
+                        tensor = _behind_link(attribute.value, path)
+                        node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
     # onnx_ir says of damaged graphs what protobuf, NumPy and its own classes say.
     except Exception as error:
         raise IntegrityError(
             f"{path} cannot be read as ONNX: {error}.", fix="copy or export the file again."
         ) from error
     return model
+
+
+def _behind_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
+    """A weight by the file that its link leads to, next to the one that the graph's leads to.
+
+    In a Hub snapshot each file is a link to one of another name in another folder; onnx_ir and ONNX Runtime refuse such weights.
+    """
+    file = graph.parent / tensor.location
+    real = file.resolve()
+    if real == file.absolute() or real.parent != graph.resolve().parent or not is_inside(file, graph.parent):
+        return tensor
+    return ir.ExternalTensor(
+        real.name,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name or "",
+        base_dir=real.parent,
+    )
 
 
 def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:

@@ -216,7 +216,7 @@ def open_runtime(
         )
     native, disabled = native_options(options)
     if model is not None:
-        native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.parent))
+        native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.resolve().parent))
     for name, value in (weights or {}).items():
         native.add_initializer(name, value)
     for axis, size in (shapes or {}).items():
