@@ -381,4 +381,5 @@ def _max_sizes(config: dict[str, Any]) -> dict[str, int]:
     if not isinstance(limit, int) or rotary:
         return {}
     shifted = config.get("model_type") in _SHIFTED
-    return {"sequence": limit - int(config.get("pad_token_id", 1)) - 1 if shifted else limit}
+    pad = config.get("pad_token_id")
+    return {"sequence": limit - (pad if isinstance(pad, int) else 1) - 1 if shifted else limit}

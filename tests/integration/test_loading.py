@@ -134,6 +134,15 @@ def test_files_of_other_libraries_beside_a_custom_graph(artifact: Artifact, tmp_
     assert "task='custom'" in str(error.value.fix)
 
 
+def test_a_config_without_a_padding_token(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """`"pad_token_id": null` of a family whose positions start behind the padding token's id, 1 in all of its checkpoints."""
+    folder = plain_onnx(tiny_artifact("roberta"), tmp_path / "folder")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "pad_token_id": None}))
+    opened = Classifier.from_pretrained(folder)
+    assert opened.artifact.component().max_sizes == {"sequence": settings["max_position_embeddings"] - 2}
+
+
 def test_a_variant_of_weights_is_none_of_graphs(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "distilbert", n_layers=1)
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
@@ -299,6 +308,8 @@ def test_push_to_hub(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> Non
     class Api:
         def __init__(self, token: str | None = None) -> None:
             uploaded["token"] = token
+
+        def model_info(self, repo_id: str, **_: Any) -> None: ...
 
         def create_repo(self, repo_id: str, **_: Any) -> Any:
             return type("Repo", (), {"repo_id": repo_id})
@@ -721,6 +732,8 @@ def test_paths_of_this_machine_are_not_published(artifact: Artifact, monkeypatch
 
     class Api:
         def __init__(self, token: str | None = None) -> None: ...
+
+        def model_info(self, repo_id: str, **_: Any) -> None: ...
 
         def create_repo(self, repo_id: str, **_: Any) -> Any:
             return type("Repo", (), {"repo_id": repo_id})

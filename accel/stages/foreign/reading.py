@@ -345,4 +345,5 @@ def max_sizes(config: dict[str, Any]) -> dict[str, int]:
         return {}
     # Their tables start counting behind the padding row (transformers, modeling_roberta.py).
     shifted = config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
-    return {"sequence": limit - int(config.get("pad_token_id", 1)) - 1 if shifted else limit}
+    pad = config.get("pad_token_id")
+    return {"sequence": limit - (pad if isinstance(pad, int) else 1) - 1 if shifted else limit}
