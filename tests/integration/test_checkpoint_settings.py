@@ -60,7 +60,7 @@ HONOURED: dict[str, dict[str, Any]] = {
     "begin_suppress_tokens": {"begin_suppress_tokens": [9, 10]},
     "sequence_bias": {"sequence_bias": {(9,): 50.0}},
     "guidance_scale": {"guidance_scale": 1.5},
-    "watermarking_config": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+    "watermarking_config": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "lefthash"}},
     "output_scores": {"output_scores": True, **TUPLE},
     "output_logits": {"output_logits": True, **TUPLE},
     "return_dict_in_generate": TUPLE,

@@ -98,7 +98,9 @@ def make_artifact(folder: Path, task: str = "text-classification", *, format: st
         domains=("",) if format == "onnx" else None,
     )
     profile = changes.pop("profile", None)
-    steps = (Step(stage="export", backend="made", config={"profile": {"model": profile}} if profile else {}),)
+    # An engine is built of a graph that was exported before.
+    built = (Step(stage="export", backend="made", config={"profile": {"model": profile}}),) if profile else ()
+    steps = (Step(stage="export", backend="made", config={}), *built)
     manifest = Manifest(
         format=format,
         task=task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from ...artifact.companions import open_generation_config
@@ -22,6 +23,12 @@ _HARMLESS = frozenset(
     ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
      "max_length", "return_dict_in_generate", "cache_implementation", "trust_remote_code", "num_return_sequences")
 )  # fmt: skip
+# Values that switch a field off, and fields that beams alone read.
+_OFF: Mapping[str, tuple[object, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
+}  # fmt: skip
+_OF_BEAMS = ("early_stopping", "length_penalty", "diversity_penalty")
 
 
 def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
@@ -109,7 +116,9 @@ def _generation(facts: Facts) -> dict[str, Any]:
     """Which tokens end a text, and how the model wants to be asked."""
     config = open_generation_config(facts.artifact.path, facts.config)
     said = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}
-    unheard = sorted(set(said) - set(_FOLLOWED) - _HARMLESS)
+    off = {name for name, values in _OFF.items() if said.get(name) in values}
+    off |= set(_OF_BEAMS) if said.get("num_beams", 1) == 1 else set()
+    unheard = sorted(set(said) - set(_FOLLOWED) - _HARMLESS - off)
     if unheard:
         raise ConfigError(
             f"The model's generation_config.json asks for {', '.join(unheard)}, which the loop inside Triton does not follow.",

@@ -328,7 +328,8 @@ def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1
-    tensor = ir.tensor(np.ascontiguousarray(array), name=unique)
+    # Unlike `ascontiguousarray`, this keeps numbers without axes.
+    tensor = ir.tensor(np.asarray(array, order="C"), name=unique)
     value = ir.Value(name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
     graph.register_initializer(value)
     return value
