@@ -364,6 +364,10 @@ def original(resolved: Resolved, *, local_files_only: bool = False) -> Resolved:
 
 
 def recorded_export(artifact: Artifact) -> ExportConfig:
-    """How an artifact was exported, in float32: pooling and so on of the model that it is compared with."""
-    recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
+    """How an artifact was exported, in float32: pooling and so on of the model that it is compared with.
+
+    An engine that was built from a graph of another tool has no such step: its own export has the graph as parent, and other settings.
+    """
+    exports = (step for step in artifact.manifest.steps if step.stage == "export" and step.parent is None)
+    recorded = next((step.config for step in exports), {})
     return replace(ExportConfig.from_dict(recorded), dtype="float32", atol=None)

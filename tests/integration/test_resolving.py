@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 import accel
-from accel.artifact import Artifact, HubOptions, Location
+from accel.artifact import Artifact, HubOptions, Location, Step
+from accel.config import ExportConfig
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, TaskError
 from accel.stages import resolving
-from accel.stages.resolving import original, resolve
+from accel.stages.resolving import original, recorded_export, resolve
 from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import save_tiny, tiny_model
 
@@ -239,3 +241,11 @@ class TestRemoteCode:
             trust_remote_code=True,
         )
         assert made.winner.drop is not None
+
+
+def test_an_engine_of_another_tools_graph_records_no_export(tiny_artifact: Callable[..., Artifact]) -> None:
+    """Its only export is the one that built it, whose settings are the vendor's (TensorRT's profile)."""
+    artifact = tiny_artifact()
+    built = Step(stage="export", backend="made", config={"profile": {}}, parent=artifact.digest)
+    engine = Artifact(artifact.path, replace(artifact.manifest, steps=(built,)))
+    assert recorded_export(engine) == ExportConfig(atol=None)
