@@ -18,9 +18,11 @@ from ..backends.opening import RunSettings
 from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
+from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.rounds import measure
 from ..measuring.latency.variants import Variant
+from ..measuring.statistics import Ratio
 from ..models.base import ORTModel
 from ..models.opening import close, open_model
 from ..models.pipelines.opening import pipeline
@@ -31,7 +33,6 @@ from ..tuning.budget import quantize
 from ..tuning.tune import tune
 from . import CALIBRATION_SET, MODEL, TEST_SET, read_test_set
 
-_BATCH = 32
 _SHAPE = (1, 16)
 _MAX_DROP = 0.3
 _SEARCH_S = 300.0
@@ -41,7 +42,18 @@ _PYTORCH = "PyTorch eager, float32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRow:
-    """One line of the table."""
+    """One line of the table.
+
+    Attributes:
+        name: Of the variant.
+        accuracy: On the whole test set, one query a call, as latency is measured.
+        agreement: Share of the answers that are PyTorch's.
+        median_ms, p5_ms, p95_ms: Of all calls.
+        speedup: Times PyTorch; see `accel.measuring.statistics.speedup`.
+        speedup_low, speedup_high: Its 95 % interval.
+        megabytes: Of weights and graphs.
+        compute_dtype: What its kernels compute in.
+    """
 
     name: str
     accuracy: float
@@ -50,6 +62,8 @@ class DemoRow:
     p5_ms: float
     p95_ms: float
     speedup: float
+    speedup_low: float
+    speedup_high: float
     megabytes: float
     compute_dtype: str
 
@@ -61,6 +75,7 @@ class DemoSearch:
     Attributes:
         winner: What it keeps.
         speed: Times PyTorch float32.
+        speed_low, speed_high: Its 95 % interval.
         drop: Points lost on the whole test set.
         max_drop: Points that might be lost.
         candidates: How many it tried or rejected.
@@ -69,6 +84,8 @@ class DemoSearch:
 
     winner: str
     speed: float
+    speed_low: float
+    speed_high: float
     drop: float
     max_drop: float
     candidates: int
@@ -88,6 +105,7 @@ class DemoReport:
         seconds: For everything.
         absent: Rows that this machine or environment cannot have, with the reason.
         tuned: What a search found; `None` where none was made.
+        disturbed: What says that other programs used the machine meanwhile.
     """
 
     rows: tuple[DemoRow, ...]
@@ -98,6 +116,7 @@ class DemoReport:
     seconds: float
     absent: Mapping[str, str] = field(default_factory=dict)
     tuned: DemoSearch | None = None
+    disturbed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +143,7 @@ def run(out: Path | None = None) -> DemoReport:
             `-int8`, `-tuned`) behind its name. A temporary folder when `None`.
     """
     started = time.perf_counter()
+    watch = MachineWatch()
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "artifact"
         exporters, absent = _exporters()
@@ -150,6 +170,8 @@ def run(out: Path | None = None) -> DemoReport:
         for model in models:
             close(model)
         timings = measure(variants, feeds)
+        disturbed = watch.judge({timings[0].name: timings[0].round_ms}).signs
+        gains = [timing.speedup(timings[0]) for timing in timings]
         rows = [
             DemoRow(
                 name=timing.name,
@@ -158,15 +180,18 @@ def run(out: Path | None = None) -> DemoReport:
                 median_ms=timing.median,
                 p5_ms=timing.spread[0],
                 p95_ms=timing.spread[1],
-                speedup=timings[0].median / timing.median,
+                speedup=gain.value,
+                speedup_low=gain.low,
+                speedup_high=gain.high,
                 megabytes=size / 1e6,
                 compute_dtype=dtype,
             )
-            for timing, predicted, size, dtype in zip(timings, predictions, sizes, dtypes, strict=True)
+            for timing, gain, predicted, size, dtype in zip(timings, gains, predictions, sizes, dtypes, strict=True)
         ]
         return DemoReport(
             rows=tuple(rows),
             absent=absent,
+            disturbed=disturbed,
             tuned=_search(_beside(folder, "", "tuned")),
             max_abs_difference=max(_differences(cases)),
             queries=len(texts),
@@ -244,9 +269,13 @@ def _search(out: Path) -> DemoSearch:
         sequence=[_SHAPE[1]],
         time_limit_s=_SEARCH_S,
     )
+    gain = found.winner.speedup
+    assert gain is not None
     return DemoSearch(
         winner=found.winner.name,
-        speed=found.winner.speed or 0.0,
+        speed=gain.value,
+        speed_low=gain.low,
+        speed_high=gain.high,
         drop=found.winner.drop or 0.0,
         max_drop=_MAX_DROP,
         candidates=len(found.trials),
@@ -260,9 +289,9 @@ def _differences(cases: Sequence[_Case]) -> list[float]:
 
 
 def _predict(what: str, model: ORTModel, texts: list[str]) -> list[str]:
-    """The predicted intent of every text."""
+    """The predicted intent of every text, one text a call, as latency is measured."""
     classify = pipeline(_TASK, model=model)
-    results = classify((text for text in texts), batch_size=_BATCH)
+    results = classify((text for text in texts), batch_size=_SHAPE[0])
     return [result["label"] for result in progress.track(results, what, total=len(texts))]
 
 
@@ -286,7 +315,7 @@ def render(report: DemoReport) -> str:
     from rich.table import Table
 
     table = Table(title=f"BANKING77 intents, {report.queries} test queries")
-    for column in ("variant", "accuracy", "agrees", "median", "p5 - p95", "speed", "size"):
+    for column in ("variant", "accuracy", "agrees", "median", "p5 - p95", "times PyTorch (95 %)", "size"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     for row in report.rows:
         table.add_row(
@@ -295,7 +324,7 @@ def render(report: DemoReport) -> str:
             f"{100 * row.agreement:.2f} %",
             f"{row.median_ms:.2f} ms",
             f"{row.p5_ms:.2f} - {row.p95_ms:.2f}",
-            f"{row.speedup:.2f} x",
+            str(Ratio(value=row.speedup, low=row.speedup_low, high=row.speedup_high)),
             f"{row.megabytes:.1f} MB",
         )
     stream = StringIO()
@@ -306,15 +335,18 @@ def render(report: DemoReport) -> str:
         for why in dict.fromkeys(report.absent.values())
     )
     tuned = report.tuned
+    gain = Ratio(value=tuned.speed, low=tuned.speed_low, high=tuned.speed_high) if tuned is not None else None
+    disturbed = f"Other programs disturbed the latencies: {'; '.join(report.disturbed)}.\n" if report.disturbed else ""
     search = (
         f"accel tune looked at {tuned.candidates} candidates in {tuned.seconds:.0f} s; of those that lose at most "
-        f"{tuned.max_drop:g} points it keeps\n  {tuned.winner}: {tuned.speed:.2f} times PyTorch, {tuned.drop:.2f} points lost.\n"
+        f"{tuned.max_drop:g} points it keeps\n  {tuned.winner}: {gain} times PyTorch, {tuned.drop:.2f} points lost.\n"
         if tuned is not None
         else ""
     )
     return (
-        f"{stream.getvalue()}{missing}{search}"
+        f"{stream.getvalue()}{disturbed}{missing}{search}"
         f"Exported graphs differ from PyTorch by {report.max_abs_difference:.2g} at most.\n"
+        "Accuracy: one query a call. "
         f"Latency: batch {batch} x {sequence} tokens, {report.threads} threads, one process per variant taking turns.\n"
         f"Done in {report.seconds:.0f} s."
     )

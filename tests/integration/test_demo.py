@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +17,7 @@ from accel.backends import registry
 from accel.backends.specs import Probe, Reason
 from accel.data.rows import load_rows
 from accel.demo import running
+from accel.measuring.latency.rounds import Timing
 
 _OPENVINO = importlib.util.find_spec("openvino") is not None
 
@@ -46,7 +46,7 @@ def test_the_job_is_done_on_a_small_model(
     monkeypatch.setattr(
         running,
         "measure",
-        lambda variants, feeds: [SimpleNamespace(name=v.name, median=2.0, spread=(1.0, 3.0)) for v in variants],
+        lambda variants, feeds: [Timing(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
     )
     report = running.run(tmp_path / "demo")
     names = {"PyTorch eager, float32": "float32", "cpu, float32": "float32", "cpu, O2": "float32"}
