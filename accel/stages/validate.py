@@ -16,6 +16,7 @@ from ..backends.opening import RunSettings, open_artifact
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
 from ..signatures import checked_arguments
+from ..tasks.infer import task_spec
 from .checking import differences, merged, recorded_rounding
 from .export import load_source
 from .resolving import artifact_of, original, resolve
@@ -77,7 +78,7 @@ def validate(
     hub = hub or HubOptions()
     artifact = artifact_of(artifact, hub=hub)
     if against is not None:
-        other = resolve(against, task=artifact.task, hub=hub, weights=True)
+        other = resolve(against, task=_task_of_graph(artifact), hub=hub, weights=True)
     elif any(step.stage == "export" for step in artifact.manifest.steps):
         other = original(resolve(artifact, hub=hub))
     else:
@@ -90,7 +91,7 @@ def validate(
         source = source.with_fixed_images() or source
     progress.report("computing reference outputs", 0, 2)
     cases = {
-        name: _with_inputs_of(artifact, source, of_part) if len(artifact.components) == 1 else of_part
+        name: _for_graph(artifact, source, of_part) if len(artifact.components) == 1 else of_part
         for name, of_part in capture.cases_by_part(source).items()
     }
     opened = open_artifact(
@@ -121,16 +122,39 @@ def validate(
     )
 
 
-def _with_inputs_of(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
-    """Cases without the inputs that a graph of another tool does not take, such as token types; PyTorch fills in its default."""
+def _task_of_graph(artifact: Artifact) -> str:
+    """The task that the graph itself computes: hidden states, where pooling follows the graph."""
+    pooled = {"sentence_embedding"} & {spec.name for spec in artifact.components[0].outputs}
+    return "feature-extraction" if task_spec(artifact.task).embeds and not pooled else artifact.task
+
+
+def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
+    """Cases as a graph of another tool can answer them.
+
+    Inputs that it does not take, such as token types, are left out, and PyTorch fills in its default. Outputs that it does not
+    return, such as BERT's `pooler_output`, are not compared.
+    """
     component = artifact.components[0]
-    taken = {spec.name for spec in component.inputs} | set(component.unused_inputs)
-    left_out = {name for case in cases for name in case.feeds if name not in taken}
-    if not left_out or any(case.stateful for case in cases):
+    if any(case.stateful for case in cases):
         return cases
-    logger.warning("%s takes no %s, which are left out of the comparison.", artifact.path, ", ".join(sorted(left_out)))
-    made = []
-    for case in cases:
-        feeds = {name: tensor for name, tensor in case.feeds.items() if name in taken}
-        made.append(replace(case, feeds=feeds, expected=capture.reference(source.model, feeds)))
-    return made
+    taken = {spec.name for spec in component.inputs} | set(component.unused_inputs)
+    unknown_inputs = {name for case in cases for name in case.feeds if name not in taken}
+    if unknown_inputs:
+        logger.warning(
+            "%s takes no %s, which are left out of the comparison.", artifact.path, ", ".join(sorted(unknown_inputs))
+        )
+        feeds = [{name: tensor for name, tensor in case.feeds.items() if name in taken} for case in cases]
+        cases = [
+            replace(case, feeds=some, expected=capture.reference(source.model, some))
+            for case, some in zip(cases, feeds, strict=True)
+        ]
+    returned = {spec.name for spec in component.outputs}
+    missing = {name for case in cases for name in case.expected if name not in returned}
+    exported = any(step.stage == "export" for step in artifact.manifest.steps)
+    if exported or not missing or not all(returned & set(case.expected) for case in cases):
+        return cases
+    logger.warning("%s returns no %s, which is not compared.", artifact.path, ", ".join(sorted(missing)))
+    return [
+        replace(case, expected={name: value for name, value in case.expected.items() if name in returned})
+        for case in cases
+    ]

@@ -317,6 +317,13 @@ def test_a_comparison_with_the_original_reads_the_same_prompt(root: Path, answer
     assert found.value == pytest.approx(found.comparison.value, abs=1e-6)
 
 
+def test_a_graph_is_compared_with_the_weights_next_to_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It returns hidden states, which are pooled after it, and no `pooler_output`."""
+    folder = root / "3" / "mean-normalize"
+    assert accel.validate(folder, against=folder).passed
+    assert "returns no pooler_output, which is not compared" in caplog.text
+
+
 def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers: Any) -> None:
     """Hidden states, as transformers' own pipeline; the model under it has the embeddings."""
     folder, expected = root / "6" / "two-poolings", answers("6", "two-poolings")
