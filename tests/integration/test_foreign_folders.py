@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import shutil
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +41,6 @@ from accel.stages.optimize import optimize
 from accel.stages.validate import validate
 from accel.testing.folders import as_foreign
 
-PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 # Of float32 logits up to 5, computed by other kernels.
 CLOSE = 1e-4
 TEXT, TEXT2TEXT = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
@@ -99,17 +97,6 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "without a cache": {"use_cache": False},
 }
-
-
-@pytest.fixture(scope="session")
-def folders(shared: Callable[..., Path]) -> Path:
-    """All of them, unpacked."""
-
-    def unpack(out: Path) -> None:
-        with tarfile.open(PACKED) as archive:
-            archive.extractall(out, filter="data")
-
-    return shared("foreign", unpack)
 
 
 @pytest.fixture(scope="session")

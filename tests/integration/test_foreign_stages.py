@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from accel.errors import AccelError
 from accel.stages.resolving import artifact_of
 from accel.stages.validate import validate
 
-PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 # Folders of which each stage is run at once; the others are more cases of their layouts.
 QUICK = (
     "exported/bert-plain-onnx", "exported/llama-single-onnx", "genai/mistral-fp32", "intel/llama-stateless", "intel/t5-ir",
@@ -53,17 +51,6 @@ BRANCHED = ("gpt2-pair", "gpt2-web", "bloom-pair", "llama-single-onnx", "llama-m
 # three rows say little of activations.
 ATOL = {"dynamic-int8": 0.5, "weight-int8": 0.5, "static-int8": 2.5, "weight-int4": 3.0}
 HALF_ATOL = 0.05
-
-
-@pytest.fixture(scope="session")
-def folders(shared: Callable[..., Path]) -> Path:
-    """All of them, unpacked."""
-
-    def unpack(out: Path) -> None:
-        with tarfile.open(PACKED) as archive:
-            archive.extractall(out, filter="data")
-
-    return shared("foreign", unpack)
 
 
 def kind_of(folder: str) -> str:
