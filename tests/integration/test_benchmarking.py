@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +53,11 @@ def test_a_good_variant_is_measured(found) -> None:
     assert cell.latency.min <= cell.latency.median <= cell.latency.p95 <= cell.latency.p99 <= cell.latency.max
     assert cell.ratio.low <= cell.ratio.value <= cell.ratio.high
     assert good.agreement == 1.0
+
+
+def test_a_result_is_pickled_and_copied(found) -> None:
+    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert str(other) == str(found)
 
 
 def test_processes_share_the_rounds(tiny_artifact: Callable[..., Artifact]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
+import pickle
 import random
 import shutil
 import time
@@ -105,6 +107,11 @@ def test_a_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
     assert found.winner.value == found.reference, "float32 on another runtime answers as PyTorch does"
     assert found.rows == 40
     assert found.front[0].winner or found.front
+
+
+def test_a_result_is_pickled_and_copied(found: Tuning) -> None:
+    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert str(other) == str(found)
 
 
 def test_a_crash_is_one_rejected_candidate(found: Tuning) -> None:
