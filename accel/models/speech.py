@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from ..errors import InputError
@@ -43,6 +45,12 @@ class ORTModelForSpeechSeq2Seq(
             )
         return super().generate(input_features, *args, **renamed(kwargs))
 
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:  # transformers' name
+        """Leave out a cache that cannot be split by rows: graphs of other tools name their states as they like."""
+        if isinstance(seek_outputs, Mapping):
+            seek_outputs = {name: value for name, value in seek_outputs.items() if not _is_unreadable(value)}
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)
+
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
@@ -70,6 +78,17 @@ class Speech2TextForConditionalGeneration(ORTModelForSpeechSeq2Seq):
 
 class MoonshineForConditionalGeneration(ORTModelForSpeechSeq2Seq):
     """Moonshine, likewise."""
+
+
+def _is_unreadable(value: Any) -> bool:
+    """Whether a value is a cache of something else than keys and values by layer."""
+    if not isinstance(value, Cache):
+        return False
+    try:
+        getattr(value, "layers", ())
+    except InputError:
+        return True
+    return False
 
 
 _NAMED = {"speech_to_text": Speech2TextForConditionalGeneration, "moonshine": MoonshineForConditionalGeneration}

@@ -178,7 +178,9 @@ def test_validate(folder: str, folders: Path, source: Any) -> None:
 def test_optimize(folder: str, level: str, folders: Path, tmp_path: Path, source: Any) -> None:
     with Expected(folder, "optimize"):
         made = accel.optimize(folders / folder, tmp_path / "out", level=level)
-        assert validate(Artifact.load(made.path), against=source(folder)).passed
+        # O3 computes GELU by its tanh form.
+        atol = 1e-2 if level == "O3" else None
+        assert validate(Artifact.load(made.path), against=source(folder), atol=atol).passed
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -232,6 +234,15 @@ def test_deploy_triton(folder: str, layout: str, with_tokenizer: Any, tmp_path: 
     with Expected(folder, f"deploy {layout}"):
         made = deploy(with_tokenizer(folder), tmp_path / "repository", layout=layout)
         assert list(made.path.rglob("config.pbtxt"))
+
+
+def test_an_answer_of_whisper_with_states_of_other_names(folders: Path) -> None:
+    """transformers splits Whisper's cache by layers and rows, where details of the answer are asked for."""
+    model = accel.ORTModelForSpeechSeq2Seq.from_pretrained(folders / "intel" / "whisper-ir")
+    sound = torch.randn(2, 4, 3000, generator=torch.Generator().manual_seed(0))
+    plain = model.generate(sound, max_new_tokens=3)
+    detailed = model.generate(sound, max_new_tokens=3, return_dict_in_generate=True)
+    assert torch.equal(detailed.sequences[:, -plain.shape[1] :], plain)
 
 
 @pytest.mark.parametrize(
