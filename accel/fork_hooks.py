@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
-    """Register functions for every later fork; does nothing where processes do not fork, as on Windows.
+    """Register functions for every later fork. Does nothing on systems without fork, such as Windows.
 
     Args:
         before: Called in the parent.

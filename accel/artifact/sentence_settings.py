@@ -133,7 +133,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceSettings:
-    """What the files of a folder say; the defaults are those of a folder without such files.
+    """The settings of a folder; the defaults apply to a folder without such files.
 
     Attributes:
         folder: The folder.

@@ -296,7 +296,7 @@ def render(tuning: Tuning) -> str:
 
 
 def _notes(tuning: Tuning) -> list[str]:
-    """What the table's numbers are of."""
+    """Describe how the numbers of the table were measured."""
     notes = []
     if tuning.side_by_side is not None:
         notes.append(

@@ -38,7 +38,7 @@ ENCODER, DECODER, FOLLOWING = (f"openvino_{part}_model.xml" for part in ("encode
 DECODE = "openvino_decode.xml"
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
-# What capture calls these axes; their sizes in probes are large enough for convolutions with strides.
+# Names of axes as capture gives them. Their sizes in probes are large enough for convolutions with strides.
 _INPUT_AXES = {
     ("pixel_values", 4): ("batch", "channels", "height", "width"),
     ("input_values", 2): ("batch", "samples"),
