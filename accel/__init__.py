@@ -10,15 +10,15 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .artifact.manifest import Artifact as Artifact
     from .backends.doctor import list_backends as list_backends
-    from .backends.interfaces import Exporter as Exporter
-    from .backends.interfaces import Optimizer as Optimizer
-    from .backends.interfaces import Quantizer as Quantizer
     from .config import AccelerateConfig as AccelerateConfig
     from .config import ExportConfig as ExportConfig
     from .config import OptimizeConfig as OptimizeConfig
     from .config import QuantizeConfig as QuantizeConfig
     from .config import SessionOptions as SessionOptions
     from .errors import AccelError as AccelError
+    from .interfaces.protocols import Exporter as Exporter
+    from .interfaces.protocols import Optimizer as Optimizer
+    from .interfaces.protocols import Quantizer as Quantizer
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmarking import benchmark as benchmark
     from .models.audio import ORTModelForAudioClassification as ORTModelForAudioClassification

@@ -184,7 +184,7 @@ def main() -> None:
     from openvino_backend import distilbert, int8_of, made
 
     from accel import export
-    from accel.backends.processor import cpu_flags
+    from accel.interfaces.cpu_features import cpu_flags
 
     args.work.mkdir(parents=True, exist_ok=True)
     source = distilbert(args.work / "distilbert") if args.model is None else args.model

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
+from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
 from ..errors import ConfigError, InputError
-from .checks import check_readable, no_state, wrong_names
-from .description import SessionDescription
-from .forms import Form, FormChecks, FormVerdict, HasForms
-from .interfaces import Feeds, Names, Session, State
+from ..interfaces.description import SessionDescription
+from ..interfaces.protocols import Feeds, Names, Session, State
+from ..interfaces.session_contract import check_readable, no_state, wrong_names
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from ..interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from . import registry
-from .specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 
 
 @dataclass(frozen=True)

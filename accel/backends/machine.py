@@ -12,8 +12,8 @@ from .._version import __version__
 from ..artifact.home import accel_home
 from ..config import available_processors
 from ..errors import ConfigError
+from ..interfaces.specs import Reason
 from . import registry
-from .specs import Reason
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "datasets")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields, replace
 from ..artifact.manifest import Artifact, RunRecord
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
+from ..interfaces.continuation import continued
+from ..interfaces.protocols import OpenRequest, Session
+from ..interfaces.specs import BackendSpec, DeviceSpec
 from . import registry
 from .buckets import BucketedSession, RoundedSession, why_unpadded
-from .continuing import continued
-from .interfaces import OpenRequest, Session
-from .specs import BackendSpec, DeviceSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,19 +11,17 @@ import importlib
 import importlib.util
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
-from .interfaces import Backend
+from ..interfaces.entry_points import BACKENDS, entry_points
+from ..interfaces.protocols import Backend
+from ..interfaces.specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
 from .selecting import missing_domains, select
-from .specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
 
 logger = logging.getLogger(__name__)
 
-ENTRY_POINT_GROUP = "accel.backends"
 ALLOW_LIST_VARIABLE = "ACCEL_PLUGINS"
 BASELINE = "pytorch"
 """The backend that everything is compared with: what it needs is what the core needs, and no allow-list leaves it out."""
@@ -34,28 +32,10 @@ def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:
     allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     names = None if allowed is None else {BASELINE, *(name.strip() for name in allowed.split(","))}
     found: dict[str, dict[str, metadata.EntryPoint]] = {}
-    for entry in _entries(metadata.entry_points, tuple((folder, _changed(folder)) for folder in sys.path)):
+    for entry in entry_points(BACKENDS):
         if names is None or entry.name in names:
             found.setdefault(entry.name, {})[entry.value] = entry
     return {name: tuple(entries.values()) for name, entries in sorted(found.items())}
-
-
-@functools.lru_cache(maxsize=1)
-def _entries(
-    read: Callable[..., Iterable[metadata.EntryPoint]], _folders: tuple[tuple[str, float], ...]
-) -> tuple[metadata.EntryPoint, ...]:
-    """The group's entry points, read again where an installation changed one of the folders: reading takes 7 ms, and a model that is
-    opened asks four times.
-    """
-    return tuple(read(group=ENTRY_POINT_GROUP))
-
-
-def _changed(folder: str) -> float:
-    """When something was last put into a folder of `sys.path` or taken out; 0 where there is none."""
-    try:
-        return Path(folder).stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 @functools.cache

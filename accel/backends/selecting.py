@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+from ..interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
-from ..chatter import quiet
+from ..upstream.library_output import quiet
 from .alone import alone
 from .attention import FusedAttention
 from .caches import CACHE_NAME, CACHE_NAMES, cache_argument

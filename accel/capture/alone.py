@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..fork_hooks import at_fork
+from ..interfaces.fork_hooks import at_fork
 
 _lock = threading.RLock()
 # The thread that held it is none of a child's.

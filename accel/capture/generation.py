@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..chatter import quiet
 from ..errors import ExportError
-from ..tasks.infer import task_spec
-from ..tasks.spec import TaskSpec, load
+from ..interfaces.task_registry import task_spec
+from ..interfaces.task_spec import TaskSpec, load
+from ..upstream.library_output import quiet
 from .attention import CacheLayer, FusedAttention, tracing
 from .caches import CACHE_NAME, cache_argument
 from .patches import PATCH_AXIS

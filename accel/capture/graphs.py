@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..artifact.tensors import TensorSpec
-from ..tasks.infer import read_config
+from ..interfaces.task_registry import read_config
 from .patches import PATCHES
 from .samples import pad_id, resize, usual_sizes
 from .sounds import usual_sounds

@@ -19,11 +19,11 @@ from ..artifact.hub import HubOptions, Location
 from ..artifact.manifest import Origin
 from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_settings
-from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
-from ..tasks.infer import infer_task, is_adapter, read_config, task_spec
-from ..tasks.spec import TaskSpec, load
+from ..interfaces.task_registry import infer_task, is_adapter, read_config, task_spec
+from ..interfaces.task_spec import TaskSpec, load
+from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .alone import alone
 from .answering import Answering

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..chatter import quiet
 from ..errors import ExportError
+from ..upstream.library_output import quiet
 from .caches import CACHE_NAME
 from .generation import (
     ENCODER_MASK,

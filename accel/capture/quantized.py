@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from ..artifact.manifest import MANIFEST, Artifact, Origin, Quantization
 from ..artifact.reading import build, read_json
-from ..chatter import quiet
 from ..errors import ExportError, IntegrityError
+from ..upstream.library_output import quiet
 
 OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..chatter import quiet
 from ..errors import ExportError
+from ..upstream.library_output import quiet
 from .graphs import graph_name
 from .masks import point_sizes
 from .patches import patch_sizes

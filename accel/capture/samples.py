@@ -15,8 +15,8 @@ import torch
 
 from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
-from ..chatter import quiet
 from ..errors import ExportError, InputError
+from ..upstream.library_output import quiet
 from .patches import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 from .wrapper import Tensors, Wrapper
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..artifact.manifest import Origin, Quantization
-from ..tasks.infer import task_spec
+from ..interfaces.task_registry import task_spec
 from .inner import TracedPlainly
 from .pooling import required_token
 from .positions import position_bounds, rows_of_table, text_rows

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..chatter import quiet
 from ..config import ExportConfig
 from ..errors import ExportError
-from ..tasks.infer import task_spec
+from ..interfaces.task_registry import task_spec
+from ..upstream.library_output import quiet
 from .alone import alone
 from .graphs import graph_name, rename_axes, strip_provenance
 from .quantized import symbolic_layers

@@ -17,8 +17,8 @@ from typer.models import OptionInfo
 
 from .._version import __version__
 from ..artifact.json_text import json_text
-from ..chatter import hush_imports
 from ..errors import AccelError, ConfigError
+from ..upstream.library_output import hush_imports
 from .exit_codes import FAILED, INTERRUPTED, exit_code
 from .streams import lost_output, watch_output
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
 from ..artifact.tensors import TensorSpec
-from ..backends.interfaces import Feeds
-from ..chatter import quiet
 from ..config import QuantizeConfig
 from ..errors import ArtifactNotFoundError, BackendUnavailableError, ConfigError, InputError, QuantizeError
-from ..tasks.infer import task_spec
-from ..tasks.spec import Modality, load
+from ..interfaces.protocols import Feeds
+from ..interfaces.task_registry import task_spec
+from ..interfaces.task_spec import Modality, load
+from ..upstream.library_output import quiet
 from .columns import is_text, map_columns
 from .defaults import with_defaults
 from .labels import texts

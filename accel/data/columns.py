@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, InputError, did_you_mean
-from ..tasks.infer import all_tasks, task_spec
-from ..tasks.spec import Column, Holds, TaskSpec
+from ..interfaces.task_registry import all_tasks, task_spec
+from ..interfaces.task_spec import Column, Holds, TaskSpec
 from .rows import Rows
 
 

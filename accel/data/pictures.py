@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..chatter import quiet
 from ..errors import InputError
+from ..upstream.library_output import quiet
 from .batches import Encoded, images_of
 from .columns import inner
 from .labels import texts, translation

@@ -15,9 +15,9 @@ from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output
 from ..backends import registry
 from ..backends.opening import RunSettings
-from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
+from ..interfaces.specs import WEIGHTS, BackendSpec
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.rounds import measure

@@ -21,18 +21,18 @@ from transformers.utils import ModelOutput
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
 from ..backends import registry
-from ..backends.forks import never_destroyed
-from ..backends.interfaces import Session
 from ..backends.opening import RunSettings, open_artifact
-from ..backends.specs import DeviceSpec
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
-from ..fork_hooks import at_fork
+from ..interfaces.fork_hooks import at_fork
+from ..interfaces.forks import never_destroyed
+from ..interfaces.protocols import Session
+from ..interfaces.specs import DeviceSpec
+from ..interfaces.task_registry import missing_config, read_config, specs_for, task_spec
+from ..interfaces.task_spec import LABELS, TaskSpec, load
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolving import resolve
-from ..tasks.infer import missing_config, read_config, specs_for, task_spec
-from ..tasks.spec import LABELS, TaskSpec, load
 from .arguments import (
     backend_name,
     device_name,

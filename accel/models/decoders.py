@@ -20,9 +20,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
-from ..backends.checks import check_filled, check_readable
 from ..capture.caches import CACHE_NAME
 from ..errors import ConfigError, InputError
+from ..interfaces.session_contract import check_filled, check_readable
 from .base import ORTModel
 from .cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
 from .decoding import decode, fits

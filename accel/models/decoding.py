@@ -20,8 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..backends.interfaces import TokenStep
 from ..capture.caches import CACHE_NAME
+from ..interfaces.protocols import TokenStep
 from .cache import StateCache
 from .tokens import drawn, likeliest
 

@@ -10,10 +10,10 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from ..backends.checks import check_readable
-from ..backends.interfaces import Session
 from ..capture.caches import CACHE_NAME
 from ..errors import InputError
+from ..interfaces.protocols import Session
+from ..interfaces.session_contract import check_readable
 from .cache import StateCache, one_cache
 from .decoders import Generator, tensor_of
 from .outputs import fast_output, numpy_too

@@ -12,8 +12,8 @@ from ..errors import InputError
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Artifact
-    from ..backends.interfaces import Session
     from ..backends.opening import Opened
+    from ..interfaces.protocols import Session
 
 
 class Familiar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from ..tasks.infer import all_tasks
+from ..interfaces.task_registry import all_tasks
 
 
 class NotSupportedFilter(logging.Filter):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..backends.checks import check_readable
 from ..errors import InputError
+from ..interfaces.session_contract import check_readable
 
 TARGETS = ("labels", "start_positions", "end_positions")
 """Arguments that a loss is computed from."""

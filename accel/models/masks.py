@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..backends.interfaces import Session
 from ..capture.masks import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..errors import InputError, TaskError
+from ..interfaces.protocols import Session
 from .base import ORTModel
 from .outputs import fast_output, numpy_too
 

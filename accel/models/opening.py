@@ -9,10 +9,10 @@ import torch
 from ..artifact.manifest import Artifact
 from ..backends.opening import RunSettings
 from ..config import ExportConfig
+from ..interfaces.task_registry import task_spec
+from ..interfaces.task_spec import load
 from ..stages.export import opened_for, weights_of
 from ..stages.resolving import Resolved, original, recorded_export, resolve
-from ..tasks.infer import task_spec
-from ..tasks.spec import load
 from .base import ORTModel
 
 

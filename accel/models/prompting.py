@@ -15,8 +15,8 @@ from transformers.generation.streamers import TextStreamer
 from ..artifact.hub import HubOptions
 from ..backends.opening import RunSettings
 from ..errors import AccelError, ConfigError, InputError, TaskError
+from ..interfaces.task_registry import task_spec
 from ..stages.resolving import resolve
-from ..tasks.infer import task_spec
 from .base import ORTModel
 from .companions import companion_of
 from .decoders import ORTModelForCausalLM

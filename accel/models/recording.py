@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..artifact.manifest import Artifact
-from ..backends.interfaces import Feeds, Session
 from ..errors import QuantizeError
+from ..interfaces.protocols import Feeds, Session
 from .encoder_decoder import EncoderDecoder
 from .opening import close, open_model
 

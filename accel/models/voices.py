@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..backends.interfaces import Session
 from ..capture.waveforms import (
     FRAMES,
     LATENTS,
@@ -22,6 +21,7 @@ from ..capture.waveforms import (
     lengths_of,
 )
 from ..errors import InputError, TaskError
+from ..interfaces.protocols import Session
 from .base import ORTModel
 from .outputs import fast_output, numpy_too
 

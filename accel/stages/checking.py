@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .. import capture, progress
 from ..artifact.manifest import OWN_ROUNDING, ROW_DIFFERENCE, Artifact
 from ..artifact.tensors import TensorSpec
-from ..backends.interfaces import Session
 from ..errors import SessionError, ValidationError
+from ..interfaces.protocols import Session
 
 if TYPE_CHECKING:
     import torch

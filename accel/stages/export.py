@@ -19,9 +19,7 @@ from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.interfaces import Exporter, OpenRequest
 from ..backends.opening import RunSettings
-from ..backends.specs import WEIGHTS, BackendSpec, DeviceSpec
 from ..config import ExportConfig
 from ..errors import (
     AccelError,
@@ -36,8 +34,10 @@ from ..errors import (
     ValidationError,
     did_you_mean,
 )
+from ..interfaces.protocols import Exporter, OpenRequest
+from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec
+from ..interfaces.task_registry import is_adapter, task_spec
 from ..signatures import checked_arguments
-from ..tasks.infer import is_adapter, task_spec
 from .checking import check_rows, compare, compare_whole, merged
 from .foreign import adopt_weights
 from .resolving import Resolved, resolve
@@ -80,7 +80,7 @@ def export(
     Args:
         model: Hub id, transformers folder, PEFT adapter folder, or a module in memory.
         out: Folder to make; must not exist or be empty.
-        task: One of `accel.tasks.infer.TASKS`; inferred from the config when `None`.
+        task: The name of a task, or another word for it; inferred from the config when `None`.
         backend: Who exports; the owner of `format` when `None`. A backend with one format of its own decides it.
         format: `onnx` (default) or another backend's format.
         config: How; its fields may also be given as keyword arguments (`dtype="float16"`).

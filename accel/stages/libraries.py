@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..artifact.writing import checkpoint_weights
 from ..errors import ArtifactNotFoundError, TaskError
-from ..tasks.infer import missing_config, task_spec
+from ..interfaces.task_registry import missing_config, task_spec
 
 _CUSTOM = "ORTModelForCustomTasks.from_pretrained(FOLDER) runs any ONNX graph, with its own input names"
 _LIBRARIES: Mapping[str, tuple[str, str]] = {

@@ -13,11 +13,11 @@ from ..artifact.manifest import Artifact, Component
 from ..artifact.tensors import TensorSpec
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.interfaces import Session
 from ..backends.opening import open_artifact
 from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
+from ..interfaces.protocols import Session
 from ..signatures import checked_arguments
 from .checking import compare, merged, recorded_rounding, warn_of_size
 from .resolving import artifact_of

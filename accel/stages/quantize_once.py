@@ -13,11 +13,11 @@ from .. import progress
 from ..artifact.manifest import Artifact, Component
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.interfaces import Evaluate
-from ..backends.specs import WEIGHTS, BackendSpec
 from ..config import QuantizeConfig
 from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
+from ..interfaces.protocols import Evaluate
+from ..interfaces.specs import WEIGHTS, BackendSpec
 from .checking import warn_of_size
 from .export import weights_of
 from .resolving import artifact_of, resolve

@@ -17,10 +17,10 @@ from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
-from ..backends.specs import WEIGHTS
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
-from ..tasks.infer import (
+from ..interfaces.specs import WEIGHTS
+from ..interfaces.task_registry import (
     fitting_task,
     infer_adapter_task,
     infer_task,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from .. import capture, progress
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
-from ..backends.forms import FormVerdict, HasForms
 from ..backends.opening import RunSettings, open_artifact
+from ..capture.graph_forms import FormVerdict, HasForms
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
+from ..interfaces.task_registry import task_spec
 from ..signatures import checked_arguments
-from ..tasks.infer import task_spec
 from .checking import differences, merged, recorded_rounding
 from .export import load_source
 from .resolving import artifact_of, original, resolve

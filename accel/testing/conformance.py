@@ -26,7 +26,9 @@ import torch
 
 from accel.artifact.manifest import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import (
+from accel.config import PrepareConfig
+from accel.errors import ConfigError, InputError, SessionClosedError
+from accel.interfaces.protocols import (
     Backend,
     JoinableState,
     OpenRequest,
@@ -36,9 +38,7 @@ from accel.backends.interfaces import (
     State,
     SteppingSession,
 )
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
-from accel.config import PrepareConfig
-from accel.errors import ConfigError, InputError, SessionClosedError
+from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe
 from accel.stages.export import export
 
 from .models import tiny_model
@@ -323,7 +323,7 @@ class BackendConformance:
     def test_a_forked_child_lets_go_of_it(
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
     ) -> None:
-        """A child has none of its parent's threads: `accel.backends.forks` keeps what would wait for them."""
+        """A child has none of its parent's threads: `accel.interfaces.forks` keeps what would wait for them."""
         if where.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
             pytest.skip("a device's context does not survive a fork, and not every system forks")
         feeds = self.feeds(session)

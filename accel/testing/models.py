@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 VOCABULARY = 120
 LABELS = 3

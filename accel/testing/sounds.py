@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 from .models import LABELS, rescale, tiny_tokenizer
 

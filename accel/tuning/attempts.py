@@ -17,10 +17,11 @@ import torch
 from .. import progress
 from ..artifact.manifest import Artifact
 from ..backends import registry
-from ..backends.interfaces import Feeds
 from ..backends.opening import RunSettings
 from ..config import QuantizeConfig
 from ..errors import AccelError
+from ..interfaces.protocols import Feeds
+from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.comparing import Scored
 from ..measuring.accuracy.evaluation import EvaluationSet
 from ..measuring.disturbance import Disturbance, MachineWatch
@@ -29,7 +30,6 @@ from ..measuring.latency.rounds import Timing, measure
 from ..measuring.latency.variants import Variant
 from ..models.opening import close, open_model
 from ..stages.quantize_once import quantize as quantize_once
-from ..tasks.infer import task_spec
 
 logger = logging.getLogger(__name__)
 

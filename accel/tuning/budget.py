@@ -18,10 +18,11 @@ from typing import Any
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.interfaces import Feeds
 from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError
+from ..interfaces.protocols import Feeds
+from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.disturbance import MachineWatch
 from ..models.opening import close, open_model
@@ -29,7 +30,6 @@ from ..models.recording import PartBatches
 from ..signatures import checked_arguments
 from ..stages.quantize_once import quantizable
 from ..stages.quantize_once import quantize as quantize_once
-from ..tasks.infer import task_spec
 from .attempts import BudgetSearch
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..backends import registry
-from ..backends.specs import BackendSpec, Capability, DeviceSpec
 from ..config import SessionOptions, available_processors
-from ..tasks.infer import task_spec
+from ..interfaces.specs import BackendSpec, Capability, DeviceSpec
+from ..interfaces.task_registry import task_spec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OTHER_SETTINGS: Mapping[str, tuple[Any, ...]] = {"block_size": (128,)}

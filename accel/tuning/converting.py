@@ -17,10 +17,10 @@ from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.specs import WEIGHTS
 from ..config import ExportConfig, QuantizeConfig
 from ..data.batches import calibration_batches
 from ..errors import AccelError, BackendUnavailableError, ConfigError
+from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmarking import Effort, Load, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark

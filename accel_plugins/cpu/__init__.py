@@ -1,6 +1,6 @@
 """ONNX Runtime on the CPU."""
 
-from accel.backends.specs import BackendSpec, Capability, SchemeSettings
+from accel.interfaces.specs import BackendSpec, Capability, SchemeSettings
 
 # No bfloat16: ONNX Runtime has no CPU kernels for it.
 _DTYPES = ("float32", "float16", "int8")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accel.artifact import Artifact, Component
-from accel.backends.processor import adds_in_16_bits, cpu_flags
-from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
+from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.provider import ProviderBackend
 from ..ortkit.quantization.presets import PRESETS

@@ -1,6 +1,6 @@
 """ONNX Runtime on NVIDIA GPUs."""
 
-from accel.backends.specs import GENERATING, BackendSpec, Capability
+from accel.interfaces.specs import GENERATING, BackendSpec, Capability
 
 from ..ortkit.capabilities import FLOATS, NVIDIA
 

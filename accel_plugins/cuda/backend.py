@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
-from accel.backends.specs import Probe, Reason
 from accel.config import ExportConfig
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
+from accel.interfaces.specs import Probe, Reason
 
 from ..ortkit.runtime.nvidia import judge, survey
 
@@ -67,7 +67,7 @@ class CudaBackend:
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component; see `accel.backends.interfaces.Backend.open`.
+        """Open every component; see `accel.interfaces.protocols.Backend.open`.
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
         """

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from accel.backends.checks import check_state, wanted_outputs
-from accel.backends.interfaces import Feeds, Names, State
-from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
+from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.session_contract import check_state, wanted_outputs
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import on_gpu
 from .runtime import RUN_ERRORS, DecoderRuntime
@@ -56,7 +56,7 @@ class DecoderSession(CudaSession):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`. The cache's tensors are the state's; the caller gives and gets the rest.
+        """See `accel.interfaces.protocols.Session.run`. The cache's tensors are the state's; the caller gives and gets the rest.
 
         Raises:
             InputError: No state, another session's, or a mask that does not continue the state's.

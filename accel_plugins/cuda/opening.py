@@ -11,11 +11,11 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.backends.forms import FormChecks
-from accel.backends.interfaces import OpenRequest, Session
-from accel.backends.specs import DeviceSpec
+from accel.capture.graph_forms import FormChecks
 from accel.config import SessionOptions
 from accel.errors import ConfigError
+from accel.interfaces.protocols import OpenRequest, Session
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.optimization.causal import NoCausalFormError

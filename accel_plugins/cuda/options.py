@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
-from accel.backends.specs import DeviceSpec
 from accel.errors import ConfigError, did_you_mean
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import CUDA, check_option_names, device_index
 

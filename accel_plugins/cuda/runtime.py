@@ -15,13 +15,13 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import grows
-from accel.backends.forms import Form as Described
-from accel.backends.forms import FormChecks, FormVerdict
-from accel.backends.interfaces import Feeds
-from accel.backends.specs import DeviceSpec
+from accel.capture.graph_forms import Form as Described
+from accel.capture.graph_forms import FormChecks, FormVerdict
 from accel.config import SessionOptions
 from accel.errors import SessionError
+from accel.interfaces.protocols import Feeds
+from accel.interfaces.session_contract import grows
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.graph.editing import read_graph
 from ..ortkit.optimization.causal import NoCausalFormError, causal_form

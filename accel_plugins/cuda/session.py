@@ -8,7 +8,11 @@ from typing import NoReturn
 
 import torch
 
-from accel.backends.checks import (
+from accel.capture.graph_forms import FormVerdict
+from accel.errors import InputError, SessionError
+from accel.interfaces.description import SessionDescription
+from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -18,11 +22,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.description import SessionDescription
-from accel.backends.forms import FormVerdict
-from accel.backends.interfaces import Feeds, Names, State
-from accel.backends.specs import DeviceSpec
-from accel.errors import InputError, SessionError
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.runtime.values import ort_value_as_tensor
@@ -103,7 +103,7 @@ class CudaSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`.
+        """See `accel.interfaces.protocols.Session.run`.
 
         A shape that comes for the second time is captured as a CUDA graph, and from then on replayed; each input and
         output is then copied once on the device. A shape seen once runs kernel by kernel, without any copy.

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import StepCheck, ValueCheck, check_crop, check_rows
-from accel.backends.description import StateDescription
-from accel.backends.interfaces import Feeds
 from accel.errors import InputError
+from accel.interfaces.description import StateDescription
+from accel.interfaces.protocols import Feeds
+from accel.interfaces.session_contract import StepCheck, ValueCheck, check_crop, check_rows
 
 from ..ortkit.optimization.causal import LENGTHS, TOTAL
 from .forms.rows import Added, Rows

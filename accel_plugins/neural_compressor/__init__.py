@@ -1,6 +1,6 @@
 """Intel Neural Compressor: quantizes PyTorch models; ONNX Runtime and OpenVINO run what is exported from them."""
 
-from accel.backends.specs import WEIGHTS, BackendSpec, Capability, SchemeSettings
+from accel.interfaces.specs import WEIGHTS, BackendSpec, Capability, SchemeSettings
 
 AUTO_ROUND = 'pip install "auto-round>=0.9"'
 ALGORITHMS = ("rtn", "gptq", "awq", "teq", "autoround")

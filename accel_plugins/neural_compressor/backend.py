@@ -8,10 +8,10 @@ from importlib import metadata, util
 from pathlib import Path
 
 from accel.artifact import Artifact
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session
-from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.config import ExportConfig
 from accel.errors import SessionError
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
+from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
 from . import AUTO_ROUND
 

@@ -23,7 +23,6 @@ from accel.artifact import (
     record_files,
     tool_versions,
 )
-from accel.backends.interfaces import Batches, Evaluate
 from accel.capture import (
     Source,
     Wrapper,
@@ -38,6 +37,7 @@ from accel.capture import (
 )
 from accel.config import ExportConfig, QuantizeConfig
 from accel.errors import BudgetError, ConfigError, QuantizeError, did_you_mean
+from accel.interfaces.protocols import Batches, Evaluate
 
 from .blocks import hidden
 from .library import library, mapped
@@ -69,7 +69,7 @@ class CompressorQuantizer:
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Write the quantized model; see `accel.backends.interfaces.Quantizer`. Takes seconds for `rtn` and static schemes on
+        """Write the quantized model; see `accel.interfaces.protocols.Quantizer`. Takes seconds for `rtn` and static schemes on
         encoders, up to minutes for algorithms that search or train.
         """
         _check(artifact, config, calibration, evaluate)

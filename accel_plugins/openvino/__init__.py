@@ -1,6 +1,6 @@
 """OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
 
-from accel.backends.specs import GENERATING, BackendSpec, Capability, SchemeSettings
+from accel.interfaces.specs import GENERATING, BackendSpec, Capability, SchemeSettings
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")

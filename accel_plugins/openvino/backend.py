@@ -11,12 +11,12 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
-from accel.backends.forks import kept_in_children
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
-from accel.backends.processor import adds_in_16_bits, cpu_flags
-from accel.backends.specs import Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, SessionError, TargetMismatchError
+from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
+from accel.interfaces.forks import kept_in_children
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
+from accel.interfaces.specs import Probe, Reason
 
 from .cache import cached
 from .options import properties
@@ -75,7 +75,7 @@ class OpenVinoBackend:
         return adopt(folder, task=task)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OpenVinoSession]:
-        """Compile every component; see `accel.backends.interfaces.Backend.open`. Takes 0.1 to 1 s for encoders."""
+        """Compile every component; see `accel.interfaces.protocols.Backend.open`. Takes 0.1 to 1 s for encoders."""
         name = device_name(request.device)
         settings = properties(name, request.options, request.session, _compute_dtype(artifact, name, request.session))
         folder = settings.pop("CACHE_DIR", None)

@@ -22,8 +22,8 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
-from accel.backends.forks import kept_in_children
 from accel.errors import ConfigError
+from accel.interfaces.forks import kept_in_children
 
 from .runtime import core
 

@@ -30,7 +30,7 @@ class OpenVinoExporter:
     """Writes `openvino_model.xml` and `.bin`, and transformers' own manifest beside ours."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, convert and write; see `accel.backends.interfaces.Exporter`."""
+        """Trace, convert and write; see `accel.interfaces.protocols.Exporter`."""
         if config.opset is not None:
             raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
         parts = split(source)

@@ -24,8 +24,8 @@ from accel.artifact import (
     lost_manifest,
 )
 from accel.artifact.end_tokens import with_equal_counts
-from accel.backends.specs import GENERATING
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
+from accel.interfaces.specs import GENERATING
 
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, tool_versions
-from accel.backends.interfaces import Feeds
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError, QuantizeError
+from accel.interfaces.protocols import Feeds
 
 from . import FORMAT
 from .exporter import write_graph
@@ -26,7 +26,7 @@ class OnnxConverter:
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
     ) -> Artifact:
-        """Convert the graphs as they are; see `accel.backends.interfaces.Optimizer`. Takes a second for encoders.
+        """Convert the graphs as they are; see `accel.interfaces.protocols.Optimizer`. Takes a second for encoders.
 
         Raises:
             ConfigError: Named fusions were asked for or left out, or there is calibration data, which nothing reads.

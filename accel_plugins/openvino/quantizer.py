@@ -24,11 +24,11 @@ from accel.artifact import (
     record_files,
     tool_versions,
 )
-from accel.backends.interfaces import Batches, Evaluate, Feeds
-from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.capture import quiet
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
+from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
+from accel.interfaces.protocols import Batches, Evaluate, Feeds
 
 from . import FORMAT
 from .exporter import VERSIONS, write_graph
@@ -55,7 +55,7 @@ class NncfQuantizer:
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Quantize every component; see `accel.backends.interfaces.Quantizer`. Seconds for encoders, minutes for GPTQ and AWQ."""
+        """Quantize every component; see `accel.interfaces.protocols.Quantizer`. Seconds for encoders, minutes for GPTQ and AWQ."""
         nncf = _nncf()
         _check(config, evaluate)
         refuse_onnx_decoders(artifact)

@@ -13,10 +13,10 @@ from pathlib import Path
 import openvino as ov
 
 from accel.artifact import Artifact, Component, accel_home, scratch
-from accel.backends.forks import never_destroyed
-from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
-from accel.fork_hooks import at_fork
+from accel.interfaces.fork_hooks import at_fork
+from accel.interfaces.forks import never_destroyed
+from accel.interfaces.specs import DeviceSpec
 
 from .axes_of_one import keep_axes_of_one
 from .one_token import compute_one_token

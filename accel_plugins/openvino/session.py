@@ -1,4 +1,4 @@
-"""A compiled OpenVINO model behind `accel.backends.interfaces.Session`."""
+"""A compiled OpenVINO model behind `accel.interfaces.protocols.Session`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import openvino as ov
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import (
+from accel.errors import SessionClosedError, SessionError
+from accel.interfaces.description import SessionDescription
+from accel.interfaces.protocols import Feeds, Names, State, TokenStep
+from accel.interfaces.session_contract import (
     FiniteCheck,
     MaskCheck,
     check_buffer_shape,
@@ -27,11 +30,8 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, Names, State, TokenStep
-from accel.backends.specs import DeviceSpec
-from accel.backends.stepping import SingleTokens
-from accel.errors import SessionClosedError, SessionError
+from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.stepping import SingleTokens
 
 from .runtime import one_line, port_order
 from .stateful import OpenVinoState, OpenVinoSteps
@@ -180,7 +180,7 @@ class OpenVinoSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`.
+        """See `accel.interfaces.protocols.Session.run`.
 
         Large inputs of the declared type on the host are read in place and large outputs handed out as they were
         written; small ones are copied through buffers that stay bound, which is faster. Written for cold caches, like
@@ -346,13 +346,13 @@ class OpenVinoSession(SessionDescription):
         return {name: tensor.detach().cpu().contiguous() for name, tensor in read.items()}
 
     def new_state(self, batch: int) -> State:
-        """An empty KV cache; see `accel.backends.interfaces.Session.new_state`."""
+        """An empty KV cache; see `accel.interfaces.protocols.Session.new_state`."""
         if not self._component.stateful:
             raise no_state()
         return OpenVinoState(self, self._component, batch)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.backends.interfaces.SteppingSession`."""
+        """See `accel.interfaces.protocols.SteppingSession`."""
         tensors = self._checked(feeds)
         if not isinstance(state, OpenVinoState) or not SingleTokens.fits(self._component, tensors, calls, state.length):
             return None

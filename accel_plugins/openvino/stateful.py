@@ -12,11 +12,11 @@ from openvino import opset15 as ops
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import StepCheck, check_crop, check_drop, check_held, check_join, check_rows
-from accel.backends.description import StateDescription, kept_name
-from accel.backends.interfaces import Feeds, State
-from accel.backends.stepping import SingleTokens
 from accel.errors import InputError
+from accel.interfaces.description import StateDescription, kept_name
+from accel.interfaces.protocols import Feeds, State
+from accel.interfaces.session_contract import StepCheck, check_crop, check_drop, check_held, check_join, check_rows
+from accel.interfaces.stepping import SingleTokens
 
 BEAM_INDEX = "beam_idx"
 
@@ -298,7 +298,7 @@ class OpenVinoState(StateDescription):
 
 
 class OpenVinoSteps:
-    """`accel.backends.interfaces.TokenStep` of a state: what a graph reads is written in place, what it made is not copied.
+    """`accel.interfaces.protocols.TokenStep` of a state: what a graph reads is written in place, what it made is not copied.
 
     Args:
         state: Which `SingleTokens.fits`.

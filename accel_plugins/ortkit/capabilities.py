@@ -1,6 +1,6 @@
-"""What this kit does to graphs, as specs declare it; imports nothing but `accel.backends.specs`."""
+"""What this kit does to graphs, as specs declare it; imports nothing but `accel.interfaces.specs`."""
 
-from accel.backends.specs import Capability, SchemeSettings
+from accel.interfaces.specs import Capability, SchemeSettings
 
 FLOATS = ("float32", "float16", "bfloat16")
 _PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")

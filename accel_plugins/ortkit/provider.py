@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import onnxruntime as ort
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer
-from accel.backends.specs import BackendSpec, DeviceSpec, Probe, Reason
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, did_you_mean
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer
+from accel.interfaces.specs import BackendSpec, DeviceSpec, Probe, Reason
 
 from .runtime.libraries import device_specs, other_providers, provider_devices, register_library
 from .runtime.session import OrtSession, for_float8, is_float8, open_session
@@ -137,7 +137,7 @@ class ProviderBackend:
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OrtSession]:
-        """Open every component; see `accel.backends.interfaces.Backend.open`.
+        """Open every component; see `accel.interfaces.protocols.Backend.open`.
 
         Raises:
             ConfigError: An option that the spec does not list, or another type to compute in than the kernels have.

@@ -1,6 +1,6 @@
 """PyTorch itself: transformers models as they are, the baseline of every measurement."""
 
-from accel.backends.specs import GENERATING, WEIGHTS, BackendSpec, Capability, OptionTrial
+from accel.interfaces.specs import GENERATING, WEIGHTS, BackendSpec, Capability, OptionTrial
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")

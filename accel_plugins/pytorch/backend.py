@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from accel.artifact import Artifact, Component, HubOptions, Location
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
-from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, load_source, split
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, did_you_mean
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
+from accel.interfaces.specs import DeviceSpec, Probe
 
 from .decoding import DecoderSession
 from .exporter import WeightsExporter, describe
@@ -96,7 +96,7 @@ class PytorchBackend:
         return describe(source, folder, config)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Load the model and open its parts; see `accel.backends.interfaces.Backend.open`.
+        """Load the model and open its parts; see `accel.interfaces.protocols.Backend.open`.
 
         Args:
             artifact: PyTorch weights.

@@ -10,7 +10,12 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accel.artifact import Component
-from accel.backends.checks import (
+from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
+from accel.errors import AccelError, InputError
+from accel.interfaces.continuation import moved_right
+from accel.interfaces.description import StateDescription
+from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.session_contract import (
     StepCheck,
     check_crop,
     check_drop,
@@ -19,12 +24,7 @@ from accel.backends.checks import (
     check_state,
     wanted_outputs,
 )
-from accel.backends.continuing import moved_right
-from accel.backends.description import StateDescription
-from accel.backends.interfaces import Feeds, Names, State
-from accel.backends.specs import DeviceSpec
-from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
-from accel.errors import AccelError, InputError
+from accel.interfaces.specs import DeviceSpec
 
 from .graphs import on_device
 from .session import RUN_ERRORS, ModuleSession, failed
@@ -147,7 +147,7 @@ class DecoderSession(ModuleSession):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`."""
+        """See `accel.interfaces.protocols.Session.run`."""
         model: Any = self.runtime
         check_state(state, CacheState, stateful=True, out=out)
         assert isinstance(state, CacheState)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.backends.specs import WEIGHTS
 from accel.capture import (
     AXIS_STEPS,
     IMAGE_AXES,
@@ -25,6 +24,7 @@ from accel.capture import (
     split,
 )
 from accel.config import ExportConfig
+from accel.interfaces.specs import WEIGHTS
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "accel_quantized.json")
 
@@ -33,7 +33,7 @@ class WeightsExporter:
     """Writes a model as `save_pretrained` does: safetensors, config, generation config. One with quantized layers keeps its integers."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Write the weights; see `accel.backends.interfaces.Exporter`."""
+        """Write the weights; see `accel.interfaces.protocols.Exporter`."""
         model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
         with quiet():
             if source.quantization is None:

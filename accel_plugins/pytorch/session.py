@@ -1,4 +1,4 @@
-"""A PyTorch module behind `accel.backends.interfaces.Session`."""
+"""A PyTorch module behind `accel.interfaces.protocols.Session`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from accel.artifact import Component
-from accel.backends.checks import (
+from accel.capture import graph_name, named_tensors
+from accel.errors import AccelError, SessionError
+from accel.interfaces.description import SessionDescription
+from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -19,11 +23,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, Names, State
-from accel.backends.specs import DeviceSpec
-from accel.capture import graph_name, named_tensors
-from accel.errors import AccelError, SessionError
+from accel.interfaces.specs import DeviceSpec
 
 from .graphs import Turns, captured, on_device
 
@@ -68,7 +68,7 @@ class ModuleSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`."""
+        """See `accel.interfaces.protocols.Session.run`."""
         module = self.runtime
         check_state(state, type(None), stateful=False, out=out)
         tensors = self._placed(feeds, self._dtypes)

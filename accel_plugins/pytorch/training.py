@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from accel.artifact import Quantization
-from accel.backends.interfaces import Batches
 from accel.capture import (
     BlockLinear,
     IntegerLinear,
@@ -30,6 +29,7 @@ from accel.capture import (
 )
 from accel.config import PrepareConfig, QatConfig
 from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.interfaces.protocols import Batches
 
 from .distillation import Distillation
 
@@ -242,7 +242,7 @@ class TrainingPreparer:
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """The given model, changed; see `accel.backends.interfaces.Preparer`."""
+        """The given model, changed; see `accel.interfaces.protocols.Preparer`."""
         if not isinstance(config, QatConfig) or config.scheme != SCHEME:
             raise ConfigError(
                 f"PyTorch does not prepare models with {config.scheme!r} and a {type(config).__name__}.",

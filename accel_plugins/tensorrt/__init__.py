@@ -1,6 +1,6 @@
 """TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
 
-from accel.backends.specs import BackendSpec, Capability
+from accel.interfaces.specs import BackendSpec, Capability
 
 from ..ortkit.capabilities import FLOATS, NVIDIA
 

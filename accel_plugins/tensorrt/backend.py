@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Quantizer, Session, Shapes
-from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.capture import usual_sizes_in
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import ConfigError, SessionError
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session, Shapes
+from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.runtime.device_session import DeviceSession
@@ -72,7 +72,7 @@ class TensorrtBackend:
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component; see `accel.backends.interfaces.Backend.open`.
+        """Open every component; see `accel.interfaces.protocols.Backend.open`.
 
         The first opening of an ONNX graph builds its engine, which takes minutes; later ones load it from the cache.
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, record_files, scratch, tool_versions
-from accel.backends.profiles import Profile, read_profile, shapes_of
-from accel.backends.specs import DeviceSpec, Probe
 from accel.capture import Source, usual_sizes_in
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
+from accel.interfaces.shape_profiles import Profile, read_profile, shapes_of
+from accel.interfaces.specs import DeviceSpec, Probe
 
 from ..ortkit.export.exporter import OnnxExporter
 from ..ortkit.graph.editing import MICROSOFT, load_graph
@@ -105,7 +105,7 @@ class EngineExporter:
         self._probe = probe
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """See `accel.backends.interfaces.Exporter`. Takes minutes; needs the GPU that the engine is for.
+        """See `accel.interfaces.protocols.Exporter`. Takes minutes; needs the GPU that the engine is for.
 
         The option `profile` has the sizes of axes: `batch=1:8:32,sequence=16:128:384`.
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.artifact import Artifact, accel_home, keeping
-from accel.backends.profiles import Profile
-from accel.backends.specs import DeviceSpec
 from accel.errors import TargetMismatchError
+from accel.interfaces.shape_profiles import Profile
+from accel.interfaces.specs import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

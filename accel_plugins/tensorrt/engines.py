@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 import torch
 
 from accel.artifact import TensorSpec
-from accel.backends.checks import (
+from accel.errors import BackendUnavailableError, InputError, SessionError
+from accel.interfaces.description import SessionDescription
+from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -24,11 +27,8 @@ from accel.backends.checks import (
     session_closed,
     wanted_outputs,
 )
-from accel.backends.description import SessionDescription
-from accel.backends.interfaces import Feeds, Names, State
-from accel.backends.profiles import Shape
-from accel.backends.specs import DeviceSpec
-from accel.errors import BackendUnavailableError, InputError, SessionError
+from accel.interfaces.shape_profiles import Shape
+from accel.interfaces.specs import DeviceSpec
 
 INSTALL = 'pip install "accel-transformers[tensorrt]"'
 # TensorRT's words for types, as `DataType` has them.
@@ -225,7 +225,7 @@ class Engine(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
+        """See `accel.interfaces.protocols.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
         if self._context is None:
             self._closed()
         check_state(state, type(None), stateful=False, out=out)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from accel.backends.profiles import Sizes, read_profile
-from accel.backends.specs import DeviceSpec
+from accel.interfaces.shape_profiles import Sizes, read_profile
+from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import TENSORRT, check_option_names, device_index
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from accel.artifact import Component
-from accel.backends.interfaces import Feeds
-from accel.backends.profiles import LONGEST, Profile, Sizes, axes_of, shapes_text
 from accel.errors import ConfigError, InputError
+from accel.interfaces.protocols import Feeds
+from accel.interfaces.shape_profiles import LONGEST, Profile, Sizes, axes_of, shapes_text
 
 
 def complete(component: Component, given: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, Sizes]:

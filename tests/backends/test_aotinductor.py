@@ -19,8 +19,6 @@ import torch
 import accel
 from accel.artifact import Artifact, record_files
 from accel.artifact.manifest import sealed
-from accel.backends.interfaces import Backend, OpenRequest
-from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import (
     AccelError,
@@ -31,6 +29,8 @@ from accel.errors import (
     SessionError,
     TargetMismatchError,
 )
+from accel.interfaces.protocols import Backend, OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model

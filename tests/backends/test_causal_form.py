@@ -14,9 +14,9 @@ import torch
 from accel import capture, optimize
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest
-from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import load_graph, nodes

@@ -14,10 +14,10 @@ import transformers
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest, Session
-from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import ConfigError, InputError, SessionError
+from accel.interfaces.protocols import OpenRequest, Session
+from accel.interfaces.specs import DeviceSpec
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance

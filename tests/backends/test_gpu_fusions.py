@@ -17,10 +17,10 @@ import transformers
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.interfaces import Session
 from accel.backends.opening import RunSettings, open_artifact
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError
+from accel.interfaces.protocols import Session
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model

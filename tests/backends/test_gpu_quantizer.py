@@ -15,10 +15,10 @@ import torch
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest, Session
-from accel.backends.specs import DeviceSpec
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
+from accel.interfaces.protocols import OpenRequest, Session
+from accel.interfaces.specs import DeviceSpec
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel_plugins.ortkit.graph.editing import load_graphs

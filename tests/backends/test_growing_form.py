@@ -13,9 +13,9 @@ import transformers
 from accel import SessionOptions, capture, export, optimize
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest, Session
-from accel.backends.specs import DeviceSpec
 from accel.errors import SessionError
+from accel.interfaces.protocols import OpenRequest, Session
+from accel.interfaces.specs import DeviceSpec
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import nodes, read_graph, save_graph
 from accel_plugins.ortkit.optimization.growing import growing_form

@@ -33,9 +33,7 @@ from accel import (
 )
 from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
-from accel.backends.specs import DeviceSpec
 from accel.errors import (
     AccelError,
     ArtifactNotFoundError,
@@ -46,6 +44,8 @@ from accel.errors import (
     SessionClosedError,
     SessionError,
 )
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
 from accel.testing.folders import as_foreign
 from accel.testing.models import FAMILIES, tiny_model

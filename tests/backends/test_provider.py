@@ -19,10 +19,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.interfaces import Backend, OpenRequest
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, SessionError
+from accel.interfaces.protocols import Backend, OpenRequest
+from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec
 from accel_plugins.cpu.backend import CpuBackend
 from accel_plugins.ortkit import provider
 from accel_plugins.ortkit.provider import ProviderBackend

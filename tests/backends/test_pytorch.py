@@ -15,10 +15,10 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.backends.interfaces import OpenRequest
-from accel.backends.specs import DeviceSpec
 from accel.config import ExportConfig, PrepareConfig, QatConfig, SessionOptions
 from accel.errors import ConfigError, InputError, SessionError
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
 from accel.testing.conformance import BackendConformance

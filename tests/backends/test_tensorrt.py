@@ -10,9 +10,9 @@ import torch
 from accel import capture
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest
-from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
 from tests.devices import GPU
 

@@ -33,8 +33,8 @@ import accel
 from accel import errors
 from accel.artifact import Artifact
 from accel.artifact.writing import check_output
-from accel.backends.specs import BackendSpec
 from accel.demo import MODEL
+from accel.interfaces.specs import BackendSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,9 +13,9 @@ import pytest
 
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import Backend
-from accel.backends.specs import BackendSpec, DeviceSpec
 from accel.errors import BackendUnavailableError
+from accel.interfaces.protocols import Backend
+from accel.interfaces.specs import BackendSpec, DeviceSpec
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import accel
 from accel.backends import registry
-from accel.tasks.infer import TASKS
-from accel.tasks.spec import load
+from accel.interfaces.task_registry import all_tasks
+from accel.interfaces.task_spec import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_functions_are_not_shadowed_by_modules() -> None:
 
 
 def test_every_task_has_its_class() -> None:
-    for spec in TASKS.values():
+    for spec in all_tasks():
         assert spec.model_name in accel.__all__
         assert load(spec.model) is getattr(accel, spec.model_name)
 

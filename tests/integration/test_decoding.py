@@ -13,8 +13,8 @@ import accel
 from accel.artifact import Artifact
 from accel.capture.caches import CACHE_NAME
 from accel.errors import InputError
+from accel.interfaces.task_registry import task_spec
 from accel.models.decoding import fits
-from accel.tasks.infer import task_spec
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
 

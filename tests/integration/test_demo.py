@@ -14,9 +14,9 @@ import pytest
 from accel import demo
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.specs import Probe, Reason
 from accel.data.rows import load_rows
 from accel.demo import running
+from accel.interfaces.specs import Probe, Reason
 from accel.measuring.latency.rounds import Timing
 
 _OPENVINO = importlib.util.find_spec("openvino") is not None

@@ -13,8 +13,8 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import ExportError, InputError
+from accel.interfaces.task_registry import infer_task
 from accel.measuring.accuracy.documents import answers_alike
-from accel.tasks.infer import infer_task
 from accel.testing.documents import DOCUMENT_FAMILIES
 from accel.testing.tables import TAPAS
 

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from accel.artifact import Artifact
-from accel.backends.interfaces import OpenRequest
+from accel.interfaces.protocols import OpenRequest
 from accel.stages.export import export
 from accel_plugins.cpu.backend import CpuBackend
 from tests.pages import TELLS, resident

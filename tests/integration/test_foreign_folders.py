@@ -24,9 +24,6 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.interfaces import OpenRequest
-from accel.backends.processor import adds_in_16_bits, cpu_flags
-from accel.backends.specs import DeviceSpec
 from accel.errors import (
     AccelError,
     ArtifactNotFoundError,
@@ -36,6 +33,9 @@ from accel.errors import (
     SessionError,
     TaskError,
 )
+from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 from accel.stages.foreign import adopt_onnx
 from accel.stages.optimize import optimize
 from accel.stages.validate import validate

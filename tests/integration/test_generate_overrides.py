@@ -15,8 +15,8 @@ from transformers import GenerationMixin
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError
+from accel.interfaces.task_registry import all_tasks
 from accel.models.decoders import _ANGLES_BY_LENGTH
-from accel.tasks.infer import all_tasks
 from accel.testing.generators import save_generator, tiny_generator
 from tests.sweep.cases import pairs
 

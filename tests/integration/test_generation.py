@@ -25,8 +25,8 @@ from accel.artifact.manifest import Manifest
 from accel.capture import feeds_for
 from accel.cli import app
 from accel.errors import ConfigError, InputError
+from accel.interfaces.task_registry import task_spec
 from accel.models.losses import computes_next_tokens_loss
-from accel.tasks.infer import task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, PATCH, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 

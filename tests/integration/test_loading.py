@@ -22,7 +22,6 @@ from accel import ORTModelForSequenceClassification as Classifier
 from accel.artifact import Artifact, accel_home
 from accel.artifact.checksums import sha256
 from accel.backends import registry
-from accel.backends.specs import DeviceSpec
 from accel.config import SessionOptions
 from accel.errors import (
     ArtifactNotFoundError,
@@ -37,11 +36,12 @@ from accel.errors import (
     TaskError,
     UnknownBackendError,
 )
+from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.task_registry import task_spec
+from accel.interfaces.task_spec import load
 from accel.models.losses import loss_of
 from accel.stages.export import weights_of
 from accel.stages.resolving import resolve
-from accel.tasks.infer import task_spec
-from accel.tasks.spec import load
 from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import rescale, save_tiny
 

@@ -22,8 +22,8 @@ from accel.data.columns import map_columns
 from accel.data.pictures import categories
 from accel.data.rows import load_rows
 from accel.errors import InputError
-from accel.tasks.infer import task_spec
-from accel.tasks.spec import load
+from accel.interfaces.task_registry import task_spec
+from accel.interfaces.task_spec import load
 from accel.testing.pictures import PICTURES
 
 SIZES = ((60, 80), (96, 64), (64, 64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import pytest
 
 import accel
 from accel.artifact import Artifact
-from accel.tasks import infer
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 _MODULE = """
-from accel.tasks.spec import Column, TaskSpec
+from accel.interfaces.task_spec import Column, TaskSpec
 
 SPEC = TaskSpec(
     name="intent-detection",
@@ -34,7 +33,7 @@ SPEC = TaskSpec(
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Another distribution that brings a task."""
     site = tmp_path / "site"
     metadata = site / "intents-1.0.dist-info"
@@ -45,9 +44,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
     (site / "intents_of_a_stranger.py").write_text(_MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(site)
-    infer._installed.cache_clear()
-    yield "intent-detection"
-    infer._installed.cache_clear()
+    return "intent-detection"
 
 
 def rows_labelled_by(model: Any) -> list[dict[str, Any]]:
@@ -88,7 +85,5 @@ def test_an_entry_point_that_holds_no_task(tmp_path: Path, monkeypatch: pytest.M
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text("[accel.tasks]\nwrong = os:path\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    infer._installed.cache_clear()
     with pytest.raises(accel.AccelError, match="holds no TaskSpec of that name"):
         task_spec("nothing-of-the-kind")
-    infer._installed.cache_clear()

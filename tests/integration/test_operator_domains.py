@@ -14,8 +14,8 @@ from onnx import TensorProto, helper
 from accel.artifact import Artifact
 from accel.artifact.tensors import TensorSpec
 from accel.backends import opening, registry
-from accel.backends.specs import DeviceSpec, Probe
 from accel.errors import BackendUnavailableError, SessionError
+from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.foreign import adopt_onnx
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize

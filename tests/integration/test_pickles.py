@@ -18,8 +18,8 @@ import accel
 from accel import errors
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.specs import DeviceSpec
 from accel.errors import AccelError, ArtifactError, ConfigError, InputError
+from accel.interfaces.specs import DeviceSpec
 from accel.measuring.accuracy.evaluation import evaluate
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_tokenizer

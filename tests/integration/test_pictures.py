@@ -17,9 +17,9 @@ import accel
 from accel.artifact import Artifact
 from accel.capture.loading import loader_for
 from accel.errors import InputError
+from accel.interfaces.task_registry import task_spec
+from accel.interfaces.task_spec import load
 from accel.stages.export import export
-from accel.tasks.infer import task_spec
-from accel.tasks.spec import load
 from accel.testing.pictures import PICTURES
 
 TOLERANCE = 1e-3
@@ -356,7 +356,7 @@ def test_features_of_images(backend: str, tmp_path: Path) -> None:
     ],
 )
 def test_task_of_an_architecture(architecture: str, task: str) -> None:
-    from accel.tasks.infer import infer_task
+    from accel.interfaces.task_registry import infer_task
 
     assert infer_task({"architectures": [architecture]}) == task
 

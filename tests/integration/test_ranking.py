@@ -13,8 +13,8 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError, TaskError
+from accel.interfaces.task_registry import infer_task
 from accel.stages.export import export
-from accel.tasks.infer import infer_task
 from accel.testing.models import tiny_model, tiny_tokenizer
 
 QUERY = "where is my card"

@@ -15,8 +15,8 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError, TaskError, ValidationError
+from accel.interfaces.task_registry import fitting_task, infer_task, specs_for
 from accel.models.inputs import Inputs
-from accel.tasks.infer import fitting_task, infer_task, specs_for
 from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]

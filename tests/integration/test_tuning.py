@@ -31,7 +31,7 @@ TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_t
 # A backend that takes the whole process down when it opens a graph.
 CRASH = """
 import os
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe
+from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe
 
 SPEC = BackendSpec(
     name="crash", summary="dies", extra="crash", impl="accel_crash:Crash",

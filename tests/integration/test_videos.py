@@ -157,7 +157,7 @@ def test_a_model_of_an_unknown_length() -> None:
 
 
 def test_task_of_an_architecture() -> None:
-    from accel.tasks.infer import infer_task
+    from accel.interfaces.task_registry import infer_task
 
     for prefix, _ in VIDEO_FAMILIES.values():
         assert infer_task({"architectures": [f"{prefix}ForVideoClassification"]}) == TASK

@@ -17,9 +17,9 @@ from typing import Any, get_args
 from covering import cover, pairs
 
 from accel.backends import registry
-from accel.backends.specs import WEIGHTS, BackendSpec, Capability
 from accel.config import Calibration, Dtype, Level, Pooling
-from accel.tasks.infer import TASKS, task_spec
+from accel.interfaces.specs import WEIGHTS, BackendSpec, Capability
+from accel.interfaces.task_registry import all_tasks, task_spec
 
 HOST = ("cpu", "auto")
 """Device types that every machine has: a case on another one is marked `gpu`."""
@@ -35,7 +35,7 @@ ENABLED = ("bfloat16",)
 
 # Custom modules have no task of their own, and no weights folder to compare with: tests/integration/test_parity.py.
 # Speech is as long as its tokens last, which rounding changes: tests/integration/test_sounds.py.
-CASE_TASKS = tuple(name for name in TASKS if name not in ("custom", "text-to-audio"))
+CASE_TASKS = tuple(spec.name for spec in all_tasks() if spec.name not in ("custom", "text-to-audio"))
 
 # Values that are not the default, by setting.
 CAPTURES: Mapping[str, tuple[Any, ...]] = {

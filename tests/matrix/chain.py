@@ -15,13 +15,13 @@ from cases import Case, parsed
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.processor import cpu_flags
 from accel.config import QuantizeConfig, SessionOptions
+from accel.interfaces.cpu_features import cpu_flags
+from accel.interfaces.task_registry import all_tasks, task_spec
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.stages.validate import validate
-from accel.tasks.infer import TASKS, task_spec
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN
 from accel.testing.models import VOCABULARY
 from accel_plugins.pytorch.aotinductor.packages import remember
@@ -31,8 +31,8 @@ Tensors = dict[str, torch.Tensor]
 Shared = Callable[..., Path]
 
 FAMILY: Mapping[str, str] = {
-    **dict.fromkeys((name for name, spec in TASKS.items() if not spec.generates), "bert"),
-    **dict.fromkeys((name for name, spec in TASKS.items() if spec.modalities == ("audio",)), "wav2vec2"),
+    **dict.fromkeys((spec.name for spec in all_tasks() if not spec.generates), "bert"),
+    **dict.fromkeys((spec.name for spec in all_tasks() if spec.modalities == ("audio",)), "wav2vec2"),
     "sentence-similarity": "distilbert",
     "image-classification": "vit",
     "zero-shot-image-classification": "clip",

@@ -14,7 +14,7 @@ from chain import Chains, inputs_of
 
 import accel
 from accel.backends import registry
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 PLAIN = {
     "task": "text-classification",
@@ -44,7 +44,7 @@ from pathlib import Path
 import torch
 import accel
 from accel.artifact import Artifact
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 for folder in map(Path, sys.argv[1:]):
     given = torch.load(folder / "given.pt")

@@ -19,7 +19,7 @@ from PIL import Image
 import accel
 from accel import SessionOptions
 from accel.artifact import Artifact
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 from accel.testing.generators import GENERATORS, tiny_generator
 from accel.testing.models import tiny_model
 

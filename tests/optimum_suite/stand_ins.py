@@ -21,7 +21,7 @@ import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
 
-from accel.tasks.infer import all_tasks
+from accel.interfaces.task_registry import all_tasks
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
 # Modules of `optimum.onnxruntime` from which a test imports names by themselves.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 from .cases import Pair
 from .shrinking import BEGIN, LABELS, PAD, small_config

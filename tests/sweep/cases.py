@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from accel.tasks.infer import all_tasks, task_spec
+from accel.interfaces.task_registry import all_tasks, task_spec
 
 # Tasks that are another one with pooling behind it or with one class, and the one without any architecture.
 _NOT_SWEPT = ("sentence-similarity", "text-ranking", "custom")

@@ -19,12 +19,12 @@ from transformers.exporters.utils import decompose_for_generation
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.chatter import quiet
 from accel.errors import AccelError
+from accel.interfaces.task_registry import task_spec
+from accel.interfaces.task_spec import load
 from accel.stages.checking import accepted_rounding
 from accel.stages.quantize_once import quantize
-from accel.tasks.infer import task_spec
-from accel.tasks.spec import load
+from accel.upstream.library_output import quiet
 
 from .building import NotBuilt, build
 from .cases import Pair, loader_of

@@ -19,8 +19,8 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.errors import AccelError
-from accel.tasks.infer import task_spec
-from accel.tasks.spec import load
+from accel.interfaces.task_registry import task_spec
+from accel.interfaces.task_spec import load
 
 from .building import NotBuilt, build, first_line
 from .cases import Pair

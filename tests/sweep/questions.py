@@ -14,7 +14,7 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from accel.capture.tiles import reads_tiles
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 from .building import NotBuilt, first_line
 from .cases import Pair

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel.tasks.infer import task_spec
+from accel.interfaces.task_registry import task_spec
 
 from .building import NotBuilt, first_line
 from .cases import Pair

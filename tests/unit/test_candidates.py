@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from accel.backends import registry
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, OptionTrial, Probe, Reason, SchemeSettings
 from accel.config import SessionOptions
+from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, OptionTrial, Probe, Reason, SchemeSettings
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 from accel.tuning.search import in_turns
 from accel.tuning.state import Tried

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from accel.chatter import quiet
+from accel.upstream.library_output import quiet
 
 
 def say(text: str) -> None:

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from accel.artifact.tensors import TensorSpec
-from accel.backends.checks import MaskCheck, ShapeCheck, ValueCheck, read_feeds
 from accel.capture.speech import longest_sound
 from accel.errors import InputError
+from accel.interfaces.session_contract import MaskCheck, ShapeCheck, ValueCheck, read_feeds
 
 AXES = ("batch", "sequence")
 

@@ -8,9 +8,9 @@ import pickle
 import pytest
 
 from accel import errors
-from accel.backends.specs import DeviceSpec
 from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions, available_processors
 from accel.errors import AccelError, ConfigError
+from accel.interfaces.specs import DeviceSpec
 
 CONFIGS = [
     ExportConfig(pooling="cls"),

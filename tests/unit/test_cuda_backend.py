@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accel.backends import registry
-from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.errors import ConfigError
+from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda import backend as backend_module
 from accel_plugins.cuda.backend import CudaBackend

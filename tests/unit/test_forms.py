@@ -13,11 +13,11 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.home import accel_home
 from accel.backends import registry
-from accel.backends.forms import Form, FormChecks
-from accel.backends.interfaces import OpenRequest
 from accel.backends.opening import RunSettings, open_artifact
-from accel.backends.specs import DeviceSpec
+from accel.capture.graph_forms import Form, FormChecks
 from accel.config import SessionOptions
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.specs import DeviceSpec
 
 PACKED = Form(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
 
@@ -64,7 +64,7 @@ def test_tolerance_is_that_of_the_kernels(artifact: Artifact, compute_dtype: str
 
 
 def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert not checks_of(artifact, run="wrong").check(PACKED, Counted(0.4), Counted()).passed
         assert "'packed'" in caplog.text
         assert "0.4" in caplog.text
@@ -119,7 +119,7 @@ def test_a_wrong_bucket_is_not_used(
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
     monkeypatch.setattr(backend, "open", open_wrong)
     session = open_artifact(artifact, RunSettings(options=SessionOptions(buckets=(8,)))).sessions["model"]
-    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-5
     assert "'bucket of 8'" in caplog.text
     monkeypatch.setattr(backend, "open", open_right)
@@ -140,7 +140,7 @@ def test_wrong_steps_are_not_used(
 
     monkeypatch.setattr(session._plain, "run", run)
     feeds = {spec.name: torch.ones(2, 5, dtype=torch.int64) for spec in artifact.components[0].inputs}
-    with caplog.at_level(logging.WARNING, logger="accel.backends.forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert (session.run(feeds)["logits"] - plain.run(feeds)["logits"]).abs().max() < 1e-5
     assert "'multiples of 8'" in caplog.text
 

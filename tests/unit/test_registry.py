@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from accel.backends import doctor, registry
-from accel.backends.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
+from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from accel.stages.prepare.dispatching import prepare
 
 

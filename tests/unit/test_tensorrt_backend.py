@@ -20,10 +20,6 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
-from accel.backends.checks import ValueCheck
-from accel.backends.interfaces import OpenRequest
-from accel.backends.profiles import Sizes, read_profile, shapes_of
-from accel.backends.specs import DeviceSpec, Probe
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
     BackendUnavailableError,
@@ -33,6 +29,10 @@ from accel.errors import (
     SessionError,
     TargetMismatchError,
 )
+from accel.interfaces.protocols import OpenRequest
+from accel.interfaces.session_contract import ValueCheck
+from accel.interfaces.shape_profiles import Sizes, read_profile, shapes_of
+from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import tiny_model

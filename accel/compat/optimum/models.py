@@ -14,14 +14,14 @@ from typing import Any, Self
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ...artifact.manifest import MANIFEST, Artifact
-from ...backends.interfaces import Session
 from ...errors import AccelError
+from ...interfaces.protocols import Session
+from ...interfaces.task_registry import task_spec
 from ...models import base
 from ...models.decoders import Generator
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.saving import save_model
 from ...stages.foreign.files import Part
-from ...tasks.infer import task_spec
 from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
 
 logger = logging.getLogger(__name__)

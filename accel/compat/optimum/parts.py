@@ -10,8 +10,8 @@ import torch
 
 from ...artifact.home import accel_home
 from ...artifact.manifest import Artifact
-from ...backends.interfaces import Session
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
+from ...interfaces.protocols import Session
 from ...models.encoder_decoder import EncoderOf
 from ...stages.foreign.files import Part, named, several_graphs
 from .constants import (

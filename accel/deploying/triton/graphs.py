@@ -10,10 +10,10 @@ from typing import Any
 
 from ...artifact.manifest import Artifact, Component
 from ...artifact.tensors import TensorSpec
-from ...backends.profiles import Profile, shapes_text
-from ...backends.specs import DeviceSpec
 from ...capture import usual_sizes_in
 from ...errors import ConfigError, TaskError
+from ...interfaces.shape_profiles import Profile, shapes_text
+from ...interfaces.specs import DeviceSpec
 from .messages import data_type, kind, model_config
 from .profiles import profile_of
 from .settings import TritonConfig

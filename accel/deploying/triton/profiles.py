@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from ...artifact.manifest import Artifact
-from ...backends.profiles import LONGEST, Sizes, axes_of, read_profile
 from ...errors import ConfigError
+from ...interfaces.shape_profiles import LONGEST, Sizes, axes_of, read_profile
 
 _INPUT = re.compile(r"(?P<name>[^,:]+):(?P<sizes>\d+(?:x\d+)*)")
 

@@ -18,9 +18,9 @@ from ...artifact.manifest import Artifact
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
+from ...interfaces.task_registry import task_spec
+from ...interfaces.task_spec import load
 from ...stages.resolving import artifact_of
-from ...tasks.infer import task_spec
-from ...tasks.spec import load
 from .graphs import BACKENDS, Fields, Graph, backend_for, batching, graph_config, instances, version_policy, write_graph
 from .messages import data_type, model_config, write
 from .services import Facts, Tensor, TextService

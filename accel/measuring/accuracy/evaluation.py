@@ -21,11 +21,11 @@ from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
 from ...errors import ConfigError, InputError
+from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
 from ...models.opening import close, open_model, open_original
 from ...signatures import checked_arguments
 from ...stages.resolving import Resolved, resolve
-from ...tasks.infer import task_spec
 from .comparing import Comparison, Scored, compare
 from .metrics import Metric, metric_for
 from .predictors import Model, Predictor, predictor_for

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, did_you_mean
-from ...tasks.spec import load
+from ...interfaces.task_spec import load
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[Any]

@@ -18,16 +18,16 @@ import torch
 
 from ... import capture, progress
 from ...artifact.sentence_settings import SentenceSettings, sentence_settings
-from ...chatter import quiet
 from ...data.batches import Encoded, encode, for_graph, from_tokenizer, longest
 from ...data.labels import IGNORED, label_ids, numbers, texts
 from ...data.rows import Rows
 from ...errors import ConfigError, InputError, TaskError
+from ...interfaces.task_registry import all_tasks, task_spec
+from ...interfaces.task_spec import load
 from ...models.base import ORTModel
 from ...models.pipelines.opening import pipeline
 from ...models.texts import COUNTED, SentenceRows, SentenceVectors
-from ...tasks.infer import all_tasks, task_spec
-from ...tasks.spec import load
+from ...upstream.library_output import quiet
 from .metrics import TokenScores
 
 Model = ORTModel | torch.nn.Module

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...chatter import quiet
 from ...data.batches import Encoded
 from ...data.ranking import documents, encode_queries
+from ...upstream.library_output import quiet
 from .metrics import OFFERED, Floats, Metric, Values, ratio
 from .predictors import Model, Predictor
 

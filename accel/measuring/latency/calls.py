@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from ...artifact.manifest import Artifact
-    from ...backends.specs import TensorSpec
+    from ...interfaces.specs import TensorSpec
 
 from ..processes import peak_memory, quiet_child
 

@@ -16,10 +16,10 @@ from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...artifact.hub import HubOptions
 from ...errors import ConfigError, TaskError, did_you_mean
+from ...interfaces.task_registry import all_tasks, specs_for, task_spec
+from ...interfaces.task_spec import TaskSpec, load
 from ...signatures import checked_arguments
 from ...stages.resolving import resolve
-from ...tasks.infer import all_tasks, specs_for, task_spec
-from ...tasks.spec import TaskSpec, load
 from ..arguments import device_name
 from ..base import ORTModel
 from ..companions import companion_of

@@ -15,10 +15,10 @@ from pathlib import Path
 from ...artifact.hub import HubOptions, Location
 from ...artifact.manifest import Artifact, Origin
 from ...backends import registry
-from ...backends.specs import WEIGHTS, BackendSpec
 from ...config import ExportConfig
 from ...errors import ArtifactNotFoundError, PluginError
-from ...tasks.infer import fitting_task
+from ...interfaces.specs import WEIGHTS, BackendSpec
+from ...interfaces.task_registry import fitting_task
 from .descriptions import describe
 from .files import GENAI, beside_config, descriptions_in, graph_files
 from .plain import adopt_onnx

@@ -17,7 +17,7 @@ from ...artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin
 from ...artifact.tensors import TensorSpec
 from ...artifact.writing import copy_companions, discard, is_companion, staging
 from ...errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
-from ...tasks.spec import TaskSpec
+from ...interfaces.task_spec import TaskSpec
 from . import surgery
 from .attention import CAPACITY, grouped, with_mask
 from .descriptions import Description

@@ -9,7 +9,7 @@ from typing import Any
 from ...artifact.checksums import check_file
 from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError, IntegrityError
-from ...tasks.infer import infer_task, read_config
+from ...interfaces.task_registry import infer_task, read_config
 from .files import EXPORT, GENAI, Part, checked_file, descriptions_in
 
 CONFIG = "config.json"

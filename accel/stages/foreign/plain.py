@@ -7,7 +7,7 @@ from pathlib import Path
 from ...artifact.end_tokens import with_equal_counts
 from ...artifact.manifest import Artifact, Component, Manifest, Origin
 from ...errors import TaskError
-from ...tasks.infer import task_spec
+from ...interfaces.task_registry import task_spec
 from .decoders import adopt_decoders
 from .descriptions import describe
 from .files import one_graph

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...backends import registry
-from ...backends.interfaces import Preparer
-from ...backends.specs import WEIGHTS, BackendSpec
 from ...config import PrepareConfig
 from ...errors import BackendUnavailableError, ConfigError, PluginError, PrepareError
+from ...interfaces.protocols import Preparer
+from ...interfaces.specs import WEIGHTS, BackendSpec
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,7 @@ class OnnxExporter:
         self._backend = backend
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, convert and write; see `accel.backends.interfaces.Exporter`."""
+        """Trace, convert and write; see `accel.interfaces.protocols.Exporter`."""
         parts = split(source, OrtAttention())
         if parts == (source,):
             components, opset = self._single(source, config, out)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, Step, tool_versions
-from accel.backends.interfaces import Feeds
 from accel.capture import quiet
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, OptimizeError
+from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import load_graphs, write_artifact
 from .fusions import CPU, Target, chosen_fusions
@@ -37,7 +37,7 @@ class OrtOptimizer:
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
     ) -> Artifact:
-        """Write the optimized graphs; see `accel.backends.interfaces.Optimizer`. Takes seconds.
+        """Write the optimized graphs; see `accel.interfaces.protocols.Optimizer`. Takes seconds.
 
         Raises:
             ConfigError: A fusion that does not exist, or calibration data that nothing reads.

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Feeds
 from accel.capture import feeds_for
 from accel.errors import OptimizeError, QuantizeError
+from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, insert_after, nodes
 from ..quantization.calibrators import Calibrator, Prompts, prompt_inputs

@@ -17,10 +17,10 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, scratch
-from accel.backends.forks import kept_in_children
-from accel.backends.interfaces import Feeds
 from accel.config import Calibration, available_processors
 from accel.errors import QuantizeError
+from accel.interfaces.forks import kept_in_children
+from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import save_graph
 

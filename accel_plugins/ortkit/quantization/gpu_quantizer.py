@@ -17,9 +17,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Quantization, Step, tool_versions
-from accel.backends.interfaces import Batches, Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
+from accel.interfaces.protocols import Batches, Evaluate, Feeds
 
 from ..graph.editing import add_initializer, constant, insert_after, load_graph, nodes, root_graph, write_artifact
 from .calibrators import Calibrator, batches_of
@@ -75,7 +75,7 @@ class GpuQuantizer:
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Write the quantized graphs; see `accel.backends.interfaces.Quantizer`. Takes the calibration's time, on the CPU."""
+        """Write the quantized graphs; see `accel.interfaces.protocols.Quantizer`. Takes the calibration's time, on the CPU."""
         check(artifact, config, calibration)
         assert calibration is not None
         steps = STEPS[config.scheme]

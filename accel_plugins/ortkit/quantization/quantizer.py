@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component, Quantization, Step, tool_versions
-from accel.backends.interfaces import Batches, Evaluate, Feeds
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
+from accel.interfaces.protocols import Batches, Evaluate, Feeds
 
 from ..graph.editing import load_graph, write_artifact
 from .calibrators import Calibrator, batches_of
@@ -47,7 +47,7 @@ class OrtQuantizer:
         evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Write the quantized graphs; see `accel.backends.interfaces.Quantizer`. Takes seconds, and calibration time for static."""
+        """Write the quantized graphs; see `accel.interfaces.protocols.Quantizer`. Takes seconds, and calibration time for static."""
         preset, why = choose_preset(config.preset, self._flags())
         check(artifact, config, preset, calibration)
         report: dict[str, Any] = {"preset": preset.name, "why": why, "layers": [], "excluded": []}

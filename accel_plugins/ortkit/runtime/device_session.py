@@ -10,9 +10,9 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component
-from accel.backends.checks import no_state
-from accel.backends.interfaces import Feeds, State
-from accel.backends.specs import DeviceSpec
+from accel.interfaces.protocols import Feeds, State
+from accel.interfaces.session_contract import no_state
+from accel.interfaces.specs import DeviceSpec
 
 from .nvidia import on_gpu
 from .session import OrtSession

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from accel.backends.specs import DeviceSpec
 from accel.errors import BackendUnavailableError
+from accel.interfaces.specs import DeviceSpec
 
 _lock = threading.Lock()
 _registered: dict[str, Path] = {}

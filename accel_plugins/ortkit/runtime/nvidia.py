@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from accel.backends.specs import DeviceSpec, Probe, Reason
 from accel.errors import ConfigError, did_you_mean
+from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"

@@ -1,4 +1,4 @@
-"""An ONNX Runtime session behind `accel.backends.interfaces.Session`."""
+"""An ONNX Runtime session behind `accel.interfaces.protocols.Session`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Artifact, Component, TensorSpec
-from accel.backends.checks import (
+from accel.config import SessionOptions, available_processors
+from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
+from accel.interfaces.description import SessionDescription
+from accel.interfaces.forks import kept_in_children
+from accel.interfaces.protocols import Feeds, Names, State, TokenStep
+from accel.interfaces.session_contract import (
     check_buffers,
     check_state,
     no_state,
@@ -24,12 +29,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.description import SessionDescription
-from accel.backends.forks import kept_in_children
-from accel.backends.interfaces import Feeds, Names, State, TokenStep
-from accel.backends.specs import DeviceSpec
-from accel.config import SessionOptions, available_processors
-from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
+from accel.interfaces.specs import DeviceSpec
 
 from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
@@ -373,7 +373,7 @@ class OrtSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`. Inputs of the declared type on the host are read in place.
+        """See `accel.interfaces.protocols.Session.run`. Inputs of the declared type on the host are read in place.
 
         Written for cold caches: after a few milliseconds of matrix products every attribute looked up here comes from
         main memory, so the common case does as little as it can and the rest is in `_run_unusual`.
@@ -476,7 +476,7 @@ class OrtSession(SessionDescription):
         return OrtState(self.runtime, self._component, batch, lengths=self._own_lengths)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.backends.interfaces.SteppingSession`: on the host, for graphs that write keys and values in place."""
+        """See `accel.interfaces.protocols.SteppingSession`: on the host, for graphs that write keys and values in place."""
         if not isinstance(state, OrtState) or not self._component.stateful:
             return None
         tensors = self._checked(feeds, self._stateless)

@@ -9,11 +9,19 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.backends.checks import StepCheck, check_crop, check_drop, check_held, check_join, check_rows, grows
-from accel.backends.continuing import moved_right
-from accel.backends.description import StateDescription, kept_name
-from accel.backends.interfaces import Feeds, State
 from accel.errors import InputError
+from accel.interfaces.continuation import moved_right
+from accel.interfaces.description import StateDescription, kept_name
+from accel.interfaces.protocols import Feeds, State
+from accel.interfaces.session_contract import (
+    StepCheck,
+    check_crop,
+    check_drop,
+    check_held,
+    check_join,
+    check_rows,
+    grows,
+)
 
 from .values import Binding, native_as_tensor
 

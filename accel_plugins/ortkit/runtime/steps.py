@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from accel.artifact import TensorSpec
-from accel.backends.interfaces import Feeds
-from accel.backends.stepping import SingleTokens
+from accel.interfaces.protocols import Feeds
+from accel.interfaces.stepping import SingleTokens
 
 from .state import HOST, LENGTHS, OrtState
 from .values import RUN_ERRORS, native_value

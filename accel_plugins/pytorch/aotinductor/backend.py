@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
-from accel.backends.specs import Probe
 from accel.config import ExportConfig
 from accel.errors import ConfigError
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
+from accel.interfaces.specs import Probe
 
 from ..backend import PytorchBackend
 from ..session import Module, ModuleSession
@@ -62,7 +62,7 @@ class AotInductorBackend:
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Load the code of every part; see `accel.backends.interfaces.Backend.open`. Nothing is compiled.
+        """Load the code of every part; see `accel.interfaces.protocols.Backend.open`. Nothing is compiled.
 
         Args:
             artifact: Packages.

@@ -22,7 +22,7 @@ class PackageExporter:
     """Writes `model.pt2`: native code for the processors that are here, and weights."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, compile and write; see `accel.backends.interfaces.Exporter`. Compiling takes 10 s to minutes.
+        """Trace, compile and write; see `accel.interfaces.protocols.Exporter`. Compiling takes 10 s to minutes.
 
         Raises:
             BackendUnavailableError: There is no compiler.

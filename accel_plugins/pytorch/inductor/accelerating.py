@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import torch
 from transformers.generation import GenerationMode
 
-from accel.backends.interfaces import Batches
 from accel.capture import CACHE_NAMES
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.errors import ConfigError, InputError, PrepareError
+from accel.interfaces.protocols import Batches
 
 from .engine import Engine
 from .sizes import MASK
@@ -258,7 +258,7 @@ class Accelerator:
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """The same model; see `accel.backends.interfaces.Preparer`."""
+        """The same model; see `accel.interfaces.protocols.Preparer`."""
         if config.scheme != "accelerate" or not isinstance(config, AccelerateConfig):
             raise ConfigError(
                 f"The backend 'inductor' prepares by 'accelerate' with AccelerateConfig, not by {config.scheme!r}.",

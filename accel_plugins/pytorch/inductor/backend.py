@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.backends.interfaces import Exporter, OpenRequest, Preparer, Session
-from accel.backends.specs import Probe, Reason
 from accel.capture import Source
 from accel.config import AccelerateConfig
 from accel.errors import ConfigError
+from accel.interfaces.protocols import Exporter, OpenRequest, Preparer, Session
+from accel.interfaces.specs import Probe, Reason
 
 from ..backend import PytorchBackend
 from ..session import Module
@@ -62,7 +62,7 @@ class InductorBackend(PytorchBackend):
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open the parts of a model; compiled when they are called, see `accel.backends.interfaces.Backend.open`.
+        """Open the parts of a model; compiled when they are called, see `accel.interfaces.protocols.Backend.open`.
 
         Args:
             artifact: PyTorch weights.

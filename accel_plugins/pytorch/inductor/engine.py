@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from accel.backends.forms import relative_tolerance
-from accel.backends.processor import adds_in_16_bits, cpu_flags
 from accel.capture import IntegerLinear, first_lines, pad_id
+from accel.capture.graph_forms import relative_tolerance
 from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
+from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 
 from ..graphs import on_device
 from ..session import CapturedModule

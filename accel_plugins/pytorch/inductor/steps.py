@@ -16,10 +16,10 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicCache
 
 from accel.artifact import Component
-from accel.backends.checks import check_crop, check_rows
-from accel.backends.forms import relative_tolerance
-from accel.backends.specs import DeviceSpec
 from accel.capture import CACHE_NAME, Source, first_lines
+from accel.capture.graph_forms import relative_tolerance
+from accel.interfaces.session_contract import check_crop, check_rows
+from accel.interfaces.specs import DeviceSpec
 
 from ..decoding import CacheState, DecoderSession, KeysAndValues
 from ..graphs import Turns, captured

@@ -1,6 +1,6 @@
 """Core ML through ONNX Runtime's provider: Apple's Neural Engine, GPUs and CPUs. Imports nothing but the interface modules."""
 
-from accel.backends.specs import BackendSpec, Capability
+from accel.interfaces.specs import BackendSpec, Capability
 
 SPEC = BackendSpec(
     name="coreml",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accel.artifact import Artifact, Component
-from accel.backends.specs import DeviceSpec
+from accel.interfaces.specs import DeviceSpec
 from accel_plugins.ortkit.provider import ProviderBackend
 
 from . import SPEC

@@ -1,6 +1,6 @@
 """OpenVINO through Intel's library for ONNX Runtime (`onnxruntime-ep-openvino`). Imports nothing but the interface modules."""
 
-from accel.backends.specs import BackendSpec, Capability
+from accel.interfaces.specs import BackendSpec, Capability
 
 SPEC = BackendSpec(
     name="openvino-ep",

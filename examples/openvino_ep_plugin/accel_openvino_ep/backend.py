@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accel.artifact import Artifact, Component
-from accel.backends.specs import DeviceSpec
+from accel.interfaces.specs import DeviceSpec
 from accel_plugins.ortkit.provider import ProviderBackend
 
 from . import SPEC

@@ -1,6 +1,6 @@
 """A toy backend: runs `torch.export` programs with PyTorch. Imports nothing but the interface modules."""
 
-from accel.backends.specs import BackendSpec, Capability
+from accel.interfaces.specs import BackendSpec, Capability
 
 SPEC = BackendSpec(
     name="toy",

@@ -8,7 +8,11 @@ from pathlib import Path
 import torch
 
 from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
-from accel.backends.checks import (
+from accel.capture import Source, capture_program, reference
+from accel.config import ExportConfig
+from accel.errors import ConfigError, InputError, SessionError
+from accel.interfaces.protocols import Exporter, Feeds, Names, OpenRequest, Optimizer, Quantizer
+from accel.interfaces.session_contract import (
     ShapeCheck,
     ValueCheck,
     check_buffer_shape,
@@ -18,11 +22,7 @@ from accel.backends.checks import (
     tensor_dtypes,
     wanted_outputs,
 )
-from accel.backends.interfaces import Exporter, Feeds, Names, OpenRequest, Optimizer, Quantizer
-from accel.backends.specs import DeviceSpec, Probe
-from accel.capture import Source, capture_program, reference
-from accel.config import ExportConfig
-from accel.errors import ConfigError, InputError, SessionError
+from accel.interfaces.specs import DeviceSpec, Probe
 
 GRAPH = "model.pt2"
 
@@ -180,7 +180,7 @@ class ToySession:
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: History | None = None
     ) -> dict[str, torch.Tensor]:
-        """Check, run, return; the contract is in `accel.backends.interfaces.Session`."""
+        """Check, run, return; the contract is in `accel.interfaces.protocols.Session`."""
         if self._module is None:
             raise session_closed()
         tensors = read_feeds(feeds, tensor_dtypes(self.inputs))

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from ....artifact.checksums import sha256
 from ....artifact.reading import read_json
 from ....errors import IntegrityError
-from ....tasks.infer import all_tasks
-from ....tasks.spec import load
+from ....interfaces.task_registry import all_tasks
+from ....interfaces.task_spec import load
 from ..messages import TYPES, type_name
 from ..repository import SERVED, SETTINGS, TOKENIZER
 from ..served.batches import Batches, Request

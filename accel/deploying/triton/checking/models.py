@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ....artifact.reading import read_json
-from ....backends.profiles import read_profile
 from ....errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
+from ....interfaces.shape_profiles import read_profile
 from ..graphs import BACKENDS
 from ..messages import CONFIG, TYPES, kind_name, read, type_name
 from ..profiles import read_shapes

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import BackendUnavailableError, SessionError
-from ....tasks.infer import all_tasks
-from ....tasks.spec import load
+from ....interfaces.task_registry import all_tasks
+from ....interfaces.task_spec import load
 from ..messages import type_name
 from ..server import VARIABLE, Installation, TritonServer, find_server
 from ..shadow import shadow

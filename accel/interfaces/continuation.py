@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.manifest import Component
 from ..errors import InputError
-from .checks import StepCheck, check_crop, check_drop, check_join, check_rows, check_state
 from .description import StateDescription
-from .interfaces import Feeds, Names, Session, State
+from .protocols import Feeds, Names, Session, State
+from .session_contract import StepCheck, check_crop, check_drop, check_join, check_rows, check_state
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class OneByOne(_Wrapped):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`."""
+        """See `accel.interfaces.protocols.Session.run`."""
         import torch
 
         run = self._session.run
@@ -86,7 +86,7 @@ class Recomputed(_Wrapped):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.backends.interfaces.Session.run`."""
+        """See `accel.interfaces.protocols.Session.run`."""
         check_state(state, TokenState, stateful=True, out=out)
         assert isinstance(state, TokenState)
         whole, new = state.extended(feeds)

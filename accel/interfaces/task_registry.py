@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_kind
 from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, TaskError, did_you_mean
-from . import audio, generation, image, text, video
-from .spec import TaskSpec, load
+from .entry_points import TASKS, entry_points
+from .task_spec import TaskSpec, load
 
 _ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
 _SENTENCE_TASKS: Mapping[str, str] = {"embedder": "sentence-similarity", "cross-encoder": "text-ranking"}
 """The task of a kind of models of sentence-transformers."""
 _BY_NAME_ALONE = (len("ForConditionalGeneration"), "text2text-generation")
-ENTRY_POINT_GROUP = "accel.tasks"
-
-TASKS: Mapping[str, TaskSpec] = {
-    spec.name: spec for spec in (*text.SPECS, *image.SPECS, *video.SPECS, *audio.SPECS, *generation.SPECS)
-}
-"""The tasks that come with `accel`, by name."""
 
 
 def task_spec(name: str) -> TaskSpec:
@@ -39,9 +32,9 @@ def task_spec(name: str) -> TaskSpec:
         )
     # A translation task may name its languages: `translation_en_to_de`.
     word = "translation" if name.startswith("translation_") else name
-    found = _WORDS.get(word) or _words(_installed()).get(word)
+    known = _words(all_tasks())
+    found = known.get(word)
     if found is None:
-        known = _words(all_tasks())
         names = [spec.name for spec in all_tasks()]
         raise TaskError(
             f"{name!r} is not a task that accel knows.{did_you_mean(name, known)}",
@@ -77,38 +70,43 @@ def fitting_task(word: str, config: Mapping[str, Any]) -> str:
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
-    """Those that come with `accel`, and those that other distributions bring."""
-    return (*TASKS.values(), *_installed())
-
-
-def _words(specs: Iterable[TaskSpec]) -> dict[str, TaskSpec]:
-    """Every word for a task; its name comes before what others call theirs."""
-    kept = tuple(specs)
-    words = {word: spec for spec in kept for word in (*spec.synonyms, *spec.serves)}
-    return words | {spec.name: spec for spec in kept}
-
-
-_WORDS = _words(TASKS.values())
-
-
-@functools.cache
-def _installed() -> tuple[TaskSpec, ...]:
-    """Tasks of other distributions: entry points of the group `accel.tasks`, read when a word is not one of ours.
+    """All installed tasks: those that come with `accel` first, each group in the order of names.
 
     Raises:
-        PluginError: An entry point that holds no `TaskSpec` of its name.
+        PluginError: An entry point holds no `TaskSpec` of its name, or two distributions claim one name.
     """
-    found: list[TaskSpec] = []
-    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+    entries = {(entry.name, entry.value) for entry in entry_points(TASKS)}
+    return _loaded(tuple(sorted(entries, key=lambda entry: (not entry[1].startswith("accel."), entry))))
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[TaskSpec, ...]:
+    specs: dict[str, TaskSpec] = {}
+    for name, value in entries:
         try:
-            spec = load(entry.value)
+            spec = load(value)
         # Foreign code, whose import may raise anything.
         except Exception as error:
-            raise PluginError(f"The task {entry.name!r} cannot be loaded from {entry.value!r}: {error}") from error
-        if not isinstance(spec, TaskSpec) or spec.name != entry.name:
-            raise PluginError(f"The entry point {entry.name!r} = {entry.value!r} holds no TaskSpec of that name.")
-        found.append(spec)
-    return tuple(found)
+            raise PluginError(f"The task {name!r} cannot be loaded from {value!r}: {error}") from error
+        if not isinstance(spec, TaskSpec) or spec.name != name:
+            raise PluginError(f"The entry point {name!r} = {value!r} holds no TaskSpec of that name.")
+        if name in specs:
+            values = ", ".join(other for claimed, other in entries if claimed == name)
+            raise PluginError(
+                f"Several entry points claim the task {name!r}: {values}.", fix="uninstall all but one of them."
+            )
+        specs[name] = spec
+    return tuple(specs.values())
+
+
+@functools.lru_cache(maxsize=2)
+def _words(specs: tuple[TaskSpec, ...]) -> Mapping[str, TaskSpec]:
+    """Every word for a task: its name, else its pipelines and synonyms. Of two tasks with one word the first has it."""
+    words = {spec.name: spec for spec in specs}
+    for spec in specs:
+        for word in (*spec.serves, *spec.synonyms):
+            words.setdefault(word, spec)
+    return words
 
 
 def missing_config(folder: Path) -> ArtifactNotFoundError:
@@ -146,7 +144,7 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         "sbert_ce_default_activation_function",
     } & set(config):
         return "text-ranking"
-    fits = [(len(suffix), spec.name) for spec in TASKS.values() for suffix in spec.suffixes if name.endswith(suffix)]
+    fits = [(len(suffix), spec.name) for spec in all_tasks() for suffix in spec.suffixes if name.endswith(suffix)]
     # Text and images in one prompt; by their names alone such models are encoder-decoders.
     if {"vision_config", "text_config"} <= set(config) and max(fits, default=None) == _BY_NAME_ALONE:
         return "image-text-to-text"
@@ -154,7 +152,7 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(
             f"The task of a {name} cannot be inferred, or accel does not support it yet.",
-            fix=f"pass task=..., one of {', '.join(TASKS)}.",
+            fix=f"pass task=..., one of {', '.join(spec.name for spec in all_tasks())}.",
         )
     return max(fits)[1]
 
@@ -188,4 +186,4 @@ def infer_adapter_task(folder: Path) -> str:
     """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
     settings = read_json(folder / _ADAPTER)
     word = settings.get("task_type") or ""
-    return next((spec.name for spec in TASKS.values() if word and spec.adapter == word), "feature-extraction")
+    return next((spec.name for spec in all_tasks() if word and spec.adapter == word), "feature-extraction")

@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Any, TypeVar
 
-from ..fork_hooks import at_fork
+from .fork_hooks import at_fork
 
 Object = TypeVar("Object")
 

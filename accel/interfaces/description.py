@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from ..artifact.tensors import TensorSpec
 from ..errors import InputError
-from .checks import ShapeCheck, ValueCheck, read_feeds, tensor_dtypes
+from .session_contract import ShapeCheck, ValueCheck, read_feeds, tensor_dtypes
 from .specs import DeviceSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from .interfaces import Feeds
+    from .protocols import Feeds
 
 _KEYS_OR_VALUES = re.compile(r"(\d+)[._](key|value)\Z")
 
@@ -26,7 +26,7 @@ def kept_name(name: str) -> str:
 
 
 class SessionDescription:
-    """The described part of `accel.backends.interfaces.Session`, and the checks of a call's inputs against it: `_check_shapes`,
+    """The described part of `accel.interfaces.protocols.Session`, and the checks of a call's inputs against it: `_check_shapes`,
     `_check_values`, and `_read`, which does all that the contract asks.
 
     Args:
@@ -87,7 +87,7 @@ class SessionDescription:
 
 
 class StateDescription:
-    """The described part of `accel.backends.interfaces.State`.
+    """The described part of `accel.interfaces.protocols.State`.
 
     Args:
         batch: Rows held.

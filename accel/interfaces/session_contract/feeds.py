@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...artifact.tensors import TensorSpec
-    from ..interfaces import Feeds
+    from ..protocols import Feeds
 
 _REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
 Sizes = tuple[int, ...]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..artifact.manifest import Artifact, Component
-    from .interfaces import Feeds
-    from .specs import DeviceSpec
+    from ..interfaces.protocols import Feeds
+    from ..interfaces.specs import DeviceSpec
 
     Tensors = Mapping[str, torch.Tensor]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .checks import StepCheck
+from .session_contract import StepCheck
 
 if TYPE_CHECKING:
     import torch
 
     from ..artifact.manifest import Component
-    from .interfaces import Feeds
+    from .protocols import Feeds
 
 _POSITIONS = "position_ids"
 # Calls whose masks and positions are made together: a run goes through all weights, and behind it whatever is called is in no

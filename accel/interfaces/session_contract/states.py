@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ...artifact.manifest import Component
     from ...artifact.tensors import TensorSpec
-    from ..interfaces import Feeds, State
+    from ..protocols import Feeds, State
 
 
 def check_state(state: object, kind: type, *, stateful: bool, out: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...artifact.tensors import TensorSpec
-    from ..interfaces import Feeds
+    from ..protocols import Feeds
 
 _FEW = 32  # values that are checked faster as a list
 

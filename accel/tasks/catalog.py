@@ -1,0 +1,589 @@
+"""The tasks that come with accel, as data: one `TaskSpec` each, which the entry points of the group `accel.tasks` name."""
+
+from __future__ import annotations
+
+from ..interfaces.task_spec import Column, TaskSpec
+
+LABEL = Column(
+    use="label",
+    known=("label", "labels", "category", "intent", "class", "target", "sentiment", "coarse_label", "fine_label"),
+    holds="label",
+    needed="measuring",
+    answer=True,
+)
+
+TEXT = Column(
+    use="text",
+    known=("text", "sentence", "query", "utterance", "content", "review", "tweet", "document", "input", "question"),
+    holds="text",
+)
+
+_PAIR = ("sentence2", "sentence_2", "text2", "text_b", "positive")
+
+_EMBEDDED = (
+    Column(
+        use="score",
+        known=("score", "similarity_score", "similarity", "label"),
+        holds="number",
+        needed="measuring",
+        answer=True,
+    ),
+    Column(use="text", known=("sentence1", "sentence_1", "text1", "text_a", "anchor", *TEXT.known), holds="text"),
+    Column(use="text_pair", known=_PAIR, holds="text", needed="measuring"),
+)
+
+_SERVED = "accel.deploying.triton.services"
+
+_EMBEDDINGS = dict.fromkeys(("feature-extraction", "sentence-similarity"), f"{_SERVED}:EMBEDDINGS")
+
+TEXT_CLASSIFICATION = TaskSpec(
+    name="text-classification",
+    model="accel.models.encoders:ORTModelForSequenceClassification",
+    auto_model="AutoModelForSequenceClassification",
+    output="SequenceClassifierOutput",
+    outputs={"logits": ("batch", "num_labels")},
+    suffixes=("ForSequenceClassification",),
+    loss="ForSequenceClassification",
+    synonyms=("sequence-classification", "sentiment-analysis"),
+    pipelines=("zero-shot-classification",),
+    columns=(LABEL, TEXT, Column(use="text_pair", known=_PAIR, holds="text", needed="named")),
+    encode="accel.data.batches:encode_pairs",
+    predictor="accel.measuring.accuracy.predictors:classifier",
+    fronts={"text-classification": f"{_SERVED}:CLASSIFICATION", "zero-shot-classification": f"{_SERVED}:ZERO_SHOT"},
+    adapter="SEQ_CLS",
+)
+
+TOKEN_CLASSIFICATION = TaskSpec(
+    name="token-classification",
+    model="accel.models.encoders:ORTModelForTokenClassification",
+    auto_model="AutoModelForTokenClassification",
+    output="TokenClassifierOutput",
+    outputs={"logits": ("batch", "sequence", "num_labels")},
+    suffixes=("ForTokenClassification",),
+    loss="ForTokenClassification",
+    synonyms=("ner",),
+    columns=(
+        Column(
+            use="tags",
+            known=("ner_tags", "tags", "labels", "label", "pos_tags"),
+            holds="tags",
+            needed="measuring",
+            answer=True,
+        ),
+        Column(use="words", known=("tokens", "words"), holds="words"),
+    ),
+    encode="accel.data.batches:encode_words",
+    predictor="accel.measuring.accuracy.predictors:Tags",
+    fronts={"token-classification": f"{_SERVED}:TAGS"},
+    adapter="TOKEN_CLS",
+)
+
+QUESTION_ANSWERING = TaskSpec(
+    name="question-answering",
+    model="accel.models.encoders:ORTModelForQuestionAnswering",
+    auto_model="AutoModelForQuestionAnswering",
+    output="QuestionAnsweringModelOutput",
+    outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
+    suffixes=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
+    loss="ForQuestionAnswering",
+    own_pipelines={
+        "question-answering": "accel.models.pipelines.question_answering:QuestionAnsweringPipeline",
+    },
+    columns=(
+        Column(use="answers", known=("answers", "answer"), holds="answers", needed="measuring", answer=True),
+        Column(use="question", known=("question", "query"), holds="text"),
+        Column(use="context", known=("context", "passage", "paragraph", "text"), holds="text"),
+    ),
+    encode="accel.data.batches:encode_questions",
+    predictor="accel.measuring.accuracy.predictors:Answers",
+    fronts={"question-answering": f"{_SERVED}:ANSWERS"},
+    adapter="QUESTION_ANS",
+)
+
+DOCUMENT_QUESTION_ANSWERING = TaskSpec(
+    name="document-question-answering",
+    model="accel.models.documents:ORTModelForDocumentQuestionAnswering",
+    auto_model="AutoModelForDocumentQuestionAnswering",
+    output="QuestionAnsweringModelOutput",
+    outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
+    keeps=("start_logits", "end_logits"),
+    suffixes=("LayoutLMForQuestionAnswering", "LayoutLMv2ForQuestionAnswering", "LayoutLMv3ForQuestionAnswering"),
+    loss="ForQuestionAnswering",
+    columns=(
+        Column(use="answers", known=("answers", "answer"), holds="answers", needed="measuring", answer=True),
+        Column(use="question", known=("question", "query"), holds="text"),
+        Column(use="words", known=("words", "tokens"), holds="words"),
+        Column(use="boxes", known=("boxes", "bboxes", "bbox"), holds="boxes"),
+    ),
+    encode="accel.data.documents:encode_documents",
+    predictor="accel.measuring.accuracy.documents:DocumentAnswers",
+    sample="accel.capture.documents:document_sample",
+)
+
+TABLE_QUESTION_ANSWERING = TaskSpec(
+    name="table-question-answering",
+    model="accel.models.tables:ORTModelForTableQuestionAnswering",
+    auto_model="AutoModelForTableQuestionAnswering",
+    outputs={"logits": ("batch", "sequence")},
+    keeps=("logits", "logits_aggregation"),
+    suffixes=("TapasForQuestionAnswering",),
+    sample="accel.capture.documents:table_sample",
+)
+
+MULTIPLE_CHOICE = TaskSpec(
+    name="multiple-choice",
+    model="accel.models.encoders:ORTModelForMultipleChoice",
+    auto_model="AutoModelForMultipleChoice",
+    output="MultipleChoiceModelOutput",
+    outputs={"logits": ("batch", "choices")},
+    suffixes=("ForMultipleChoice",),
+)
+
+FILL_MASK = TaskSpec(
+    name="fill-mask",
+    model="accel.models.encoders:ORTModelForMaskedLM",
+    auto_model="AutoModelForMaskedLM",
+    output="MaskedLMOutput",
+    outputs={"logits": ("batch", "sequence", "vocab_size")},
+    suffixes=("ForMaskedLM", "WithLMHeadModel"),
+    loss="ForMaskedLM",
+    synonyms=("masked-lm",),
+    columns=(TEXT,),
+)
+
+FEATURE_EXTRACTION = TaskSpec(
+    name="feature-extraction",
+    model="accel.models.encoders:ORTModelForFeatureExtraction",
+    auto_model="AutoModel",
+    # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+    more_auto_models=("AutoModelForTextEncoding",),
+    output="BaseModelOutput",
+    suffixes=("Model",),
+    synonyms=("default",),
+    pipelines=("sentence-similarity", "image-feature-extraction"),
+    columns=_EMBEDDED,
+    predictor="accel.measuring.accuracy.predictors:Similarities",
+    fronts=_EMBEDDINGS,
+    embeds=True,
+    adapter="FEATURE_EXTRACTION",
+)
+
+SENTENCE_SIMILARITY = TaskSpec(
+    name="sentence-similarity",
+    model="accel.models.encoders:ORTModelForFeatureExtraction",
+    auto_model="AutoModel",
+    # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+    more_auto_models=("AutoModelForTextEncoding",),
+    output="BaseModelOutput",
+    synonyms=("embedding", "embeddings"),
+    pipelines=("feature-extraction",),
+    columns=_EMBEDDED,
+    predictor="accel.measuring.accuracy.predictors:Similarities",
+    fronts=_EMBEDDINGS,
+    embeds=True,
+    pooling="mean",
+)
+
+TEXT_RANKING = TaskSpec(
+    name="text-ranking",
+    model="accel.models.encoders:ORTModelForSequenceClassification",
+    auto_model="AutoModelForSequenceClassification",
+    output="SequenceClassifierOutput",
+    outputs={"logits": ("batch", "num_labels")},
+    synonyms=("reranking", "cross-encoder"),
+    pipelines=("text-classification",),
+    columns=(
+        Column(use="query", known=("query", "question", "anchor", "text"), holds="text"),
+        Column(use="positive", known=("positive", "positives", "relevant", "answer"), holds="texts"),
+        Column(use="negative", known=("negative", "negatives", "irrelevant"), holds="texts", needed="measuring"),
+    ),
+    encode="accel.data.ranking:encode_queries",
+    predictor="accel.measuring.accuracy.ranking:Rankings",
+    fronts={"text-ranking": f"{_SERVED}:RANKING", "text-classification": f"{_SERVED}:CLASSIFICATION"},
+    loss="ForSequenceClassification",
+)
+
+CUSTOM = TaskSpec(name="custom", model="accel.models.encoders:ORTModelForCustomTasks", synonyms=("custom-tasks",))
+
+IMAGE = Column(use="image", known=("image", "img", "pixel_values", "file", "path", "image_path"), holds="image")
+
+_CAPTION = Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="known")
+
+_OBJECTS = Column(
+    use="objects",
+    known=("objects", "annotations", "annotation", "labels", "label"),
+    holds="objects",
+    needed="measuring",
+    answer=True,
+)
+
+
+def _map(use: str, *known: str) -> Column:
+    """A picture with a value for each pixel: what a model should answer."""
+    return Column(use=use, known=known, holds="map", needed="measuring", answer=True)
+
+
+IMAGE_CLASSIFICATION = TaskSpec(
+    name="image-classification",
+    model="accel.models.encoders:ORTModelForImageClassification",
+    auto_model="AutoModelForImageClassification",
+    output="ImageClassifierOutput",
+    outputs={"logits": ("batch", "num_labels")},
+    # Perceiver's three ways to read an image.
+    suffixes=tuple(f"ForImageClassification{how}" for how in ("", "Learned", "Fourier", "ConvProcessing")),
+    modalities=("image",),
+    columns=(LABEL, IMAGE),
+    loss="ForImageClassification",
+    encode="accel.data.batches:encode_images",
+    predictor="accel.measuring.accuracy.predictors:Classes",
+)
+
+ZERO_SHOT_IMAGE_CLASSIFICATION = TaskSpec(
+    name="zero-shot-image-classification",
+    model="accel.models.images:ORTModelForZeroShotImageClassification",
+    auto_model="AutoModelForZeroShotImageClassification",
+    outputs={"logits_per_image": ("batch", "texts")},
+    keeps=("logits_per_image", "logits_per_text", "image_embeds", "text_embeds"),
+    suffixes=(
+        "CLIPModel",
+        "AlignModel",
+        "BlipModel",
+        "CLIPSegModel",
+        "MetaClip2Model",
+        "SiglipModel",
+        "Siglip2Model",
+    ),
+    modalities=("image", "text"),
+    sample="accel.capture.image_text:image_text_sample",
+    columns=(LABEL, IMAGE, _CAPTION),
+    encode="accel.data.pictures:encode_images_with_texts",
+    predictor="accel.measuring.accuracy.pictures:Candidates",
+)
+
+OBJECT_DETECTION = TaskSpec(
+    name="object-detection",
+    model="accel.models.images:ORTModelForObjectDetection",
+    auto_model="AutoModelForObjectDetection",
+    outputs={"logits": ("batch", "queries", "classes"), "pred_boxes": ("batch", "queries", "corners")},
+    keeps=("logits", "pred_boxes", "order_logits", "out_masks"),
+    suffixes=("ForObjectDetection",),
+    modalities=("image",),
+    columns=(_OBJECTS, IMAGE),
+    encode="accel.data.pictures:encode_pictures",
+    predictor="accel.measuring.accuracy.pictures:Detections",
+)
+
+ZERO_SHOT_OBJECT_DETECTION = TaskSpec(
+    name="zero-shot-object-detection",
+    model="accel.models.images:ORTModelForZeroShotObjectDetection",
+    auto_model="AutoModelForZeroShotObjectDetection",
+    outputs={"logits": ("batch", "queries", "texts"), "pred_boxes": ("batch", "queries", "corners")},
+    keeps=("logits", "pred_boxes", "objectness_logits"),
+    suffixes=("OwlViTForObjectDetection", "Owlv2ForObjectDetection", "GroundingDinoForObjectDetection"),
+    modalities=("image", "text"),
+    columns=(_OBJECTS, IMAGE, _CAPTION),
+    encode="accel.data.pictures:encode_images_with_each_text",
+    predictor="accel.measuring.accuracy.pictures:DetectionsByName",
+    sample="accel.capture.image_text:detection_sample",
+)
+
+IMAGE_SEGMENTATION = TaskSpec(
+    name="image-segmentation",
+    model="accel.models.images:ORTModelForImageSegmentation",
+    auto_model="AutoModelForSemanticSegmentation",
+    more_auto_models=(
+        "AutoModelForUniversalSegmentation",
+        "AutoModelForInstanceSegmentation",
+        "AutoModelForImageSegmentation",
+    ),
+    keeps=("logits", "pred_boxes", "pred_masks", "class_queries_logits", "masks_queries_logits"),
+    suffixes=(
+        "ForSemanticSegmentation",
+        "ForInstanceSegmentation",
+        "ForUniversalSegmentation",
+        "ForSegmentation",
+    ),
+    synonyms=("semantic-segmentation", "instance-segmentation", "universal-segmentation"),
+    modalities=("image",),
+    columns=(
+        _map("mask", "annotation", "mask", "masks", "label", "labels", "segmentation_mask", "semantic_mask"),
+        IMAGE,
+    ),
+    encode="accel.data.pictures:encode_pictures",
+    predictor="accel.measuring.accuracy.pictures:Segments",
+)
+
+MASK_GENERATION = TaskSpec(
+    name="mask-generation",
+    model="accel.models.masks:ORTModelForMaskGeneration",
+    auto_model="AutoModelForMaskGeneration",
+    suffixes=("SamModel", "SamHQModel"),
+    modalities=("image",),
+    sample="accel.capture.masks:mask_sample",
+    parts="accel.capture.masks:mask_parts",
+)
+
+KEYPOINT_MATCHING = TaskSpec(
+    name="keypoint-matching",
+    model="accel.models.images:ORTModelForKeypointMatching",
+    auto_model="AutoModelForKeypointMatching",
+    outputs={"matches": ("batch", "pair", "keypoints"), "keypoints": ("batch", "pair", "keypoints", "coordinates")},
+    keeps=("matches", "matching_scores", "keypoints", "mask"),
+    suffixes=("ForKeypointMatching",),
+    modalities=("image",),
+    sample="accel.capture.image_text:pair_sample",
+    stands_in="accel.capture.keypoints:KeypointMatcher",
+)
+
+DEPTH_ESTIMATION = TaskSpec(
+    name="depth-estimation",
+    model="accel.models.images:ORTModelForDepthEstimation",
+    auto_model="AutoModelForDepthEstimation",
+    output="DepthEstimatorOutput",
+    outputs={"predicted_depth": ("batch", "height", "width")},
+    keeps=("predicted_depth", "field_of_view", "domain_logits"),
+    suffixes=("ForDepthEstimation",),
+    modalities=("image",),
+    columns=(_map("depth", "depth", "depth_map", "depths", "label"), IMAGE),
+    encode="accel.data.pictures:encode_pictures",
+    predictor="accel.measuring.accuracy.pictures:Depths",
+)
+
+IMAGE_TO_IMAGE = TaskSpec(
+    name="image-to-image",
+    model="accel.models.images:ORTModelForImageToImage",
+    auto_model="AutoModelForImageToImage",
+    output="ImageSuperResolutionOutput",
+    outputs={"reconstruction": ("batch", "channels", "height", "width")},
+    keeps=("reconstruction",),
+    suffixes=("ForImageSuperResolution",),
+    modalities=("image",),
+    columns=(_map("target", "target", "hr", "high_resolution", "ground_truth", "gt"), IMAGE),
+    encode="accel.data.pictures:encode_pictures",
+    predictor="accel.measuring.accuracy.pictures:Pixels",
+    own_pipelines={"image-to-image": "accel.models.pipelines.image_to_image:ImageToImagePipeline"},
+)
+
+VIDEO_CLASSIFICATION = TaskSpec(
+    name="video-classification",
+    model="accel.models.videos:ORTModelForVideoClassification",
+    auto_model="AutoModelForVideoClassification",
+    output="ImageClassifierOutput",
+    outputs={"logits": ("batch", "num_labels")},
+    suffixes=("ForVideoClassification",),
+    modalities=("video",),
+    columns=(
+        LABEL,
+        Column(use="video", known=("video", "frames", "clip", "images", "pixel_values"), holds="video"),
+    ),
+    encode="accel.data.videos:encode_videos",
+    predictor="accel.measuring.accuracy.predictors:Classes",
+    sample="accel.capture.videos:video_sample",
+    loss="ForVideoClassification",
+)
+
+_AUDIO_NAMES = ("audio", "speech", "sound", "file", "path", "audio_path", "wav")
+
+AUDIO = Column(use="audio", known=_AUDIO_NAMES, holds="audio")
+
+_SOUND_SAMPLE = "accel.capture.sounds:sound_sample"
+
+_ENCODE_SOUNDS = "accel.data.sounds:encode_sounds"
+
+CTC = TaskSpec(
+    # Its pipeline is that of the speech encoder-decoders in `generation`; a model's config says which of both it is.
+    name="ctc",
+    model="accel.models.audio:ORTModelForCTC",
+    auto_model="AutoModelForCTC",
+    output="CausalLMOutput",
+    outputs={"logits": ("batch", "frames", "vocab_size")},
+    suffixes=("ForCTC",),
+    synonyms=("automatic-speech-recognition-ctc", "audio-ctc"),
+    modalities=("audio",),
+    pipelines=("automatic-speech-recognition",),
+    columns=(
+        Column(
+            use="text",
+            known=("text", "transcript", "transcription", "sentence", "normalized_text"),
+            holds="text",
+            needed="measuring",
+            answer=True,
+        ),
+        AUDIO,
+    ),
+    encode=_ENCODE_SOUNDS,
+    predictor="accel.measuring.accuracy.sounds:Transcripts",
+    sample=_SOUND_SAMPLE,
+    processor="AutoProcessor",
+)
+
+AUDIO_CLASSIFICATION = TaskSpec(
+    name="audio-classification",
+    model="accel.models.audio:ORTModelForAudioClassification",
+    auto_model="AutoModelForAudioClassification",
+    output="SequenceClassifierOutput",
+    outputs={"logits": ("batch", "num_labels")},
+    # Most of them have the same name as classifiers of text.
+    suffixes=(
+        "ForAudioClassification",
+        *(
+            f"{family}ForSequenceClassification"
+            for family in (
+                *("Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat"),
+                *("Wav2Vec2", "Wav2Vec2Bert", "Wav2Vec2Conformer", "WavLM"),
+            )
+        ),
+    ),
+    modalities=("audio",),
+    columns=(LABEL, AUDIO),
+    encode=_ENCODE_SOUNDS,
+    predictor="accel.measuring.accuracy.predictors:Classes",
+    sample=_SOUND_SAMPLE,
+    loss="ForSequenceClassification",
+)
+
+ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
+    name="zero-shot-audio-classification",
+    model="accel.models.audio:ORTModelForZeroShotAudioClassification",
+    auto_model="AutoModel",
+    outputs={"logits_per_audio": ("batch", "texts")},
+    keeps=("logits_per_audio", "logits_per_text", "text_embeds", "audio_embeds"),
+    suffixes=("ClapModel",),
+    modalities=("audio", "text"),
+    columns=(
+        LABEL,
+        AUDIO,
+        Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="known"),
+    ),
+    encode="accel.data.sounds:encode_sounds_with_texts",
+    predictor="accel.measuring.accuracy.sounds:SoundCandidates",
+    sample="accel.capture.sound_text:sound_text_sample",
+)
+
+AUDIO_FRAME_CLASSIFICATION = TaskSpec(
+    name="audio-frame-classification",
+    model="accel.models.audio:ORTModelForAudioFrameClassification",
+    auto_model="AutoModelForAudioFrameClassification",
+    output="TokenClassifierOutput",
+    outputs={"logits": ("batch", "frames", "num_labels")},
+    suffixes=("ForAudioFrameClassification",),
+    synonyms=("speaker-diarization",),
+    modalities=("audio",),
+    columns=(
+        Column(use="tags", known=("labels", "label", "tags", "frames"), holds="tags", needed="measuring", answer=True),
+        AUDIO,
+    ),
+    encode=_ENCODE_SOUNDS,
+    predictor="accel.measuring.accuracy.sounds:Frames",
+    sample=_SOUND_SAMPLE,
+)
+
+TEXT_TO_AUDIO = TaskSpec(
+    name="text-to-audio",
+    model="accel.models.voices:ORTModelForTextToWaveform",
+    auto_model="AutoModelForTextToWaveform",
+    suffixes=("VitsModel",),
+    synonyms=("text-to-speech", "text-to-waveform"),
+    sample="accel.capture.waveforms:waveform_sample",
+    parts="accel.capture.waveforms:waveform_parts",
+)
+
+AUDIO_XVECTOR = TaskSpec(
+    name="audio-xvector",
+    model="accel.models.audio:ORTModelForAudioXVector",
+    auto_model="AutoModelForAudioXVector",
+    output="XVectorOutput",
+    outputs={"logits": ("batch", "speakers"), "embeddings": ("batch", "embedding")},
+    suffixes=("ForXVector",),
+    synonyms=("speaker-verification",),
+    modalities=("audio",),
+    columns=(
+        Column(use="label", known=("label", "same", "score", "target"), holds="label", needed="measuring", answer=True),
+        Column(use="audio", known=("audio1", "audio_1", "audio_a", "enrollment", *_AUDIO_NAMES), holds="audio"),
+        Column(
+            use="audio_pair",
+            known=("audio2", "audio_2", "audio_b", "audio_pair", "trial"),
+            holds="audio",
+            needed="measuring",
+        ),
+    ),
+    encode=_ENCODE_SOUNDS,
+    predictor="accel.measuring.accuracy.sounds:Voices",
+    sample=_SOUND_SAMPLE,
+    stands_in="accel.capture.voices:VoiceEmbedder",
+)
+
+TEXT_GENERATION = TaskSpec(
+    name="text-generation",
+    model="accel.models.decoders:ORTModelForCausalLM",
+    auto_model="AutoModelForCausalLM",
+    output="CausalLMOutputWithPast",
+    suffixes=("ForCausalLM", "LMHeadModel"),
+    synonyms=("causal-lm", "text-generation-with-past"),
+    generates=True,
+    encoder_decoder=False,
+    columns=(TEXT,),
+    predictor="accel.measuring.accuracy.predictors:NextTokens",
+    fronts={"text-generation": "accel.deploying.triton.services:GENERATION"},
+    adapter="CAUSAL_LM",
+)
+
+TEXT2TEXT_GENERATION = TaskSpec(
+    name="text2text-generation",
+    model="accel.models.encoder_decoder:ORTModelForSeq2SeqLM",
+    auto_model="AutoModelForSeq2SeqLM",
+    output="Seq2SeqLMOutput",
+    suffixes=("ForConditionalGeneration", "MTModel"),
+    synonyms=("seq2seq-lm", "text2text-generation-with-past"),
+    generates=True,
+    encoder_decoder=True,
+    columns=(TEXT,),
+    own_pipelines={
+        "text2text-generation": "accel.models.pipelines.text_to_text:Text2TextGenerationPipeline",
+        "summarization": "accel.models.pipelines.text_to_text:SummarizationPipeline",
+        "translation": "accel.models.pipelines.text_to_text:TranslationPipeline",
+    },
+    adapter="SEQ_2_SEQ_LM",
+)
+
+AUTOMATIC_SPEECH_RECOGNITION = TaskSpec(
+    name="automatic-speech-recognition",
+    model="accel.models.speech:ORTModelForSpeechSeq2Seq",
+    auto_model="AutoModelForSpeechSeq2Seq",
+    output="Seq2SeqLMOutput",
+    suffixes=tuple(f"{family}ForConditionalGeneration" for family in ("Whisper", "Moonshine", "Speech2Text")),
+    synonyms=("automatic-speech-recognition-with-past", "speech-to-text"),
+    modalities=("audio",),
+    generates=True,
+    encoder_decoder=True,
+    columns=(AUDIO,),
+    encode="accel.data.sounds:encode_sounds",
+    sample="accel.capture.speech:speech_sample",
+)
+
+IMAGE_TO_TEXT = TaskSpec(
+    name="image-to-text",
+    model="accel.models.encoder_decoder:ORTModelForVision2Seq",
+    auto_model="AutoModelForImageTextToText",
+    output="Seq2SeqLMOutput",
+    suffixes=("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration"),
+    # transformers 5 calls its auto class so, for these models too.
+    synonyms=("vision2seq", "vision2seq-lm", "image-text-to-text"),
+    modalities=("image",),
+    generates=True,
+    encoder_decoder=True,
+    columns=(IMAGE,),
+    encode="accel.data.batches:encode_images",
+    own_pipelines={"image-to-text": "accel.models.pipelines.image_to_text:ImageToTextPipeline"},
+)
+
+IMAGE_TEXT_TO_TEXT = TaskSpec(
+    name="image-text-to-text",
+    model="accel.models.vision_language:ORTModelForImageTextToText",
+    auto_model="AutoModelForImageTextToText",
+    output="CausalLMOutputWithPast",
+    synonyms=("vision-language",),
+    modalities=("image", "text"),
+    generates=True,
+    encoder_decoder=False,
+)
