@@ -1,1 +1,4 @@
-"""Interfaces for authors of backends, tasks and families: protocols, specs, and the session contract as functions."""
+"""What an author of a backend, a task or a family imports: protocols, specs, and the session contract as functions.
+
+In: what a part declares. Out: the part of a name, and the same checks and errors for all of them.
+"""

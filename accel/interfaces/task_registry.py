@@ -32,7 +32,7 @@ def task_spec(name: str) -> TaskSpec:
         )
     # A translation task may name its languages: `translation_en_to_de`.
     word = "translation" if name.startswith("translation_") else name
-    known = _words(all_tasks())
+    known = _words(_installed())
     found = known.get(word)
     if found is None:
         names = [spec.name for spec in all_tasks()]
@@ -75,8 +75,12 @@ def all_tasks() -> tuple[TaskSpec, ...]:
     Raises:
         PluginError: An entry point holds no `TaskSpec` of its name, or two distributions claim one name.
     """
+    return _loaded(_installed())
+
+
+def _installed() -> tuple[tuple[str, str], ...]:
     entries = {(entry.name, entry.value) for entry in entry_points(TASKS)}
-    return _loaded(tuple(sorted(entries, key=lambda entry: (not entry[1].startswith("accel."), entry))))
+    return tuple(sorted(entries, key=lambda entry: (not entry[1].startswith("accel."), entry)))
 
 
 @functools.lru_cache(maxsize=2)
@@ -100,8 +104,9 @@ def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[TaskSpec, ...]:
 
 
 @functools.lru_cache(maxsize=2)
-def _words(specs: tuple[TaskSpec, ...]) -> Mapping[str, TaskSpec]:
-    """Every word for a task: its name, else its pipelines and synonyms. Of two tasks with one word the first has it."""
+def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
+    """Every word for a task: its name, else its pipelines and synonyms. If two tasks have one word, it means the first."""
+    specs = _loaded(entries)
     words = {spec.name: spec for spec in specs}
     for spec in specs:
         for word in (*spec.serves, *spec.synonyms):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.backends import registry
+from accel.interfaces.entry_points import BACKENDS
 from accel.testing.conformance import BackendConformance
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openvino_ep_plugin"
@@ -20,7 +21,7 @@ def example() -> Iterator[None]:
     """The example as an installed plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
-        entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", registry.ENTRY_POINT_GROUP)
+        entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", BACKENDS)
         real = metadata.entry_points
         patch.setattr(
             metadata,

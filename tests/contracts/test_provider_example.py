@@ -14,6 +14,7 @@ import pytest
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.errors import BackendUnavailableError
+from accel.interfaces.entry_points import BACKENDS
 from accel.interfaces.protocols import Backend
 from accel.interfaces.specs import BackendSpec, DeviceSpec
 from accel.stages.optimize import optimize
@@ -35,9 +36,9 @@ def example() -> Iterator[BackendSpec]:
         here.SPEC = replace(accel_coreml.SPEC, impl=f"{MODULE}:Here")  # type: ignore[attr-defined]
         here.Here = type("Here", (CoreMlBackend,), {"provider": "CPUExecutionProvider"})  # type: ignore[attr-defined]
         patch.setitem(sys.modules, MODULE, here)
-        entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", registry.ENTRY_POINT_GROUP)
+        entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", BACKENDS)
         real = metadata.entry_points
-        patch.setattr(metadata, "entry_points", lambda **asked: (*real(**asked), entry))
+        patch.setattr(metadata, "entry_points", lambda group: (*real(group=group), *([entry] if group == BACKENDS else [])))
         yield accel_coreml.SPEC
     for name in [name for name in sys.modules if name.split(".")[0] == "accel_coreml"]:
         del sys.modules[name]

@@ -13,6 +13,7 @@ import torch
 from accel.backends import doctor, registry
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
+from accel.interfaces.entry_points import BACKENDS
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from accel.stages.prepare.dispatching import prepare
 
@@ -155,8 +156,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) 
             module = ModuleType(module_name)
             module.SPEC = value  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module_name, module)
-        entries.append(metadata.EntryPoint(name, f"{module_name}:SPEC", registry.ENTRY_POINT_GROUP))
-    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+        entries.append(metadata.EntryPoint(name, f"{module_name}:SPEC", BACKENDS))
+    real = metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == BACKENDS else real(group=group))
     registry._describe.cache_clear()
     registry.probe.cache_clear()
     registry._tell_broken.cache_clear()
