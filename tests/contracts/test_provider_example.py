@@ -38,7 +38,9 @@ def example() -> Iterator[BackendSpec]:
         patch.setitem(sys.modules, MODULE, here)
         entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", BACKENDS)
         real = metadata.entry_points
-        patch.setattr(metadata, "entry_points", lambda group: (*real(group=group), *([entry] if group == BACKENDS else [])))
+        patch.setattr(
+            metadata, "entry_points", lambda group: (*real(group=group), *([entry] if group == BACKENDS else []))
+        )
         yield accel_coreml.SPEC
     for name in [name for name in sys.modules if name.split(".")[0] == "accel_coreml"]:
         del sys.modules[name]
