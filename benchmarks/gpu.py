@@ -33,7 +33,7 @@ import transformers
 
 import accel
 from accel import ORTModelForSequenceClassification, benchmark, export, optimize
-from accel_plugins.pytorch.graphs import captured
+from accel_plugins.pytorch.cuda_graphs import captured
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 logging.getLogger("torch._inductor").setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from ..ortkit.optimization.causal import LENGTHS, TOTAL
-from .graphs import Bounded, CaptureError, LateCheck, beside, captured
+from .cuda_graphs import Bounded, CaptureError, LateCheck, beside, captured
 from .runtime import Runtime, copy_in
 
 _LEAST = 256

@@ -18,7 +18,7 @@ from accel.interfaces.forks import kept_in_children
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
 from accel.interfaces.specs import Probe, Reason
 
-from .cache import cached
+from .compiled_models import cached
 from .options import properties
 from .runtime import (
     READ_ERRORS,
@@ -32,7 +32,7 @@ from .runtime import (
     reshape,
     usable_names,
 )
-from .saturating import compute_in_float
+from .saturation import compute_in_float
 from .session import OpenVinoSession
 
 logger = logging.getLogger(__name__)

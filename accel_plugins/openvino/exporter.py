@@ -14,10 +14,10 @@ from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
 from . import FORMAT, quantized, recurrence
-from .axes_of_one import keep_axes_of_one
 from .divisions import divide_down
-from .stateful import fold_cache
-from .unseeing import zero_unseeing
+from .masked_rows import zero_unseeing
+from .state import fold_cache
+from .unit_axes import keep_axes_of_one
 
 GRAPH = "openvino_model.xml"
 WEIGHTS = "openvino_model.bin"

@@ -30,7 +30,7 @@ from accel.interfaces.specs import GENERATING
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
 from .runtime import READ_ERRORS, core, missing_weights, one_line
-from .stateful import BEAM_INDEX
+from .state import BEAM_INDEX
 
 logger = logging.getLogger(__name__)
 

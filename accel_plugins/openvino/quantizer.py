@@ -34,7 +34,7 @@ from . import FORMAT
 from .exporter import VERSIONS, write_graph
 from .optimizer import refuse_onnx_decoders, refuse_outer_caches
 from .runtime import one_line, port_order, read_model
-from .stateful import BEAM_INDEX
+from .state import BEAM_INDEX
 
 _PRESETS = ("auto", "performance", "mixed")
 # In the names of nodes that PyTorch's indexing became, as opposed to an embedding.

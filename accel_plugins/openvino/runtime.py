@@ -18,9 +18,9 @@ from accel.interfaces.fork_hooks import at_fork
 from accel.interfaces.forks import never_destroyed
 from accel.interfaces.specs import DeviceSpec
 
-from .axes_of_one import keep_axes_of_one
-from .one_token import compute_one_token
-from .stateful import fold_cache
+from .pooled_token import compute_one_token
+from .state import fold_cache
+from .unit_axes import keep_axes_of_one
 
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
 _UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")

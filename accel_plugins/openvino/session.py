@@ -34,7 +34,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.stepping import SingleTokens
 
 from .runtime import one_line, port_order
-from .stateful import OpenVinoState, OpenVinoSteps
+from .state import OpenVinoState, OpenVinoSteps
 
 # Up to this size, copying an input into a buffer that the request holds costs less than making a tensor around it
 # (3 inputs of 1x16 int64 with cold caches, 2 Zen 4 cores: 54 against 104 microseconds for the whole wrapper).

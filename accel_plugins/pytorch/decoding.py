@@ -26,7 +26,7 @@ from accel.interfaces.session_contract import (
 )
 from accel.interfaces.specs import DeviceSpec
 
-from .graphs import on_device
+from .cuda_graphs import on_device
 from .session import RUN_ERRORS, ModuleSession, failed
 
 _ENCODER_MASK = "encoder_attention_mask"

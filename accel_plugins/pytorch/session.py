@@ -25,7 +25,7 @@ from accel.interfaces.session_contract import (
 )
 from accel.interfaces.specs import DeviceSpec
 
-from .graphs import Turns, captured, on_device
+from .cuda_graphs import Turns, captured, on_device
 
 Module = Callable[..., Any]
 RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError, AssertionError)

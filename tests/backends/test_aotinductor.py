@@ -35,7 +35,7 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.aotinductor import backend, exporter, packages
-from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 
 _WITHOUT_COMPILER = """
 import sys, torch, accel

@@ -15,7 +15,7 @@ from accel.testing.generators import save_generator
 from accel.testing.models import tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.inductor import steps
-from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 from accel_plugins.pytorch.inductor.steps import SteppingSession
 
 pytestmark = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler here")

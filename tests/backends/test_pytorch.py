@@ -25,7 +25,7 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
-from accel_plugins.pytorch.graphs import Turns, captured
+from accel_plugins.pytorch.cuda_graphs import Turns, captured
 from accel_plugins.pytorch.session import CapturedModule
 from tests.devices import GPU
 

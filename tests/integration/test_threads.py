@@ -15,7 +15,7 @@ import accel
 from accel.artifact import Artifact
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:

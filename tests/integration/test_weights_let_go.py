@@ -16,7 +16,7 @@ from accel import ORTModelForSequenceClassification, SessionOptions
 from accel.errors import ConfigError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import save_tiny, tiny_model
-from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 
 compiler = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
 IDS = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask")}

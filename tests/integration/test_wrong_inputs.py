@@ -23,7 +23,7 @@ from accel.artifact import Artifact
 from accel.config import SessionOptions
 from accel.errors import InputError
 from accel.testing.models import rescale, tiny_tokenizer
-from accel_plugins.pytorch.inductor.compiling import cpu_compiler
+from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 
 Inputs = dict[str, Any]
 Spoil = Callable[[Inputs], Inputs | None]

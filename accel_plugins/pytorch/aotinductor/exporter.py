@@ -14,7 +14,7 @@ from accel.config import ExportConfig
 from accel.errors import BackendUnavailableError, ConfigError, ExportError
 
 from ..exporter import components_of
-from ..inductor.compiling import REMEDIES, compiling, cpu_compiler
+from ..inductor.compilation import REMEDIES, compiling, cpu_compiler
 from .packages import FORMAT, remember, target_of
 
 

@@ -18,8 +18,8 @@ from accel.interfaces.specs import Probe, Reason
 
 from ..backend import PytorchBackend
 from ..session import Module
-from .accelerating import Accelerator
-from .compiling import REMEDIES, cpu_compiler, gpu_compiler
+from .accelerator import Accelerator
+from .compilation import REMEDIES, cpu_compiler, gpu_compiler
 from .engine import Engine
 from .steps import SteppingSession
 

@@ -19,17 +19,17 @@ from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 
-from ..graphs import on_device
+from ..cuda_graphs import on_device
 from ..session import CapturedModule
-from .caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
-from .compiling import compiled, compiling
-from .differences import compare, difference
+from .comparison import compare, difference
+from .compilation import compiled, compiling
 from .forms import CompiledForm, Plan
 from .packing import Asked, Tokens, asked_tokens, attending, packable, sharing_copy
 from .precision import HALF, computing_copy
 from .products import FewerProducts, join_projections
-from .repeating import MOST, Repeats, seen_of
+from .replays import MOST, Repeats, seen_of
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, longest, padded, sizes_of, step_up
+from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 
 logger = logging.getLogger(__name__)
 

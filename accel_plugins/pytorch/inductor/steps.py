@@ -21,10 +21,10 @@ from accel.capture.graph_forms import relative_tolerance
 from accel.interfaces.session_contract import check_crop, check_rows
 from accel.interfaces.specs import DeviceSpec
 
+from ..cuda_graphs import Turns, captured
 from ..decoding import CacheState, DecoderSession, KeysAndValues
-from ..graphs import Turns, captured
-from .compiling import compiled, compiling
-from .differences import difference
+from .comparison import difference
+from .compilation import compiled, compiling
 from .packing import sharing_copy
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from accel_plugins.pytorch.inductor.forms import Plan
 from accel_plugins.pytorch.inductor.packing import Asked, Tokens
-from accel_plugins.pytorch.inductor.repeating import Repeated
+from accel_plugins.pytorch.inductor.replays import Repeated
 from accel_plugins.pytorch.inductor.sizes import Sizes
 
 

@@ -17,7 +17,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import SessionError
 from accel.testing.models import tiny_model
-from accel_plugins.openvino.one_token import compute_one_token
+from accel_plugins.openvino.pooled_token import compute_one_token
 from accel_plugins.openvino.runtime import core, read_model
 
 HEADS = [

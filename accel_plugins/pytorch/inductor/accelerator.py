@@ -16,8 +16,8 @@ from accel.errors import ConfigError, InputError, PrepareError
 from accel.interfaces.protocols import Batches
 
 from .engine import Engine
+from .model_changes import Watch
 from .sizes import MASK
-from .watching import Watch
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from accel import (
     export,
     quantize,
 )
-from accel_plugins.openvino.axes_of_one import drop_reductions, keep_repeats, tile_one_by_one
+from accel_plugins.openvino.unit_axes import drop_reductions, keep_repeats, tile_one_by_one
 
 
 @pytest.mark.thorough
