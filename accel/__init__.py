@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .models.audio import ORTModelForCTC as ORTModelForCTC
     from .models.audio import ORTModelForZeroShotAudioClassification as ORTModelForZeroShotAudioClassification
     from .models.base import ORTModel as ORTModel
-    from .models.decoders import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.documents import ORTModelForDocumentQuestionAnswering as ORTModelForDocumentQuestionAnswering
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from .models.encoders import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
     from .models.encoders import ORTModelForSequenceClassification as ORTModelForSequenceClassification
     from .models.encoders import ORTModelForTokenClassification as ORTModelForTokenClassification
+    from .models.generation_mixin import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
     from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
     from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from .models.videos import ORTModelForVideoClassification as ORTModelForVideoClassification
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
     from .models.voices import ORTModelForTextToWaveform as ORTModelForTextToWaveform
+    from .serving.continuous_batching.generation_engine import GenerationEngine as GenerationEngine
+    from .serving.continuous_batching.generation_options import GenerationLimits as GenerationLimits
+    from .serving.continuous_batching.generation_options import GenerationOptions as GenerationOptions
     from .serving.engine import Engine as Engine
-    from .serving.generation.engine import GenerationEngine as GenerationEngine
-    from .serving.generation.options import GenerationLimits as GenerationLimits
-    from .serving.generation.options import GenerationOptions as GenerationOptions
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
     from .stages.prepare.accelerating import accelerate as accelerate
@@ -78,9 +78,9 @@ _MODULE_OF = {
     "export": "stages.export",
     "ExportConfig": "config",
     "Exporter": "interfaces.protocols",
-    "GenerationEngine": "serving.generation.engine",
-    "GenerationLimits": "serving.generation.options",
-    "GenerationOptions": "serving.generation.options",
+    "GenerationEngine": "serving.continuous_batching.generation_engine",
+    "GenerationLimits": "serving.continuous_batching.generation_options",
+    "GenerationOptions": "serving.continuous_batching.generation_options",
     "list_backends": "backends.doctor",
     "optimize": "stages.optimize",
     "OptimizeConfig": "config",
@@ -89,7 +89,7 @@ _MODULE_OF = {
     "ORTModelForAudioClassification": "models.audio",
     "ORTModelForAudioFrameClassification": "models.audio",
     "ORTModelForAudioXVector": "models.audio",
-    "ORTModelForCausalLM": "models.decoders",
+    "ORTModelForCausalLM": "models.generation_mixin",
     "ORTModelForCTC": "models.audio",
     "ORTModelForCustomTasks": "models.encoders",
     "ORTModelForDocumentQuestionAnswering": "models.documents",

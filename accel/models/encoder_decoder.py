@@ -11,11 +11,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..capture.caches import CACHE_NAME
+from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
 from ..interfaces.protocols import Session
 from ..interfaces.session_contract import check_readable
-from .cache import StateCache, one_cache
-from .decoders import Generator, tensor_of
+from .generation_mixin import Generator, tensor_of
 from .outputs import fast_output, numpy_too
 
 _ENCODER_MASK = "encoder_attention_mask"

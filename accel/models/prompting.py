@@ -19,7 +19,7 @@ from ..interfaces.task_registry import task_spec
 from ..stages.resolving import resolve
 from .base import ORTModel
 from .companions import companion_of
-from .decoders import ORTModelForCausalLM
+from .generation_mixin import ORTModelForCausalLM
 from .opening import open_model
 from .vision_language import ORTModelForImageTextToText
 

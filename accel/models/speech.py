@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
+from ..decoding.kv_cache import renamed
 from ..errors import InputError
-from .cache import renamed
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
 

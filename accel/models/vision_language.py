@@ -9,9 +9,9 @@ import torch
 
 from ..capture.caches import CACHE_NAME
 from ..capture.tiles import reads_tiles, whole_tiles
+from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
-from .cache import StateCache, one_cache
-from .decoders import Generator, tensor_of
+from .generation_mixin import Generator, tensor_of
 from .outputs import numpy_too
 
 _IMAGES = ("pixel_values", "pixel_attention_mask")

@@ -11,8 +11,8 @@ from typing import Any, Self, SupportsIndex
 from ..config import SessionOptions
 from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
-from .generation.engine import GenerationEngine
-from .generation.options import GenerationLimits
+from .continuous_batching.generation_engine import GenerationEngine
+from .continuous_batching.generation_options import GenerationLimits
 from .job import Job
 from .lane import Lane, Observer
 from .limits import Limits

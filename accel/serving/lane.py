@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
 from ..models.base import ORTModel
 from .batching import CostModel, choose
-from .generation.scheduler import continues_text
+from .continuous_batching.scheduler import continues_text
 from .job import Job, Row
 from .limits import Limits
 from .non_finite import check_answer, check_outputs, find_nan

@@ -515,7 +515,7 @@ AUDIO_XVECTOR = TaskSpec(
 
 TEXT_GENERATION = TaskSpec(
     name="text-generation",
-    model="accel.models.decoders:ORTModelForCausalLM",
+    model="accel.models.generation_mixin:ORTModelForCausalLM",
     auto_model="AutoModelForCausalLM",
     output="CausalLMOutputWithPast",
     suffixes=("ForCausalLM", "LMHeadModel"),

@@ -14,7 +14,7 @@ from accel.artifact import Artifact
 from accel.capture.caches import CACHE_NAME
 from accel.errors import InputError
 from accel.interfaces.task_registry import task_spec
-from accel.models.decoding import fits
+from accel.models.generation_mixin import fits
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
 

@@ -16,7 +16,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import InputError
 from accel.interfaces.task_registry import all_tasks
-from accel.models.decoders import _ANGLES_BY_LENGTH
+from accel.models.generation_mixin import _ANGLES_BY_LENGTH
 from accel.testing.generators import save_generator, tiny_generator
 from tests.sweep.cases import pairs
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.artifact import Artifact
-from accel.serving.generation.batch import Batch
+from accel.serving.continuous_batching.running_rows import Batch
 from accel.serving.http.app import create_app
 from accel.serving.http.settings import ServerSettings
 

@@ -14,9 +14,9 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.errors import EngineClosedError, InputError, QueueFullError, SessionError
-from accel.serving.generation.batch import Batch
-from accel.serving.generation.engine import GenerationEngine
-from accel.serving.generation.options import GenerationLimits, GenerationOptions
+from accel.serving.continuous_batching.generation_engine import GenerationEngine
+from accel.serving.continuous_batching.generation_options import GenerationLimits, GenerationOptions
+from accel.serving.continuous_batching.running_rows import Batch
 from accel.testing.models import tiny_tokenizer
 
 PROMPTS = [[40, 7, 99], [12], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [33, 44, 55, 66, 77, 88], [21, 22]]

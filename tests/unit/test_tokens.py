@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from accel.models.tokens import drawn, likeliest, one_thread, use_one_thread
+from accel.decoding.next_token import drawn, likeliest, one_thread, use_one_thread
 
 
 @pytest.mark.parametrize("rows", [1, 3])

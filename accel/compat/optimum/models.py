@@ -18,8 +18,8 @@ from ...errors import AccelError
 from ...interfaces.protocols import Session
 from ...interfaces.task_registry import task_spec
 from ...models import base
-from ...models.decoders import Generator
 from ...models.encoder_decoder import EncoderDecoder
+from ...models.generation_mixin import Generator
 from ...models.saving import save_model
 from ...stages.foreign.files import Part
 from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of

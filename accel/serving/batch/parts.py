@@ -14,8 +14,8 @@ from typing import Any, Literal
 from ...artifact.json_text import json_text
 from ...errors import ConfigError, InputError, NotFiniteError, TaskError
 from ..asking import check_options, inputs_of
+from ..continuous_batching.generation_options import GenerationOptions
 from ..engine import Engine
-from ..generation.options import GenerationOptions
 from ..job import UnknownOptionError
 from ..tables import Broken, Part, Table
 from .answers import shape_of, table

@@ -14,9 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestTimeoutError
-from ..generation.engine import GenerationEngine, Prompt, TextPiece
-from ..generation.options import GenerationOptions
-from ..generation.requests import Generation
+from ..continuous_batching.generation_engine import GenerationEngine, Prompt, TextPiece
+from ..continuous_batching.generation_options import GenerationOptions
+from ..continuous_batching.token_stream import Generation
 from .bodies import Body
 from .endpoints import Call, Endpoint
 from .replies import Json, openai_error, plain_error, problem_of, write_json

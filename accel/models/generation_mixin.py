@@ -15,20 +15,27 @@ from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
 from ..capture.caches import CACHE_NAME
+from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
+from ..decoding.next_token import has_own_threads, one_thread
+from ..decoding.token_loop import decode
 from ..errors import ConfigError, InputError
 from ..interfaces.session_contract import check_filled, check_readable
 from .base import ORTModel
-from .cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
-from .decoding import decode, fits
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
-from .tokens import has_own_threads, one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +47,11 @@ _COUNTS_BY_TOKENS = (
 )  # fmt: skip
 # Those whose angles change with the length of a text, so that keys of a shorter one are computed again.
 _ANGLES_BY_LENGTH = ("phi3", "phi4_multimodal", "phimoe")
+# Modules whose way to prepare a call is as described above.
+_KNOWN = ("accel.models.generation_mixin", "accel.models.speech", "accel.models.vision_language")
+_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+# Tokens of a row, the prompt's among them: masks are made that long at the beginning.
+_LONGEST = 1 << 20
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
@@ -363,6 +375,28 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             parameters = inspect.signature(self.forward).parameters.values()
             known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
             raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
+
+
+def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` can go through `decode`, which makes the same tokens."""
+    return (
+        isinstance(kwargs.get(CACHE_NAME), StateCache)
+        and bool(kwargs.get("use_cache"))
+        and not config.return_dict_in_generate
+        and not config.is_assistant
+        and all(type(one) in _CRITERIA for one in criteria)
+        # transformers warns of texts longer than the positions, at a step.
+        and all(
+            one.max_position_embeddings is None or one.max_length <= one.max_position_embeddings
+            for one in criteria
+            if isinstance(one, MaxLengthCriteria)
+        )
+        and criteria.max_length is not None
+        and criteria.max_length <= _LONGEST
+        and not model.changes_angles(criteria.max_length)
+        and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
+        and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
+    )
 
 
 def tensor_of(name: str, value: Any) -> torch.Tensor:

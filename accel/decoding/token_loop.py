@@ -1,8 +1,7 @@
 """Greedy and sampled decoding: transformers' loop, without the work between two steps whose result is known.
 
 transformers reads the prompt and prepares the first call behind it. From then on the inputs of a call differ from those of the last one
-in known ways alone: new tokens, a mask longer by one, positions greater by one. Where a caller wants more than tokens (scores, criteria of
-its own, a cache by another name), its loop runs: `fits` says which.
+in known ways alone: new tokens, a mask longer by one, positions greater by one.
 """
 
 from __future__ import annotations
@@ -14,46 +13,17 @@ import torch
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteriaList,
 )
 
 from ..capture.caches import CACHE_NAME
 from ..interfaces.protocols import TokenStep
-from .cache import StateCache
-from .tokens import drawn, likeliest
+from .kv_cache import StateCache
+from .next_token import drawn, likeliest
 
-# Modules whose way to prepare a call is as described above.
-_KNOWN = ("accel.models.decoders", "accel.models.speech", "accel.models.vision_language")
-_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-# Tokens of a row, the prompt's among them: masks are made that long at the beginning.
-_LONGEST = 1 << 20
 # Tensors for a streamer that are made at once.
 _TOLD = 64
-
-
-def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` can go through `decode`, which makes the same tokens."""
-    return (
-        isinstance(kwargs.get(CACHE_NAME), StateCache)
-        and bool(kwargs.get("use_cache"))
-        and not config.return_dict_in_generate
-        and not config.is_assistant
-        and all(type(one) in _CRITERIA for one in criteria)
-        # transformers warns of texts longer than the positions, at a step.
-        and all(
-            one.max_position_embeddings is None or one.max_length <= one.max_position_embeddings
-            for one in criteria
-            if isinstance(one, MaxLengthCriteria)
-        )
-        and criteria.max_length is not None
-        and criteria.max_length <= _LONGEST
-        and not model.changes_angles(criteria.max_length)
-        and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
-        and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
-    )
 
 
 def decode(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from ...decoding.next_token import drawn, likeliest
 from ...errors import AccelError, InputError
-from ...models.tokens import drawn, likeliest
 from ..non_finite import not_finite_error
-from .options import GenerationOptions
+from .generation_options import GenerationOptions
 
 
 class Chooser:

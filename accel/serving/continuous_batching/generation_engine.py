@@ -9,12 +9,12 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, SupportsIndex, cast
 
+from ...decoding.stop_text import TextPieces
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...models.companions import companion_of
-from .options import GenerationLimits, GenerationOptions
-from .requests import Finish, Generation, Token
+from .generation_options import GenerationLimits, GenerationOptions
 from .scheduler import Scheduler
-from .text import TextPieces
+from .token_stream import Finish, Generation, Token
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages

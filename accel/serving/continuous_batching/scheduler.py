@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ...artifact.manifest import Component
+from ...decoding.next_token import has_own_threads, use_one_thread
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
-from ...models.tokens import has_own_threads, use_one_thread
-from .batch import Batch, Reading, Row
 from .choosing import Chooser, choose
-from .options import GenerationLimits, GenerationOptions
-from .requests import Generation
+from .generation_options import GenerationLimits, GenerationOptions
+from .running_rows import Batch, Reading, Row
+from .token_stream import Generation
 
 logger = logging.getLogger(__name__)
 

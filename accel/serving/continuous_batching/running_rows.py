@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ...decoding.kv_cache import StateCache
 from ...errors import AccelError
-from ...models.cache import StateCache
 from .choosing import Chooser, choose
-from .requests import Generation, Token
+from .token_stream import Generation, Token
 
 # Columns in front that hold no row's tokens are kept until they are worth a copy of the cache.
 _MIN_SLACK = 64
