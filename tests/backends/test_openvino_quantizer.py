@@ -24,7 +24,7 @@ from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, Qu
 from accel.stages.optimize import optimize
 from accel.stages.quantize_once import quantize
 from accel.testing.models import rescale
-from accel_plugins.openvino import backend, quantizer, saturating
+from accel_plugins.openvino import backend, quantizer, saturation
 
 
 @pytest.fixture(scope="session")
@@ -154,7 +154,7 @@ def test_what_was_quantized_for_this_processor_stays_in_8_bits(
     ]
     assert max(tables) > 128
     with caplog.at_level(logging.WARNING):
-        saturating.compute_in_float(model, "a model")
+        saturation.compute_in_float(model, "a model")
     assert [node.get_type_name() for node in model.get_ops()] == before
     assert not caplog.text
 
@@ -178,7 +178,7 @@ def test_what_scales_a_product_stays(through_integers: bool) -> None:
     model = ov.Model([outcome], [left, right])
     values = np.random.default_rng(0).uniform(-1, 1, (2, 4, 4)).astype(np.float32)
     expected = (values[0] @ (0.5 * values[1]).T) @ np.array([[-128, 127]] * 4, np.float32)
-    saturating.compute_in_float(model, "a model")
+    saturation.compute_in_float(model, "a model")
     assert sum(node.get_type_name() == "FakeQuantize" for node in model.get_ops()) == 1
     found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(list(values))[0]
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
