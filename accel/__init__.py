@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
     from .models.images import ORTModelForZeroShotObjectDetection as ORTModelForZeroShotObjectDetection
     from .models.masks import ORTModelForMaskGeneration as ORTModelForMaskGeneration
-    from .models.pipelines.opening import pipeline as pipeline
+    from .models.pipelines.pipeline import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .models.tables import ORTModelForTableQuestionAnswering as ORTModelForTableQuestionAnswering
     from .models.videos import ORTModelForVideoClassification as ORTModelForVideoClassification
@@ -117,7 +117,7 @@ _MODULE_OF = {
     "ORTModelForZeroShotAudioClassification": "models.audio",
     "ORTModelForZeroShotImageClassification": "models.images",
     "ORTModelForZeroShotObjectDetection": "models.images",
-    "pipeline": "models.pipelines.opening",
+    "pipeline": "models.pipelines.pipeline",
     "prepare_qat": "stages.prepare.training",
     "quantize": "tuning.budget",
     "QuantizeConfig": "config",

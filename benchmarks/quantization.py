@@ -24,7 +24,7 @@ from accel.measuring.latency.rounds import measure
 from accel.measuring.latency.variants import Variant
 from accel.stages.export import export
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 
 Feeds = dict[str, torch.Tensor]
 

@@ -218,7 +218,7 @@ def classifiers(folder: Path, backend: str) -> tuple[str, str]:
     from quantization import feeds_for, random_model
 
     from accel.stages.export import export
-    from accel.stages.quantize_once import quantize
+    from accel.stages.quantize import quantize
 
     original, exported, quantized = (folder / name for name in ("float32", f"{backend}-float32", f"{backend}-int8"))
     if not quantized.is_dir():

@@ -18,7 +18,7 @@ from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownB
 from ..interfaces.entry_points import BACKENDS, entry_points
 from ..interfaces.protocols import Backend
 from ..interfaces.specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
-from .selecting import missing_domains, select
+from .plan import missing_domains, select
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ def generate(
             raise ConfigError("temperature, top-k, top-p and seed need sampling.", fix="add --sample.")
         import transformers
 
-        from ..models.companions import companion_of
+        from ..models.processors import companion_of
         from ..models.prompting import answer, open_generator, prompt_inputs
 
         opened = open_generator(

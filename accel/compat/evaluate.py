@@ -50,7 +50,7 @@ def evaluator(task: str) -> Any:
 def _pipeline(task: str, model: Any, tokenizer: Any, feature_extractor: Any, device: Any) -> Any:
     import transformers
 
-    from ..models.pipelines.opening import pipeline as ours
+    from ..models.pipelines.pipeline import pipeline as ours
 
     processors = {"tokenizer": tokenizer, "feature_extractor": feature_extractor}
     given = {name: value for name, value in processors.items() if value is not None}

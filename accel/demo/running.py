@@ -14,7 +14,7 @@ from .. import progress
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output
 from ..backends import registry
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
@@ -23,12 +23,12 @@ from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.rounds import measure
 from ..measuring.latency.variants import Variant
 from ..measuring.statistics import Ratio
+from ..models.auto import close, open_model
 from ..models.base import ORTModel
-from ..models.opening import close, open_model
-from ..models.pipelines.opening import pipeline
+from ..models.pipelines.pipeline import pipeline
 from ..stages.export import export, weights_of
 from ..stages.optimize import optimize
-from ..stages.resolving import resolve
+from ..stages.resolution import resolve
 from ..tuning.budget import quantize
 from ..tuning.tune import tune
 from . import CALIBRATION_SET, MODEL, TEST_SET, read_test_set

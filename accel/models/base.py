@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
 from ..backends import registry
-from ..backends.opening import RunSettings, open_artifact
+from ..backends.sessions import RunSettings, open_artifact
 from ..config import SessionOptions
 from ..errors import ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
 from ..interfaces.fork_hooks import at_fork
@@ -32,7 +32,7 @@ from ..interfaces.task_registry import missing_config, read_config, specs_for, t
 from ..interfaces.task_spec import LABELS, TaskSpec, load
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
-from ..stages.resolving import resolve
+from ..stages.resolution import resolve
 from .arguments import (
     backend_name,
     device_name,
@@ -41,12 +41,12 @@ from .arguments import (
     session_options_of,
     without_others_words,
 )
-from .familiar import Familiar
 from .inputs import Inputs, too_long
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
+from .module_interface import Familiar
 from .outputs import fast_output, grouped, indexed
-from .saving import Saveable
+from .persistence import Saveable
 
 logger = logging.getLogger(__name__)
 

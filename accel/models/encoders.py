@@ -15,7 +15,7 @@ from ..errors import (
     InputError,
     TaskError,
 )
-from ..stages.resolving import recorded_export
+from ..stages.resolution import recorded_export
 from .base import ORTModel
 from .outputs import SentenceEmbeddingOutput
 from .ranking import Activation, scores

@@ -13,14 +13,14 @@ import transformers
 from transformers.generation.streamers import TextStreamer
 
 from ..artifact.hub import HubOptions
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..errors import AccelError, ConfigError, InputError, TaskError
 from ..interfaces.task_registry import task_spec
-from ..stages.resolving import resolve
+from ..stages.resolution import resolve
+from .auto import open_model
 from .base import ORTModel
-from .companions import companion_of
 from .generation_mixin import ORTModelForCausalLM
-from .opening import open_model
+from .processors import companion_of
 from .vision_language import ORTModelForImageTextToText
 
 

@@ -11,7 +11,7 @@ from ..artifact.sentence_settings import SentenceSettings, sentence_settings
 from ..capture.sentence_embeddings import SentenceLayers, sentence_layers
 from ..data.batches import longest
 from ..errors import InputError, TaskError
-from .companions import kept_companion_of
+from .processors import kept_companion_of
 
 TokenRow = Mapping[str, Sequence[int]]
 """Token ids, mask and so on of one text."""

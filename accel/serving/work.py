@@ -18,9 +18,9 @@ from transformers.pipelines.pt_utils import PipelineIterator
 from ..artifact.manifest import PADDING_DIFFERENCE
 from ..errors import InputError, TaskError, did_you_mean
 from ..models.base import ORTModel
-from ..models.companions import companion_of
-from ..models.pipelines.opening import pipeline, pipeline_tasks
-from ..models.pipelines.words import known_options
+from ..models.pipelines.pipeline import pipeline, pipeline_tasks
+from ..models.pipelines.pipeline_arguments import known_options
+from ..models.processors import companion_of
 from .job import Prepared, Row, UnknownOptionError
 
 Options = Mapping[str, Any]

@@ -19,7 +19,7 @@ from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..config import ExportConfig
 from ..errors import (
     AccelError,
@@ -38,9 +38,9 @@ from ..interfaces.protocols import Exporter, OpenRequest
 from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec
 from ..interfaces.task_registry import is_adapter, task_spec
 from ..signatures import checked_arguments
-from .checking import check_rows, compare, compare_whole, merged
 from .foreign import adopt_weights
-from .resolving import Resolved, resolve
+from .graph_comparison import check_rows, compare, compare_whole, merged
+from .resolution import Resolved, resolve
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,14 @@ from ..artifact.manifest import Artifact, Component
 from ..artifact.tensors import TensorSpec
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.opening import open_artifact
+from ..backends.sessions import open_artifact
 from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
 from ..interfaces.protocols import Session
 from ..signatures import checked_arguments
-from .checking import compare, merged, recorded_rounding, warn_of_size
-from .resolving import artifact_of
+from .graph_comparison import compare, merged, recorded_rounding, warn_of_size
+from .resolution import artifact_of
 
 _DECODING = ("position_ids", "logits_to_keep")
 

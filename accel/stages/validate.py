@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from .. import capture, progress
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
-from ..backends.opening import RunSettings, open_artifact
+from ..backends.sessions import RunSettings, open_artifact
 from ..capture.graph_forms import FormVerdict, HasForms
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import task_spec
 from ..signatures import checked_arguments
-from .checking import differences, merged, recorded_rounding
 from .export import load_source
-from .resolving import artifact_of, original, resolve
+from .graph_comparison import differences, merged, recorded_rounding
+from .resolution import artifact_of, original, resolve
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import torch
 from .. import progress
 from ..artifact.manifest import Artifact
 from ..backends import registry
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..config import QuantizeConfig
 from ..errors import AccelError
 from ..interfaces.protocols import Feeds
@@ -28,8 +28,8 @@ from ..measuring.disturbance import Disturbance, MachineWatch
 from ..measuring.latency.results import ratio_of, without_infinity
 from ..measuring.latency.rounds import Timing, measure
 from ..measuring.latency.variants import Variant
-from ..models.opening import close, open_model
-from ..stages.quantize_once import quantize as quantize_once
+from ..models.auto import close, open_model
+from ..stages.quantize import quantize as quantize_once
 
 logger = logging.getLogger(__name__)
 

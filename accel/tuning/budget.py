@@ -25,11 +25,11 @@ from ..interfaces.protocols import Feeds
 from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.disturbance import MachineWatch
-from ..models.opening import close, open_model
-from ..models.recording import PartBatches
+from ..models.auto import close, open_model
+from ..models.decoder_batches import PartBatches
 from ..signatures import checked_arguments
-from ..stages.quantize_once import quantizable
-from ..stages.quantize_once import quantize as quantize_once
+from ..stages.quantize import quantizable
+from ..stages.quantize import quantize as quantize_once
 from .attempts import BudgetSearch
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from ..measuring.latency.variants import Traffic, Variant
 from ..measuring.reporting import write_html
 from ..stages.export import export_resolved
 from ..stages.optimize import optimize
-from ..stages.quantize_once import quantize
-from ..stages.resolving import original, resolve
+from ..stages.quantize import quantize
+from ..stages.resolution import original, resolve
 from .candidates import Recipe, Space
 
 logger = logging.getLogger(__name__)

@@ -14,17 +14,17 @@ from typing import Any
 from ..artifact.manifest import Artifact
 from ..artifact.writing import discard
 from ..backends import registry
-from ..backends.opening import RunSettings, open_artifact
+from ..backends.sessions import RunSettings, open_artifact
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches, load_processor
 from ..measuring.accuracy.comparing import Comparison, Scored
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.latency.variants import Variant, resolved_variant
-from ..models.opening import close, open_model
+from ..models.auto import close, open_model
 from ..stages.export import export_resolved
 from ..stages.optimize import optimize
-from ..stages.quantize_once import quantize
-from ..stages.resolving import Resolved, resolve
+from ..stages.quantize import quantize
+from ..stages.resolution import Resolved, resolve
 from .candidates import Recipe
 
 

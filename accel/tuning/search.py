@@ -22,7 +22,7 @@ from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact, RunRecord
 from ..artifact.writing import staging
 from ..backends.machine import machine
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..config import available_processors
 from ..errors import AccelError, BudgetError, SessionError
 from ..measuring.accuracy.evaluation import EvaluationData

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
-from ..stages.resolving import Resolved
+from ..stages.resolution import Resolved
 from .candidates import Candidate, Recipe
 from .jobs import Accuracy, Facts
 from .store import digest

@@ -17,7 +17,7 @@ from ..measuring.latency.benchmarking import pytorch_variant
 from ..measuring.latency.workloads import read_texts
 from ..signatures import checked_arguments
 from ..stages.export import source_digest
-from ..stages.resolving import Resolved, original, resolve
+from ..stages.resolution import Resolved, original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
 from .report import Constraints, Goal, Objective, Tuning

@@ -17,7 +17,7 @@ import transformers
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError
 from accel.interfaces.protocols import Session

@@ -20,7 +20,7 @@ from accel.errors import ConfigError, QuantizeError
 from accel.interfaces.protocols import OpenRequest, Session
 from accel.interfaces.specs import DeviceSpec
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel_plugins.ortkit.graph.editing import load_graphs
 from accel_plugins.ortkit.quantization.gpu_quantizer import STEPS
 

@@ -18,12 +18,12 @@ pytest.importorskip("accelerate", reason="the extra neural-compressor is not ins
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.opening import open_artifact
+from accel.backends.sessions import open_artifact
 from accel.capture import CACHE_NAME, quantized_layers
 from accel.errors import BudgetError, ConfigError, QuantizeError
 from accel.stages.export import load_source, weights_of
-from accel.stages.quantize_once import quantize
-from accel.stages.resolving import resolve
+from accel.stages.quantize import quantize
+from accel.stages.resolution import resolve
 from accel.testing.generators import save_generator
 from accel.tuning.candidates import Space
 from accel_plugins.neural_compressor.library import library, mapped

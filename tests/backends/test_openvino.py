@@ -33,7 +33,7 @@ from accel import (
 )
 from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.errors import (
     AccelError,
     ArtifactNotFoundError,

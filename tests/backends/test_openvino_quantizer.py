@@ -19,10 +19,10 @@ from openvino import opset13 as operators
 
 from accel import ORTModelForSeq2SeqLM, ORTModelForSequenceClassification, export
 from accel.artifact import Artifact
-from accel.backends.opening import open_artifact
+from accel.backends.sessions import open_artifact
 from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, QuantizeError
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel.testing.models import rescale
 from accel_plugins.openvino import backend, quantizer, saturation
 

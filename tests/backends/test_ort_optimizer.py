@@ -13,12 +13,12 @@ import torch
 import transformers
 
 from accel.artifact import Artifact
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError, OptimizeError, ValidationError
 from accel.stages.export import export
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
 from accel_plugins.ortkit.graph.analysis import bounds, shape_value
 from accel_plugins.ortkit.graph.editing import add_initializer, load_graph, save_graph

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
-from accel.backends.opening import open_artifact
+from accel.backends.sessions import open_artifact
 from accel.config import QuantizeConfig, SessionOptions
 from accel.errors import ConfigError, QuantizeError
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
 from accel_plugins.ortkit.quantization import layers, presets

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="the extra neural-compressor is not ins
 
 import accel
 from accel.demo import MODEL, read_test_set
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 
 pytestmark = pytest.mark.thorough
 HELD_OUT = 400

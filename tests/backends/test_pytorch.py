@@ -20,7 +20,7 @@ from accel.errors import ConfigError, InputError, SessionError
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 from accel.stages.export import weights_of
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer

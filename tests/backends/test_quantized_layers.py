@@ -15,7 +15,7 @@ import transformers
 
 import accel
 from accel.artifact import Artifact, Quantization
-from accel.backends.opening import open_artifact
+from accel.backends.sessions import open_artifact
 from accel.capture import (
     BlockLinear,
     IntegerLinear,

@@ -14,10 +14,10 @@ import torch
 
 import accel
 from accel.artifact import Artifact
-from accel.stages.checking import warn_of_size
 from accel.stages.export import export
+from accel.stages.graph_comparison import warn_of_size
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 
 Get = Callable[..., Artifact]
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -15,11 +15,11 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.config import SessionOptions
 from accel.errors import AccelError, InputError
 from accel.stages.export import weights_of
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 from accel.testing.models import rescale
 from accel.testing.pictures import tiny_picture_model
 

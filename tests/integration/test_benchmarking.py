@@ -20,7 +20,7 @@ from accel.measuring.latency.benchmarking import Baselines
 from accel.measuring.latency.variants import Variant
 from accel.measuring.processes import Helper
 from accel.measuring.reporting import html_page, write_png
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 
 FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 

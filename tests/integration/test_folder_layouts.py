@@ -13,7 +13,7 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, ValidationError
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 from accel.stages.validate import validate
 
 Get = Callable[..., Artifact]

@@ -21,7 +21,7 @@ import accel
 from accel.artifact import Artifact
 from accel.deploying.triton import deploy
 from accel.errors import AccelError
-from accel.stages.resolving import artifact_of
+from accel.stages.resolution import artifact_of
 from accel.stages.validate import validate
 
 # Folders of which each stage is run at once; the others are more cases of their layouts.

@@ -41,7 +41,7 @@ from accel.interfaces.task_registry import task_spec
 from accel.interfaces.task_spec import load
 from accel.models.losses import loss_of
 from accel.stages.export import weights_of
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import rescale, save_tiny
 

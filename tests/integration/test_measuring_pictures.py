@@ -294,7 +294,7 @@ ROWS: Mapping[str, dict[str, Any]] = {"clip": {"text": "my card"}}
 def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None:
     """Images alone are enough; of a model of images and texts, texts beside them."""
     from accel.stages.export import weights_of
-    from accel.stages.resolving import resolve
+    from accel.stages.resolution import resolve
 
     artifact = weights_of(resolve(tiny_folder(family, PICTURES[family][0])))
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]

@@ -23,7 +23,7 @@ from accel.errors import ArtifactNotFoundError, ConfigError
 from accel.measuring.latency.benchmarking import Baselines, variants_of
 from accel.measuring.latency.variants import resolved_variant
 from accel.stages import resolving
-from accel.stages.resolving import resolve
+from accel.stages.resolution import resolve
 from accel.testing.folders import unmark
 
 IDS = torch.tensor([[2, 9, 10, 3]])

@@ -18,7 +18,7 @@ from accel.errors import BackendUnavailableError, SessionError
 from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.foreign import adopt_onnx
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel.testing.folders import as_foreign, edit_manifest
 
 MICROSOFT = "com.microsoft"

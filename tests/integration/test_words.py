@@ -123,7 +123,7 @@ def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         asked.append((task, model, arguments["revision"]))
         raise TaskError("enough")
 
-    monkeypatch.setattr("accel.models.pipelines.opening._load", load)
+    monkeypatch.setattr("accel.models.pipelines.pipeline._load", load)
     usual = transformers.pipelines.PIPELINE_REGISTRY.check_task("text-classification")[1]["default"]["model"]
     with pytest.raises(TaskError, match="enough"):
         accel.pipeline("sentiment-analysis")

@@ -20,7 +20,7 @@ from accel.interfaces.cpu_features import cpu_flags
 from accel.interfaces.task_registry import all_tasks, task_spec
 from accel.stages.export import export
 from accel.stages.optimize import optimize
-from accel.stages.quantize_once import quantize
+from accel.stages.quantize import quantize
 from accel.stages.validate import validate
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN
 from accel.testing.models import VOCABULARY

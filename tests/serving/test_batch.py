@@ -323,7 +323,7 @@ KILLED = """
 import os, signal, sys
 from accel.serving.batch import ledger
 from accel.serving.batch.running import batch
-import accel.models.pipelines.opening, transformers.models.bert.modeling_bert
+import accel.models.pipelines.pipeline, transformers.models.bert.modeling_bert
 
 model, data, out = sys.argv[1:]
 settled = os.fsync

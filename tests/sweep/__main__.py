@@ -124,7 +124,7 @@ def _warm_up() -> None:
     from accel import capture
     from accel.config import ExportConfig
     from accel.stages.export import load_source
-    from accel.stages.resolving import resolve
+    from accel.stages.resolution import resolve
 
     from .building import build
     from .cases import pairs

@@ -22,8 +22,8 @@ from accel.backends import registry
 from accel.errors import AccelError
 from accel.interfaces.task_registry import task_spec
 from accel.interfaces.task_spec import load
-from accel.stages.checking import accepted_rounding
-from accel.stages.quantize_once import quantize
+from accel.stages.graph_comparison import accepted_rounding
+from accel.stages.quantize import quantize
 from accel.upstream.library_output import quiet
 
 from .building import NotBuilt, build

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from accel.stages.checking import DEPENDS_ON_ROWS
+from accel.stages.graph_comparison import DEPENDS_ON_ROWS
 
 from .cells import FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, ROWS, ROWS_INT8, STAGES, WRONG, Cell
 

@@ -30,8 +30,8 @@ from accel.capture.states import TOKENS, Kept, described
 from accel.capture.tracing import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
-from accel.stages.checking import _without_padding, compare, compare_whole, differences, merged
-from accel.stages.resolving import resolve
+from accel.stages.graph_comparison import _without_padding, compare, compare_whole, differences, merged
+from accel.stages.resolution import resolve
 from accel.testing.sounds import save_sound_model
 
 TINY = {

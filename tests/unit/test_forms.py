@@ -13,7 +13,7 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.home import accel_home
 from accel.backends import registry
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.capture.graph_forms import Form, FormChecks
 from accel.config import SessionOptions
 from accel.interfaces.protocols import OpenRequest

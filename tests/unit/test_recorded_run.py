@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel.artifact import Artifact, RunRecord
-from accel.backends.opening import RunSettings, open_artifact
+from accel.backends.sessions import RunSettings, open_artifact
 from accel.config import SessionOptions, available_processors
 from accel.errors import ConfigError
 

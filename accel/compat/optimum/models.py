@@ -20,7 +20,7 @@ from ...interfaces.task_registry import task_spec
 from ...models import base
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.generation_mixin import Generator
-from ...models.saving import save_model
+from ...models.persistence import save_model
 from ...stages.foreign.files import Part
 from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
 
@@ -377,9 +377,9 @@ def pipeline(
 
     Arguments that neither it nor the pipeline knows are passed over with a warning, as stock pipelines do without one.
     """
-    from ...models.pipelines.opening import pipeline as ours
-    from ...models.pipelines.opening import pipeline_class, task_of, usual_model
-    from ...models.pipelines.words import loading_words, passed_over
+    from ...models.pipelines.pipeline import pipeline as ours
+    from ...models.pipelines.pipeline import pipeline_class, task_of, usual_model
+    from ...models.pipelines.pipeline_arguments import loading_words, passed_over
 
     if task is not None:
         for name in set(passed_over(pipeline_class(task), settings)) - loading_words():

@@ -11,7 +11,7 @@ from typing import Any
 from ...artifact.manifest import MANIFEST, MARK, Artifact, Component, with_files
 from ...artifact.writing import copy_companions, copy_file, merging
 from ...errors import ConfigError, OutputFolderError
-from ...stages.resolving import resolve
+from ...stages.resolution import resolve
 
 _IN_ONE_FILE_BYTES = 1 << 30
 """Up to here weights go into the graph's file, as Optimum has it: protobuf's own limit is twice that."""

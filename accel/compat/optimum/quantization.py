@@ -14,7 +14,7 @@ from ...artifact.manifest import Artifact
 from ...artifact.writing import scratch
 from ...config import QuantizeConfig
 from ...errors import ConfigError, QuantizeError
-from ...stages.quantize_once import quantize
+from ...stages.quantize import quantize
 from .calibration import (
     CalibrationConfig,
     CalibrationRanges,

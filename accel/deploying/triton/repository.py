@@ -20,7 +20,7 @@ from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
 from ...interfaces.task_registry import task_spec
 from ...interfaces.task_spec import load
-from ...stages.resolving import artifact_of
+from ...stages.resolution import artifact_of
 from .graphs import BACKENDS, Fields, Graph, backend_for, batching, graph_config, instances, version_policy, write_graph
 from .messages import data_type, model_config, write
 from .services import Facts, Tensor, TextService

@@ -15,7 +15,7 @@ from ...capture.sentence_embeddings import Normalize, sentence_layers
 from ...errors import ConfigError, TaskError
 from ...models.ranking import activation_path
 from ...models.texts import prompt_length
-from ...stages.resolving import recorded_export
+from ...stages.resolution import recorded_export
 
 TEXT = "string"
 

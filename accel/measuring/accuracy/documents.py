@@ -11,7 +11,7 @@ from ...data.batches import Encoded
 from ...data.documents import boxes_of
 from ...data.labels import texts
 from ...errors import InputError
-from ...models.pipelines.opening import pipeline
+from ...models.pipelines.pipeline import pipeline
 from .metrics import Floats, Metric, Values, ratio
 from .predictors import Model, Predictor, accepted_answers
 from .rates import edits

@@ -15,17 +15,17 @@ import torch
 
 from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
-from ...backends.opening import RunSettings
+from ...backends.sessions import RunSettings
 from ...config import SessionOptions
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import task_spec
+from ...models.auto import close, open_model, open_original
 from ...models.base import ORTModel
-from ...models.opening import close, open_model, open_original
 from ...signatures import checked_arguments
-from ...stages.resolving import Resolved, resolve
+from ...stages.resolution import Resolved, resolve
 from .comparing import Comparison, Scored, compare
 from .metrics import Metric, metric_for
 from .predictors import Model, Predictor, predictor_for

@@ -25,7 +25,7 @@ from ...errors import ConfigError, InputError, TaskError
 from ...interfaces.task_registry import all_tasks, task_spec
 from ...interfaces.task_spec import load
 from ...models.base import ORTModel
-from ...models.pipelines.opening import pipeline
+from ...models.pipelines.pipeline import pipeline
 from ...models.texts import COUNTED, SentenceRows, SentenceVectors
 from ...upstream.library_output import quiet
 from .metrics import TokenScores

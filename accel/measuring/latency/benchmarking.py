@@ -19,14 +19,14 @@ from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
 from ...backends import registry
 from ...backends.machine import machine
-from ...backends.opening import RunSettings
+from ...backends.sessions import RunSettings
 from ...config import ExportConfig, SessionOptions, available_processors
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS
 from ...interfaces.task_registry import task_spec
 from ...signatures import checked_arguments
 from ...stages.export import artifact_for
-from ...stages.resolving import Resolved, original, resolve
+from ...stages.resolution import Resolved, original, resolve
 from ..disturbance import MachineWatch
 from .results import Benchmark, result
 from .rounds import Measured, check, restart, start, take_turns, warm_up

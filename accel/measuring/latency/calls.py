@@ -72,7 +72,7 @@ class _Served:
         self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
 
     def load(self) -> Loaded:
-        from ...models.opening import open_model
+        from ...models.auto import open_model
 
         variant = self._variant
         started = time.perf_counter()

@@ -11,8 +11,8 @@ from ...config import SessionOptions
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ...backends.opening import RunSettings
-    from ...stages.resolving import Resolved
+    from ...backends.sessions import RunSettings
+    from ...stages.resolution import Resolved
 
 Arrays = Mapping[str, Any]
 
@@ -47,9 +47,9 @@ class Variant:
 def resolved_variant(variant: Variant) -> tuple[Resolved, RunSettings]:
     """A variant's model as an artifact, exported where there is none yet, and the way to open it."""
     from ...artifact.hub import HubOptions
-    from ...backends.opening import RunSettings
+    from ...backends.sessions import RunSettings
     from ...stages.export import artifact_for
-    from ...stages.resolving import resolve
+    from ...stages.resolution import resolve
 
     hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
     resolved = resolve(variant.path, task=variant.task, hub=hub)

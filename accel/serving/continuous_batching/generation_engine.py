@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, cast
 
 from ...decoding.stop_text import TextPieces
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
-from ...models.companions import companion_of
+from ...models.processors import companion_of
 from .generation_options import GenerationLimits, GenerationOptions
 from .scheduler import Scheduler
 from .token_stream import Finish, Generation, Token

@@ -18,9 +18,9 @@ from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
 from ..interfaces.protocols import Evaluate
 from ..interfaces.specs import WEIGHTS, BackendSpec
-from .checking import warn_of_size
 from .export import weights_of
-from .resolving import artifact_of, resolve
+from .graph_comparison import warn_of_size
+from .resolution import artifact_of, resolve
 
 if TYPE_CHECKING:
     import torch

@@ -19,15 +19,15 @@ from ...errors import ConfigError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, specs_for, task_spec
 from ...interfaces.task_spec import TaskSpec, load
 from ...signatures import checked_arguments
-from ...stages.resolving import resolve
+from ...stages.resolution import resolve
 from ..arguments import device_name
 from ..base import ORTModel
-from ..companions import companion_of
+from ..processors import companion_of
 from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
 from .given import check_given, opened_processors
+from .pipeline_arguments import check_words, loading_words
 from .sorting import LengthSorted
-from .words import check_words, loading_words
 
 logger = logging.getLogger(__name__)
 

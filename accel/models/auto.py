@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ..artifact.manifest import Artifact
-from ..backends.opening import RunSettings
+from ..backends.sessions import RunSettings
 from ..config import ExportConfig
 from ..interfaces.task_registry import task_spec
 from ..interfaces.task_spec import load
 from ..stages.export import opened_for, weights_of
-from ..stages.resolving import Resolved, original, recorded_export, resolve
+from ..stages.resolution import Resolved, original, recorded_export, resolve
 from .base import ORTModel
 
 

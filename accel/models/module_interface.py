@@ -12,7 +12,7 @@ from ..errors import InputError
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Artifact
-    from ..backends.opening import Opened
+    from ..backends.sessions import Opened
     from ..interfaces.protocols import Session
 
 

@@ -11,8 +11,8 @@ import torch
 from ..artifact.manifest import Artifact
 from ..errors import QuantizeError
 from ..interfaces.protocols import Feeds, Session
+from .auto import close, open_model
 from .encoder_decoder import EncoderDecoder
-from .opening import close, open_model
 
 # Enough for ranges: what a decoder computes does not grow with its position.
 _NEW_TOKENS = 32
