@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import torch
 
-from accel.capture.pages import _PAGEMAP, _PRESENT, _span
+from accel.capture.mapped_memory import _PAGEMAP, _PRESENT, _span
 
 TELLS = _PAGEMAP.exists()
 """Whether the system tells which pages are resident."""

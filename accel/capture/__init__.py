@@ -9,12 +9,13 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
+from ..interfaces.wrapper import Tensors, Wrapper
+from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
-from .alone import alone
-from .attention import FusedAttention
-from .caches import CACHE_NAME, CACHE_NAMES, cache_argument
-from .generation import encoder_output, split
-from .graphs import (
+from .cached_attention import FusedAttention
+from .generation_graphs import encoder_output, split
+from .graph_repairs import make_rewrites_exact
+from .graph_tensors import (
     drop_unused_inputs,
     dtype_name,
     feeds_for,
@@ -24,10 +25,10 @@ from .graphs import (
     strip_provenance,
     usual_sizes_in,
 )
-from .loading import base_of_adapter, code_elsewhere, load_source, modes_kept
-from .pages import release_pages
-from .prompts import cases_by_part
-from .quantized import (
+from .mapped_memory import release_pages
+from .process_lock import alone
+from .prompt_cases import cases_by_part
+from .quantized_linears import (
     BLOCK_LINEAR,
     INTEGER_LINEAR,
     OPERATOR_DOMAIN,
@@ -44,9 +45,8 @@ from .quantized import (
     unpack,
     with_record,
 )
-from .readers import read_by_other_code
 from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
-from .references import (
+from .reference_cases import (
     INTEGERS,
     Case,
     differences_by_output,
@@ -58,13 +58,13 @@ from .references import (
     reference_cases,
     tolerance,
 )
-from .rewrites import make_rewrites_exact
 from .samples import IMAGE_AXES, Axes, pad_id, with_special_tokens
 from .sentence_embeddings import SentenceEmbedder
-from .sounds import AXIS_STEPS
+from .sound_samples import AXIS_STEPS
 from .source import Source
-from .tracing import capture_onnx, capture_openvino, capture_program, first_lines
-from .wrapper import Tensors, Wrapper
+from .source_loader import base_of_adapter, code_elsewhere, load_source, modes_kept
+from .tracer import capture_onnx, capture_openvino, capture_program, first_lines
+from .weight_readers import read_by_other_code
 
 __all__ = [
     "AXIS_STEPS",

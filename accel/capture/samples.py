@@ -16,9 +16,9 @@ import torch
 from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..errors import ExportError, InputError
+from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.library_output import quiet
-from .patches import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
-from .wrapper import Tensors, Wrapper
+from .patch_samples import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 
 SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5

@@ -10,8 +10,8 @@ import torch
 
 from ..artifact.sentence_settings import Layer, SentenceSettings
 from ..errors import ConfigError, ExportError, IntegrityError
-from .inner import inner_states
-from .wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, Wrapper
+from .layer_outputs import inner_states
 
 _WORDS = {"last": "lasttoken"}
 """`ExportConfig`'s words where sentence-transformers has others."""

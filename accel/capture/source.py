@@ -13,12 +13,12 @@ import torch
 
 from ..artifact.manifest import Origin, Quantization
 from ..interfaces.task_registry import task_spec
-from .inner import TracedPlainly
-from .pooling import required_token
-from .positions import position_bounds, rows_of_table, text_rows
-from .quantized import record_of
+from ..interfaces.wrapper import Tensors, Wrapper
+from .layer_outputs import TracedPlainly
+from .position_limits import position_bounds, rows_of_table, text_rows
+from .quantized_linears import record_of
+from .row_pooling import required_token
 from .samples import IMAGE_AXES, Axes, resize, usual_sizes
-from .wrapper import Tensors, Wrapper
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any, SupportsIndex
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..capture.caches import CACHE_NAME
 from ..errors import InputError
 from ..interfaces.protocols import JoinableState, Session, State, SteppingSession, TokenStep
+from ..upstream.cache_names import CACHE_NAME
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
 _CROSS = "cross."

@@ -17,8 +17,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..capture.caches import CACHE_NAME
 from ..interfaces.protocols import TokenStep
+from ..upstream.cache_names import CACHE_NAME
 from .kv_cache import StateCache
 from .next_token import drawn, likeliest
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..capture.sounds import samples_for
+from ..capture.sound_samples import samples_for
 from ..errors import InputError
 from .base import ORTModel
 

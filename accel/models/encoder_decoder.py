@@ -10,11 +10,11 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from ..capture.caches import CACHE_NAME
 from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
 from ..interfaces.protocols import Session
 from ..interfaces.session_contract import check_readable
+from ..upstream.cache_names import CACHE_NAME
 from .generation_mixin import Generator, tensor_of
 from .outputs import fast_output, numpy_too
 

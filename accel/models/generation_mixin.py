@@ -27,12 +27,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
-from ..capture.caches import CACHE_NAME
 from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
 from ..decoding.next_token import has_own_threads, one_thread
 from ..decoding.token_loop import decode
 from ..errors import ConfigError, InputError
 from ..interfaces.session_contract import check_filled, check_readable
+from ..upstream.cache_names import CACHE_NAME
 from .base import ORTModel
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too

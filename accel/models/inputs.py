@@ -137,7 +137,7 @@ def _rotates_by_distance(config: Any) -> bool:
 
 def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
     """The error for more tokens than the graph reads, and why it does not."""
-    from ..capture.positions import longest_at_once  # a process that only runs graphs traces none
+    from ..capture.position_limits import longest_at_once  # a process that only runs graphs traces none
 
     truncate = f"truncate: tokenizer(..., truncation=True, max_length={limit})"
     if longest_at_once(config) == limit:

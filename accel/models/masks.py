@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..capture.masks import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
+from ..capture.mask_samples import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..errors import InputError, TaskError
 from ..interfaces.protocols import Session
 from .base import ORTModel

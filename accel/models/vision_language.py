@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..capture.caches import CACHE_NAME
-from ..capture.tiles import reads_tiles, whole_tiles
 from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
+from ..families.image_tiles import reads_tiles, whole_tiles
+from ..upstream.cache_names import CACHE_NAME
 from .generation_mixin import Generator, tensor_of
 from .outputs import numpy_too
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..capture.waveforms import (
+from ..capture.waveform_samples import (
     FRAMES,
     LATENTS,
     NOISE,

@@ -117,7 +117,7 @@ DOCUMENT_QUESTION_ANSWERING = TaskSpec(
     ),
     encode="accel.data.documents:encode_documents",
     predictor="accel.measuring.accuracy.documents:DocumentAnswers",
-    sample="accel.capture.documents:document_sample",
+    sample="accel.capture.document_samples:document_sample",
 )
 
 TABLE_QUESTION_ANSWERING = TaskSpec(
@@ -127,7 +127,7 @@ TABLE_QUESTION_ANSWERING = TaskSpec(
     outputs={"logits": ("batch", "sequence")},
     keeps=("logits", "logits_aggregation"),
     suffixes=("TapasForQuestionAnswering",),
-    sample="accel.capture.documents:table_sample",
+    sample="accel.capture.document_samples:table_sample",
 )
 
 MULTIPLE_CHOICE = TaskSpec(
@@ -254,7 +254,7 @@ ZERO_SHOT_IMAGE_CLASSIFICATION = TaskSpec(
         "Siglip2Model",
     ),
     modalities=("image", "text"),
-    sample="accel.capture.image_text:image_text_sample",
+    sample="accel.capture.image_text_samples:image_text_sample",
     columns=(LABEL, IMAGE, _CAPTION),
     encode="accel.data.pictures:encode_images_with_texts",
     predictor="accel.measuring.accuracy.pictures:Candidates",
@@ -284,7 +284,7 @@ ZERO_SHOT_OBJECT_DETECTION = TaskSpec(
     columns=(_OBJECTS, IMAGE, _CAPTION),
     encode="accel.data.pictures:encode_images_with_each_text",
     predictor="accel.measuring.accuracy.pictures:DetectionsByName",
-    sample="accel.capture.image_text:detection_sample",
+    sample="accel.capture.image_text_samples:detection_sample",
 )
 
 IMAGE_SEGMENTATION = TaskSpec(
@@ -319,8 +319,8 @@ MASK_GENERATION = TaskSpec(
     auto_model="AutoModelForMaskGeneration",
     suffixes=("SamModel", "SamHQModel"),
     modalities=("image",),
-    sample="accel.capture.masks:mask_sample",
-    parts="accel.capture.masks:mask_parts",
+    sample="accel.capture.mask_samples:mask_sample",
+    parts="accel.capture.mask_samples:mask_parts",
 )
 
 KEYPOINT_MATCHING = TaskSpec(
@@ -331,8 +331,8 @@ KEYPOINT_MATCHING = TaskSpec(
     keeps=("matches", "matching_scores", "keypoints", "mask"),
     suffixes=("ForKeypointMatching",),
     modalities=("image",),
-    sample="accel.capture.image_text:pair_sample",
-    stands_in="accel.capture.keypoints:KeypointMatcher",
+    sample="accel.capture.image_text_samples:pair_sample",
+    stands_in="accel.families.keypoint_matchers:KeypointMatcher",
 )
 
 DEPTH_ESTIMATION = TaskSpec(
@@ -378,7 +378,7 @@ VIDEO_CLASSIFICATION = TaskSpec(
     ),
     encode="accel.data.videos:encode_videos",
     predictor="accel.measuring.accuracy.predictors:Classes",
-    sample="accel.capture.videos:video_sample",
+    sample="accel.capture.video_samples:video_sample",
     loss="ForVideoClassification",
 )
 
@@ -386,7 +386,7 @@ _AUDIO_NAMES = ("audio", "speech", "sound", "file", "path", "audio_path", "wav")
 
 AUDIO = Column(use="audio", known=_AUDIO_NAMES, holds="audio")
 
-_SOUND_SAMPLE = "accel.capture.sounds:sound_sample"
+_SOUND_SAMPLE = "accel.capture.sound_samples:sound_sample"
 
 _ENCODE_SOUNDS = "accel.data.sounds:encode_sounds"
 
@@ -457,7 +457,7 @@ ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
     ),
     encode="accel.data.sounds:encode_sounds_with_texts",
     predictor="accel.measuring.accuracy.sounds:SoundCandidates",
-    sample="accel.capture.sound_text:sound_text_sample",
+    sample="accel.capture.sound_text_samples:sound_text_sample",
 )
 
 AUDIO_FRAME_CLASSIFICATION = TaskSpec(
@@ -484,8 +484,8 @@ TEXT_TO_AUDIO = TaskSpec(
     auto_model="AutoModelForTextToWaveform",
     suffixes=("VitsModel",),
     synonyms=("text-to-speech", "text-to-waveform"),
-    sample="accel.capture.waveforms:waveform_sample",
-    parts="accel.capture.waveforms:waveform_parts",
+    sample="accel.capture.waveform_samples:waveform_sample",
+    parts="accel.capture.waveform_samples:waveform_parts",
 )
 
 AUDIO_XVECTOR = TaskSpec(
@@ -510,7 +510,7 @@ AUDIO_XVECTOR = TaskSpec(
     encode=_ENCODE_SOUNDS,
     predictor="accel.measuring.accuracy.sounds:Voices",
     sample=_SOUND_SAMPLE,
-    stands_in="accel.capture.voices:VoiceEmbedder",
+    stands_in="accel.capture.x_vectors:VoiceEmbedder",
 )
 
 TEXT_GENERATION = TaskSpec(
@@ -558,7 +558,7 @@ AUTOMATIC_SPEECH_RECOGNITION = TaskSpec(
     encoder_decoder=True,
     columns=(AUDIO,),
     encode="accel.data.sounds:encode_sounds",
-    sample="accel.capture.speech:speech_sample",
+    sample="accel.capture.speech_samples:speech_sample",
 )
 
 IMAGE_TO_TEXT = TaskSpec(

@@ -27,7 +27,7 @@ from accel.capture import (
     with_record,
 )
 from accel.capture import quantized as quantized_module
-from accel.capture.quantized import without_training
+from accel.capture.quantized_linears import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import tiny_model
@@ -239,7 +239,7 @@ def prepared(preset: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) -> None:
-    from accel.capture.quantized import without_training
+    from accel.capture.quantized_linears import without_training
 
     model = prepared(preset).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -206,7 +206,7 @@ def test_layoutlmv2_is_refused() -> None:
     model: Any = torch.nn.Module()
     model.forward = lambda input_ids=None, bbox=None, image=None: None
     model.config = transformers.LayoutLMConfig()
-    from accel.capture.documents import document_sample
+    from accel.capture.document_samples import document_sample
 
     with pytest.raises(ExportError, match="detectron2"):
         document_sample(model, None)

@@ -14,7 +14,7 @@ from test_pictures import TOLERANCE, differs, picture
 
 import accel
 from accel.artifact import Artifact
-from accel.capture.masks import mask_sample
+from accel.capture.mask_samples import mask_sample
 from accel.errors import ConfigError, ExportError, InputError
 
 TASK = "mask-generation"

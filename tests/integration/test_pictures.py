@@ -15,7 +15,7 @@ from PIL import Image
 
 import accel
 from accel.artifact import Artifact
-from accel.capture.loading import loader_for
+from accel.capture.source_loader import loader_for
 from accel.errors import InputError
 from accel.interfaces.task_registry import task_spec
 from accel.interfaces.task_spec import load

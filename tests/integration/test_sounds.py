@@ -302,7 +302,7 @@ def test_sounds_beside_texts_are_measured_by_names(
 
 
 def test_a_model_that_fuses_long_sounds_is_refused() -> None:
-    from accel.capture.sound_text import sound_text_sample
+    from accel.capture.sound_text_samples import sound_text_sample
     from accel.errors import ExportError
 
     model: Any = torch.nn.Module()
@@ -445,7 +445,7 @@ def test_a_converter_that_answers_otherwise_is_refused_with_another(
 
 
 def test_other_models_that_speak_are_refused() -> None:
-    from accel.capture.waveforms import waveform_sample
+    from accel.capture.waveform_samples import waveform_sample
     from accel.errors import ExportError
 
     model: Any = torch.nn.Module()

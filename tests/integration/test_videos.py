@@ -15,7 +15,7 @@ from PIL import Image
 
 import accel
 from accel.artifact import Artifact
-from accel.capture.videos import video_sample
+from accel.capture.video_samples import video_sample
 from accel.errors import ExportError, InputError
 from accel.testing.videos import FRAMES, VIDEO_FAMILIES, tiny_video
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.models.auto import modeling_auto
 
-from accel.capture.tiles import reads_tiles
+from accel.families.image_tiles import reads_tiles
 from accel.interfaces.task_registry import task_spec
 
 from .building import NotBuilt, first_line

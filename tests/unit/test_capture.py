@@ -20,14 +20,14 @@ from accel.artifact.hub import HubOptions
 from accel.artifact.manifest import OWN_ROUNDING, Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import CACHE_NAME, Case, Source, split
-from accel.capture.attention import CacheLayer, _attend_plainly, _Trace
-from accel.capture.loading import load_source
-from accel.capture.positions import has_position_table, max_sizes_of, position_bounds, text_rows
-from accel.capture.references import own_defaults_of, reference_cases
-from accel.capture.rewrites import divide_sizes, keep_padding
+from accel.capture.cached_attention import CacheLayer, _attend_plainly, _Trace
+from accel.capture.cached_layers import TOKENS, Kept, described
+from accel.capture.graph_repairs import divide_sizes, keep_padding
+from accel.capture.position_limits import has_position_table, max_sizes_of, position_bounds, text_rows
+from accel.capture.reference_cases import own_defaults_of, reference_cases
 from accel.capture.samples import resize
-from accel.capture.states import TOKENS, Kept, described
-from accel.capture.tracing import _SimpleSizes, _without_cache
+from accel.capture.source_loader import load_source
+from accel.capture.tracer import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
 from accel.stages.graph_comparison import _without_padding, compare, compare_whole, differences, merged

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from accel.artifact.tensors import TensorSpec
-from accel.capture.speech import longest_sound
+from accel.capture.speech_samples import longest_sound
 from accel.errors import InputError
 from accel.interfaces.session_contract import MaskCheck, ShapeCheck, ValueCheck, read_feeds
 

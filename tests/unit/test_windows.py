@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from accel.capture.windows import windowed
 from accel.errors import ExportError
+from accel.families.windowed_attention import windowed
 from accel.testing.models import rescale
 
 WINDOW = 8

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors
 from ..upstream.library_output import quiet
-from .graphs import graph_name
-from .masks import point_sizes
-from .patches import patch_sizes
+from .graph_tensors import graph_name
+from .mask_samples import point_sizes
+from .patch_samples import patch_sizes
 from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, safe_sizes
-from .sounds import sound_sizes
+from .sound_samples import sound_sizes
 from .source import Source
-from .tracing import first_lines
-from .wrapper import Tensors
+from .tracer import first_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch
 from transformers.cache_utils import DummyLayer, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..errors import ExportError
-from .attention import CacheLayer
+from ..interfaces.wrapper import Tensors
+from .cached_attention import CacheLayer
 from .recurrence import read_state
-from .wrapper import Tensors
 
 TOKENS = "capacity"
 """The axis of a kept tensor that grows with the text."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import (
     SAMPLE_BATCH,
     SAMPLE_SEQUENCE,
@@ -18,7 +19,6 @@ from .samples import (
     text_config,
     text_inputs,
 )
-from .wrapper import Tensors, Wrapper
 
 SAMPLE_TEXTS = 3
 # As many for each of one, two and three images, which graphs are compared with.

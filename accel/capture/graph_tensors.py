@@ -13,10 +13,10 @@ import torch
 
 from ..artifact.tensors import TensorSpec
 from ..interfaces.task_registry import read_config
-from .patches import PATCHES
+from ..interfaces.wrapper import Tensors
+from .patch_samples import PATCHES
 from .samples import pad_id, resize, usual_sizes
-from .sounds import usual_sounds
-from .wrapper import Tensors
+from .sound_samples import usual_sounds
 
 if TYPE_CHECKING:
     import onnx_ir

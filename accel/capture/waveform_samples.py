@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, resize, same_draws, text_inputs
 from .source import Source
-from .wrapper import Tensors, Wrapper
 
 TEXT_ENCODER, SPEAKER = "text_encoder", "speaker_id"
 WAVEFORM_DECODER = "waveform_decoder"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import Axes, default_sample
-from .sounds import samples_for, sound_sample
-from .wrapper import Tensors, Wrapper
+from .sound_samples import samples_for, sound_sample
 
 # Of other encoder-decoders it is not known here how their masks reach the decoder.
 _ANY_LENGTH = ("moonshine", "speech_to_text")

@@ -23,20 +23,20 @@ from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..interfaces.task_registry import infer_task, is_adapter, read_config, task_spec
 from ..interfaces.task_spec import TaskSpec, load
+from ..interfaces.wrapper import Tensors
 from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
-from .alone import alone
-from .answering import Answering
-from .inner import WithInnerStates
-from .pooling import answering_by_row
-from .positions import max_sizes_of
-from .quantized import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
-from .references import own_defaults_of
+from .layer_outputs import WithInnerStates
+from .output_selection import Answering
+from .position_limits import max_sizes_of
+from .process_lock import alone
+from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
+from .reference_cases import own_defaults_of
+from .row_pooling import answering_by_row
 from .samples import Axes, check_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .source import Source
-from .speech import longest_sound
-from .wrapper import Tensors
+from .speech_samples import longest_sound
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .inner import inner_states
-from .wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, Wrapper
+from .layer_outputs import inner_states
 
 
 class Answering(Wrapper):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import SAMPLE_BATCH, Axes, image_size
 from .source import Source
-from .wrapper import Tensors, Wrapper
 
 IMAGE_ENCODER, MASK_DECODER = "image_encoder", "mask_decoder"
 EMBEDDINGS, INTERMEDIATE = "image_embeddings", "intermediate_embeddings"

@@ -15,13 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import ExportConfig
 from ..errors import ExportError
+from ..families.windowed_attention import windowed
 from ..interfaces.task_registry import task_spec
 from ..upstream.library_output import quiet
-from .alone import alone
-from .graphs import graph_name, rename_axes, strip_provenance
-from .quantized import symbolic_layers
-from .recurrence import recurrent
-from .rewrites import (
+from .graph_repairs import (
     divide_sizes,
     forget_traced,
     keep_padding,
@@ -29,10 +26,13 @@ from .rewrites import (
     parse_operators_once,
     round_to_bfloat16,
 )
+from .graph_tensors import graph_name, rename_axes, strip_provenance
+from .process_lock import alone
+from .quantized_linears import symbolic_layers
+from .recurrence import recurrent
 from .samples import IMAGE_AXES, resize
 from .source import Source
-from .stand_ins import one_language, steady_answers, traceable, whole_patches
-from .windows import windowed
+from .traced_functions import one_language, steady_answers, traceable, whole_patches
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import SAMPLE_BATCH, Axes, image_size
-from .wrapper import Tensors, Wrapper
 
 _FRAMES = ("num_frames", "frames_per_clip")
 _NAMES = ("pixel_values", "pixel_values_videos")

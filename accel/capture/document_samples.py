@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, parameters_of, resize, text_inputs
-from .wrapper import Tensors, Wrapper
 
 _SIDES = 4
 

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..families.image_tiles import reads_tiles, tile_features
 from ..interfaces.task_registry import task_spec
 from ..interfaces.task_spec import TaskSpec, load
+from ..interfaces.wrapper import Tensors, Wrapper
+from ..upstream.cache_names import CACHE_NAME, cache_argument
 from ..upstream.library_output import quiet
-from .attention import CacheLayer, FusedAttention, tracing
-from .caches import CACHE_NAME, cache_argument
-from .patches import PATCH_AXIS
-from .positions import has_position_table
+from .cached_attention import CacheLayer, FusedAttention, tracing
+from .cached_layers import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .patch_samples import PATCH_AXIS
+from .position_limits import has_position_table
 from .recurrence import recurrent
-from .sounds import SOUND_AXES
+from .sound_samples import SOUND_AXES
 from .source import Source
-from .speech import short_masks, shortened_mask, traced_lengths
-from .states import TOKENS, Layer, croppable, described, made, presents, without_tokens
-from .tiles import reads_tiles, tile_features
-from .tracing import first_lines
-from .wrapper import Tensors, Wrapper
+from .speech_samples import short_masks, shortened_mask, traced_lengths
+from .tracer import first_lines
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 ENCODER_MASK = "encoder_attention_mask"

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..families.image_tiles import reads_tiles
+from ..interfaces.wrapper import Tensors
+from ..upstream.cache_names import CACHE_NAME
 from ..upstream.library_output import quiet
-from .caches import CACHE_NAME
-from .generation import (
+from .generation_graphs import (
     ENCODER_MASK,
     CrossAttention,
     CrossDecoder,
@@ -18,13 +20,11 @@ from .generation import (
     tokens_around_images,
     vision_language,
 )
-from .graphs import graph_name
-from .references import Case, max_difference, reference_cases, tolerance
+from .graph_tensors import graph_name
+from .reference_cases import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source
-from .tiles import reads_tiles
-from .tracing import first_lines
-from .wrapper import Tensors
+from .tracer import first_lines
 
 
 def cases_by_part(source: Source) -> dict[str, list[Case]]:

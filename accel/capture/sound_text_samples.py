@@ -10,9 +10,9 @@ import torch
 
 from ..artifact.reading import read_json
 from ..errors import ExportError
-from .image_text import texts_beside
+from ..interfaces.wrapper import Tensors, Wrapper
+from .image_text_samples import texts_beside
 from .samples import SAMPLE_BATCH, Axes
-from .wrapper import Tensors, Wrapper
 
 _TEXTS = 3
 

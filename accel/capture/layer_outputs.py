@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, Wrapper
 
 
 class WithInnerStates(Wrapper):

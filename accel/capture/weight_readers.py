@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .references import reference
-from .wrapper import Tensors
+from ..interfaces.wrapper import Tensors
+from .reference_cases import reference
 
 
 def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:

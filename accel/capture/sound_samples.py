@@ -12,8 +12,8 @@ import torch
 
 from ..artifact.reading import read_json
 from ..errors import ExportError
+from ..interfaces.wrapper import Tensors, Wrapper
 from .samples import IMAGE_AXES, SAMPLE_BATCH, Axes, parameters_of
-from .wrapper import Tensors, Wrapper
 
 SOUND_AXES = ("samples", "frames")
 """Axes of a waveform's samples and of a spectrogram's frames, which may have any length."""
