@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .interfaces.protocols import Optimizer as Optimizer
     from .interfaces.protocols import Quantizer as Quantizer
     from .measuring.accuracy.evaluation import evaluate as evaluate
-    from .measuring.latency.benchmarking import benchmark as benchmark
+    from .measuring.latency.benchmark import benchmark as benchmark
     from .models.audio import ORTModelForAudioClassification as ORTModelForAudioClassification
     from .models.audio import ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification
     from .models.audio import ORTModelForAudioXVector as ORTModelForAudioXVector
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .stages.prepare.accelerating import accelerate as accelerate
     from .stages.prepare.training import prepare_qat as prepare_qat
     from .stages.validate import validate as validate
-    from .tuning.budget import quantize as quantize
+    from .tuning.accuracy_budget import quantize as quantize
     from .tuning.tune import tune as tune
 
 # Every public name and the module that holds it; imported at first use (PEP 562), so that `import accel` is cheap.
@@ -72,7 +72,7 @@ _MODULE_OF = {
     "AccelerateConfig": "config",
     "AccelError": "errors",
     "Artifact": "artifact.manifest",
-    "benchmark": "measuring.latency.benchmarking",
+    "benchmark": "measuring.latency.benchmark",
     "Engine": "serving.engine",
     "evaluate": "measuring.accuracy.evaluation",
     "export": "stages.export",
@@ -119,7 +119,7 @@ _MODULE_OF = {
     "ORTModelForZeroShotObjectDetection": "models.images",
     "pipeline": "models.pipelines.pipeline",
     "prepare_qat": "stages.prepare.training",
-    "quantize": "tuning.budget",
+    "quantize": "tuning.accuracy_budget",
     "QuantizeConfig": "config",
     "Quantizer": "interfaces.protocols",
     "SessionOptions": "config",

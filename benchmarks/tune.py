@@ -20,10 +20,10 @@ import accel
 from accel.artifact.manifest import Artifact
 from accel.backends import registry
 from accel.backends.machine import machine
-from accel.measuring.latency.benchmarking import benchmark
+from accel.measuring.latency.benchmark import benchmark
 from accel.measuring.latency.calls import timed
 from accel.measuring.latency.variants import Variant
-from accel.tuning.report import render
+from accel.tuning.trials import render
 
 
 def cost() -> dict[str, float]:

@@ -244,7 +244,7 @@ def quantize(
 ) -> None:
     """Rewrite a graph into one with fewer bits; with a budget, search for the fastest that stays inside it."""
     with command(as_json, verbose):
-        from ..tuning.budget import quantize as run
+        from ..tuning.accuracy_budget import quantize as run
 
         given: dict[str, Any] = {
             "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
@@ -288,7 +288,7 @@ def _quantized(artifact: Any) -> str:
     if accuracy is None:
         return f"{lines[0]}\naccuracy was not measured: pass --data FILE, or run `accel evaluate`"
     from ..measuring.accuracy.evaluation import rows_a_call
-    from ..measuring.reporting import disturbed
+    from ..measuring.report import disturbed
 
     low, high = accuracy["drop_interval"]
     lines.append(
@@ -297,7 +297,7 @@ def _quantized(artifact: Any) -> str:
     )
     search = step.report.get("search")
     if search is not None:
-        from ..tuning.attempts import Attempt
+        from ..tuning.float_layers import Attempt
 
         lines += ["tried:", *(f"  {Attempt(**trial)}" for trial in search["table"])]
         if search["float_ms"] is not None:
@@ -334,8 +334,8 @@ def convert(
 ) -> None:
     """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
     with command(as_json, verbose):
-        from ..measuring.reporting import text_table
-        from ..tuning.converting import convert as run
+        from ..measuring.report import text_table
+        from ..tuning.conversion import convert as run
 
         if model is not None and out is None and model_option is not None:
             model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`

@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Do the main job on a real intent classifier, offline: export, optimize, quantize, evaluate, compare with PyTorch."""
     with command(as_json, verbose):
-        from ..demo.running import render, run
+        from ..demo.walkthrough import render, run
 
         report = run(out)
         emit(report, as_json, render(report))

@@ -153,8 +153,8 @@ def benchmark(
 ) -> None:
     """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
     with command(as_json, verbose):
-        from ..measuring.latency.benchmarking import benchmark as run
-        from ..measuring.reporting import check_pages, text_table, write_html, write_png
+        from ..measuring.latency.benchmark import benchmark as run
+        from ..measuring.report import check_pages, text_table, write_html, write_png
 
         check_pages(report, png)
         found = run(
@@ -211,8 +211,8 @@ def tune(
 ) -> None:
     """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
     with command(as_json, verbose):
-        from ..measuring.reporting import check_pages, write_html, write_png
-        from ..tuning.report import render
+        from ..measuring.report import check_pages, write_html, write_png
+        from ..tuning.trials import render
         from ..tuning.tune import tune as run
 
         logging.getLogger("accel.tuning").setLevel(logging.DEBUG if verbose else logging.INFO)

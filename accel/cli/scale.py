@@ -91,7 +91,7 @@ def loadtest(
     """Send requests to a server at given rates, whatever it answers, and measure how long each waits. Key: ACCEL_API_KEY."""
     with command(as_json, verbose):
         from ..demo import TEST_SET
-        from ..measuring.reporting import check_pages
+        from ..measuring.report import check_pages
         from ..serving.loadtest.page import page, text
         from ..serving.loadtest.running import LoadSettings
         from ..serving.loadtest.running import loadtest as run

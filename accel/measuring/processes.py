@@ -127,7 +127,7 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     forked = sys.platform == "linux" and hasattr(os, "fork") and not any(Path(node).exists() for node in _GPU_DRIVERS)
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
-        context.set_forkserver_preload([f"{__package__}.preloaded"])
+        context.set_forkserver_preload([f"{__package__}.preload"])
         _own_socket_folder()
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)

@@ -28,15 +28,15 @@ from ..errors import AccelError, BudgetError, SessionError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.results import without_infinity
 from ..measuring.latency.workloads import check_sequences
-from .building import Builder
+from .builder import Builder
 from .candidates import Candidate, Recipe, Space, combined
-from .grading import Grader
+from .grader import Grader
 from .jobs import CalibrationData, opens
-from .judging import Judge
-from .report import Goal, Tuning, no_fit
-from .state import Clock, Made, Subject, Tried, Work
+from .objective import Judge
 from .store import Store
-from .timing import Timer
+from .subject import Clock, Made, Subject, Tried, Work
+from .timer import Timer
+from .trials import Goal, Tuning, no_fit
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from ..backends import registry
 from ..backends.machine import machine, tools
 from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
-from ..measuring.latency.benchmarking import pytorch_variant
+from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.workloads import read_texts
 from ..signatures import checked_arguments
 from ..stages.export import source_digest
 from ..stages.resolution import Resolved, original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
-from .report import Constraints, Goal, Objective, Tuning
 from .search import Search
-from .state import Clock, Subject, Work
 from .store import Store
+from .subject import Clock, Subject, Work
+from .trials import Constraints, Goal, Objective, Tuning
 
 logger = logging.getLogger(__name__)
 

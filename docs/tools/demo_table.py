@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.config import available_processors
-from accel.demo.running import DemoReport, DemoRow, DemoSearch, render
+from accel.demo.walkthrough import DemoReport, DemoRow, DemoSearch, render
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "demo.json"

@@ -16,10 +16,10 @@ import pytest
 from accel import benchmark
 from accel.artifact import Artifact
 from accel.errors import ConfigError
-from accel.measuring.latency.benchmarking import Baselines
+from accel.measuring.latency.benchmark import Baselines
 from accel.measuring.latency.variants import Variant
 from accel.measuring.processes import Helper
-from accel.measuring.reporting import html_page, write_png
+from accel.measuring.report import html_page, write_png
 from accel.stages.resolution import resolve
 
 FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}

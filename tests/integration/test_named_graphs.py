@@ -20,7 +20,7 @@ from accel.artifact.hub import HubOptions, Location
 from accel.cli import app
 from accel.compat import optimum
 from accel.errors import ArtifactNotFoundError, ConfigError
-from accel.measuring.latency.benchmarking import Baselines, variants_of
+from accel.measuring.latency.benchmark import Baselines, variants_of
 from accel.measuring.latency.variants import resolved_variant
 from accel.stages import resolving
 from accel.stages.resolution import resolve

@@ -24,7 +24,7 @@ from accel.measuring.latency.rounds import Timing
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel.tuning import attempts
-from accel.tuning.attempts import Attempt
+from accel.tuning.float_layers import Attempt
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
 SENSITIVE = "bert.encoder.layer.1.attention.output.dense"

@@ -20,11 +20,11 @@ from accel import ORTModelForSequenceClassification, evaluate, tune
 from accel.artifact import cache
 from accel.backends import registry
 from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
-from accel.measuring.reporting import html_page
+from accel.measuring.report import html_page
 from accel.testing.models import save_tiny
 from accel.tuning import timing
-from accel.tuning.report import Tuning, render
 from accel.tuning.store import Store
+from accel.tuning.trials import Tuning, render
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
 
@@ -157,7 +157,7 @@ def test_a_second_run_measures_nothing_again(
 
     # The crash is tried again: it may have been the machine's fault.
     how = {**HOW, "backends": ["toy"]}
-    monkeypatch.setattr("accel.tuning.timing.Worker", refuse)
+    monkeypatch.setattr("accel.tuning.timer.Worker", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.name == found.winner.name
     assert again.winner.value == found.winner.value

@@ -12,7 +12,7 @@ from accel.config import SessionOptions
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, OptionTrial, Probe, Reason, SchemeSettings
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 from accel.tuning.search import in_turns
-from accel.tuning.state import Tried
+from accel.tuning.subject import Tried
 
 VENDOR = BackendSpec(
     name="vendor",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accel.tuning.state import Clock
+from accel.tuning.subject import Clock
 
 
 def test_without_a_limit_there_is_always_time() -> None:

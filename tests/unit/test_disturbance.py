@@ -13,7 +13,7 @@ from accel.measuring.disturbance import Disturbance, MachineWatch, disturbance
 from accel.measuring.latency.results import Benchmark, Cell, VariantResult, result
 from accel.measuring.latency.rounds import Measured
 from accel.measuring.latency.variants import Block, Variant, Workload
-from accel.measuring.reporting import html_page, text_table
+from accel.measuring.report import html_page, text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 QUIET = [10.0, 10.1, 10.2, 9.9, 10.0, 10.3, 9.8, 10.0]

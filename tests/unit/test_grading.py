@@ -16,9 +16,9 @@ from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
 from accel.measuring.latency.variants import Variant
 from accel.tuning import jobs
 from accel.tuning.candidates import Candidate, Recipe
-from accel.tuning.grading import Grader
+from accel.tuning.grader import Grader
 from accel.tuning.jobs import Accuracy
-from accel.tuning.state import Subject, Tried, Work
+from accel.tuning.subject import Subject, Tried, Work
 
 DATA = EvaluationData(data=[{"text": "a", "label": 0}])
 WORK = Work(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)

@@ -16,9 +16,9 @@ from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.jobs import Accuracy, Facts
-from accel.tuning.judging import Judge
-from accel.tuning.report import Constraints, Goal
-from accel.tuning.state import Made, Tried
+from accel.tuning.objective import Judge
+from accel.tuning.subject import Made, Tried
+from accel.tuning.trials import Constraints, Goal
 
 
 def measured(ms: float) -> VariantResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.tuning.report import no_fit
+from accel.tuning.trials import no_fit
 
 
 def test_what_was_not_timed_is_told_with_its_reason() -> None:

@@ -11,7 +11,7 @@ from accel.measuring.latency import rounds
 from accel.measuring.latency.rounds import Measured, restart, warm_up
 from accel.measuring.latency.variants import Block, Variant, Workload
 from accel.measuring.processes import WorkerLostError
-from accel.measuring.reporting import text_table
+from accel.measuring.report import text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 

@@ -15,7 +15,7 @@ from ...config import QuantizeConfig, SessionOptions
 from ...errors import ConfigError, QuantizeError, did_you_mean
 from ...models.arguments import session_options_of
 from ...stages.quantize import quantize
-from ...tuning.budget import quantize as quantize_with_data
+from ...tuning.accuracy_budget import quantize as quantize_with_data
 from .calibration import batches_of, calibration_rows, only_inputs
 from .placing import without_mark
 from .predefined import OTHERS, PREDEFINED, predefined_rows

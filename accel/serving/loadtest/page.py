@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from io import StringIO
 
-from ...measuring.reporting import document
+from ...measuring.report import document
 from .results import QUANTILES, LoadTest, RateRun
 
 _WIDTH, _HEIGHT, _LEFT = 900, 260, 60

@@ -20,9 +20,9 @@ from ..measuring.latency.results import Cell, VariantResult, result
 from ..measuring.latency.rounds import Measured
 from ..measuring.latency.variants import Traffic, Variant, Workload
 from ..measuring.latency.worker import Worker
-from .building import LATE, Builder
-from .state import Clock, Subject, Tried, Work
+from .builder import LATE, Builder
 from .store import Store
+from .subject import Clock, Subject, Tried, Work
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from ..errors import BudgetError, ConfigError, did_you_mean
 from ..measuring.accuracy.evaluation import rows_a_call
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult, without_infinity
-from ..measuring.reporting import disturbed
+from ..measuring.report import disturbed
 from ..measuring.statistics import Ratio
 
 Objective = Literal["latency", "throughput", "size", "cost"]
@@ -174,7 +174,7 @@ class Tuning:
         return tuple(trial for trial in self.trials if trial.front)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, in the form that `accel.measuring.reporting` reads."""
+        """As JSON values, in the form that `accel.measuring.report` reads."""
         measured = [t for t in self.trials if t.result is not None]
         values: dict[str, Any] = without_infinity(self._values(measured))
         return values

@@ -19,7 +19,7 @@ from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmarking import pytorch_variant
+from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.rounds import measure
 from ..measuring.latency.variants import Variant
 from ..measuring.statistics import Ratio
@@ -29,7 +29,7 @@ from ..models.pipelines.pipeline import pipeline
 from ..stages.export import export, weights_of
 from ..stages.optimize import optimize
 from ..stages.resolution import resolve
-from ..tuning.budget import quantize
+from ..tuning.accuracy_budget import quantize
 from ..tuning.tune import tune
 from . import CALIBRATION_SET, MODEL, TEST_SET, read_test_set
 

@@ -19,8 +19,8 @@ from ..errors import AccelError, ConfigError, SessionError, StageError, TaskErro
 from ..measuring.processes import Helper
 from .candidates import Recipe
 from .jobs import CalibrationData, Facts, build
-from .state import Clock, Made, Subject
 from .store import Store, data_digest
+from .subject import Clock, Made, Subject
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 from ..errors import AccelError
 from ..measuring.accuracy.comparing import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData
-from .building import Builder
+from .builder import Builder
 from .jobs import Accuracy, accuracy
-from .state import Subject, Tried, Work
 from .store import Store, data_digest
+from .subject import Subject, Tried, Work
 
 logger = logging.getLogger(__name__)
 

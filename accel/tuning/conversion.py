@@ -22,10 +22,10 @@ from ..data.batches import calibration_batches
 from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmarking import Effort, Load, measure_variants, pytorch_variant
+from ..measuring.latency.benchmark import Effort, Load, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark
 from ..measuring.latency.variants import Traffic, Variant
-from ..measuring.reporting import write_html
+from ..measuring.report import write_html
 from ..stages.export import export_resolved
 from ..stages.optimize import optimize
 from ..stages.quantize import quantize

@@ -30,7 +30,7 @@ from ..models.decoder_batches import PartBatches
 from ..signatures import checked_arguments
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
-from .attempts import BudgetSearch
+from .float_layers import BudgetSearch
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import Cell, VariantResult
 from ..measuring.statistics import Ratio, geometric_mean, speedup
 from .candidates import Candidate, Space
-from .report import Goal, Trial
-from .state import Tried
+from .subject import Tried
+from .trials import Goal, Trial
 
 _EPSILON = 1e-9
 # How far apart PyTorch's latencies may be in one search; on a quiet machine they are within a fifth.
