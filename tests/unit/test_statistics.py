@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.measuring.statistics import Ratio, _t_quantile, bootstrap_interval, geometric_mean, ratio, speedup, summarize
+from accel.measuring.statistics import Ratio, bootstrap_interval, geometric_mean, ratio, speedup, summarize
 
 
 def test_summary_of_known_numbers() -> None:
@@ -20,28 +20,12 @@ def test_summary_of_one_call_has_no_spread() -> None:
     assert summarize([2.5]).sd == 0.0
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (7, 2.3646), (11, 2.2010)])
-def test_t_quantile_agrees_with_the_tables(freedom: int, quantile: float) -> None:
-    # The expansion is worst at 3 degrees of freedom; 1 % there.
-    assert _t_quantile(0.975, freedom) == pytest.approx(quantile, rel=0.01)
-
-
 def test_bootstrap_of_a_mean_agrees_with_the_normal_interval() -> None:
     values = np.random.default_rng(0).normal(3, 2, 400)
     low, high = bootstrap_interval(lambda picks: values[picks].mean(axis=1), len(values), resamples=4000)
     error = 1.96 * values.std(ddof=1) / len(values) ** 0.5
     # 4000 drawings place an end of the interval to about 4 % of its width.
     assert (low, high) == pytest.approx((values.mean() - error, values.mean() + error), abs=0.08 * error)
-
-
-def test_expanded_bootstrap_is_wider_for_few_observations() -> None:
-    values = np.array([1.0, 2.0, 4.0, 8.0])
-    plain, wide = (
-        bootstrap_interval(lambda picks: values[picks].mean(axis=1), len(values), expanded=expanded)
-        for expanded in (False, True)
-    )
-    assert wide[0] < plain[0]
-    assert wide[1] > plain[1]
 
 
 def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> list[list[float]]:
