@@ -27,7 +27,7 @@ from ..upstream.cache_names import CACHE_NAME, cache_argument
 from ..upstream.library_output import quiet
 from .cached_attention import CacheLayer, FusedAttention, tracing
 from .cached_layers import TOKENS, Layer, croppable, described, made, presents, without_tokens
-from .patch_samples import PATCH_AXIS
+from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
 from .recurrence import recurrent
 from .sound_samples import SOUND_AXES
@@ -37,6 +37,8 @@ from .tracer import first_lines
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
 ENCODER_MASK = "encoder_attention_mask"
+# By modality, the inputs that bring it.
+_SENSED = {"audio": ("input_features", "input_values"), "image": ("pixel_values", PATCHES)}
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
@@ -66,14 +68,15 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
     transformers' auto classes name one class for several tasks: Voxtral's is a decoder of text with sounds in its prompt.
     """
     has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
-    deaf = "audio" in spec.modalities and not {"input_features", "input_values"} & set(source.example)
-    if spec.encoder_decoder not in (None, has_encoder) or deaf:
+    sense = next((one for one in _SENSED if one in spec.modalities), "")
+    unread = sense and (has_encoder or sense == "audio") and not set(_SENSED[sense]) & set(source.example)
+    if spec.encoder_decoder not in (None, has_encoder) or unread:
         wanted = "an encoder and a decoder" if spec.encoder_decoder else "a decoder alone"
         have = "an encoder and a decoder" if has_encoder else "a decoder alone"
-        reads = f", which reads {sorted(source.example)}" if deaf else ""
+        reads = f", which reads {sorted(source.example)}" if unread else ""
         raise ExportError(
             f"{source.architecture} is {have}{reads}; a model for {spec.name} is {wanted}"
-            f"{', which reads sounds' if 'audio' in spec.modalities else ''}.",
+            f"{', which reads sounds' if sense == 'audio' else ', which reads images' if unread else ''}.",
             fix="run it with transformers, or pass another task=... for the part that writes text.",
         )
 

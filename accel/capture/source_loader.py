@@ -291,7 +291,7 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
     if spec.embeds or not names:
         return
     known = _classes(loader, config)
-    fitting = _fitting(names[0])
+    fitting = _fitting(config)
     if known and names[0] not in known and fitting not in (None, spec.name):
         raise TaskError(
             f"The checkpoint holds a {names[0]}, whose weights have no head for {spec.name}; transformers would make a random one.",
@@ -299,10 +299,10 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
         )
 
 
-def _fitting(architecture: str) -> str | None:
-    """The task of a class, by its name; `None` where it has none or several."""
+def _fitting(config: Any) -> str | None:
+    """The task of a config's architecture; `None` where it has none."""
     try:
-        return infer_task({"architectures": [architecture]})
+        return infer_task(config.to_dict())
     except TaskError:
         return None
 

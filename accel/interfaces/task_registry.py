@@ -17,7 +17,6 @@ _ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
 _SENTENCE_TASKS: Mapping[str, str] = {"embedder": "sentence-similarity", "cross-encoder": "text-ranking"}
 """The task of a kind of models of sentence-transformers."""
-_BY_NAME_ALONE = (len("ForConditionalGeneration"), "text2text-generation")
 
 
 def task_spec(name: str) -> TaskSpec:
@@ -62,11 +61,27 @@ def fitting_task(word: str, config: Mapping[str, Any]) -> str:
         TaskError: There is none.
     """
     first, *others = specs_for(word)
-    name = str((config.get("architectures") or [""])[0])
     # Embeddings are told from features by their task's name alone.
-    if name.endswith(first.suffixes) or not (first.suffixes or first.generates):
+    if _closeness(first, config) is not None or not (first.listed or first.suffixes or first.generates):
         return first.name
-    return next((spec.name for spec in others if name.endswith(spec.suffixes)), first.name)
+    return next((spec.name for spec in others if _closeness(spec, config) is not None), first.name)
+
+
+def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, int] | None:
+    """How closely a task describes the architecture of a config; `None` for another architecture. Of several tasks the largest is meant:
+    transformers' table of architectures, then fields of the config, then the longest ending.
+    """
+    name = str((config.get("architectures") or [""])[0])
+    has_encoder = bool(config.get("is_encoder_decoder", False))
+    if spec.listed and spec.encoder_decoder in (None, has_encoder):
+        from ..upstream.auto_models import architectures  # imports PyTorch
+
+        if name in architectures(spec.auto_models):
+            return (True, 0, len(name))
+    if not set(spec.fields) <= set(config):
+        return None
+    lengths = [len(suffix) for suffix in spec.suffixes if name.endswith(suffix)]
+    return (False, len(spec.fields), max(lengths)) if lengths else None
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
@@ -149,17 +164,15 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         "sbert_ce_default_activation_function",
     } & set(config):
         return "text-ranking"
-    fits = [(len(suffix), spec.name) for spec in all_tasks() for suffix in spec.suffixes if name.endswith(suffix)]
-    # Text and images in one prompt; by their names alone such models are encoder-decoders.
-    if {"vision_config", "text_config"} <= set(config) and max(fits, default=None) == _BY_NAME_ALONE:
-        return "image-text-to-text"
+    fits = [(closeness, spec.name) for spec in all_tasks() if (closeness := _closeness(spec, config)) is not None]
+    best, task = max(fits, default=((False, 0, 0), ""))
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
-    if not fits or (max(fits)[0] == len("Model") and name.endswith(("HeadModel", "HeadsModel"))):
+    if not task or (best == (False, 0, len("Model")) and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(
             f"The task of a {name} cannot be inferred, or accel does not support it yet.",
             fix=f"pass task=..., one of {', '.join(spec.name for spec in all_tasks())}.",
         )
-    return max(fits)[1]
+    return task
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class TaskSpec:
         keeps: What a graph returns of what a model returns, as far as it returns it; everything where this is empty. Models for
             these tasks also return what their training reads.
         suffixes: Endings of the names of architectures that do it.
+        fields: Fields of a config that such an architecture has, where others' names end alike.
+        listed: Whether all architectures that transformers lists for `auto_models` do it, whatever their names.
         synonyms: Other words for it.
         modalities: What a model for it reads.
         generates: Whether a model for it makes tokens one after another, with a cache.
@@ -82,6 +84,8 @@ class TaskSpec:
     outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keeps: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    listed: bool = False
     synonyms: tuple[str, ...] = ()
     modalities: tuple[Modality, ...] = ("text",)
     generates: bool = False

@@ -295,11 +295,10 @@ def _seen_from(artifact: Artifact, root: Path) -> Artifact:
 def _task_of_module(module: Any, task: str | None) -> str:
     """The task of a module in memory: as given, from its class, or `custom` for one that has no config."""
     config = getattr(module, "config", None)
+    said = {**(config.to_dict() if config is not None else {}), "architectures": [type(module).__name__]}
     if task is not None:
-        return fitting_task(task, {"architectures": [type(module).__name__]})
-    if config is None:
-        return "custom"
-    return infer_task({**config.to_dict(), "architectures": [type(module).__name__]})
+        return fitting_task(task, said)
+    return "custom" if config is None else infer_task(said)
 
 
 def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:

@@ -107,7 +107,7 @@ DOCUMENT_QUESTION_ANSWERING = TaskSpec(
     output="QuestionAnsweringModelOutput",
     outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
     keeps=("start_logits", "end_logits"),
-    suffixes=("LayoutLMForQuestionAnswering", "LayoutLMv2ForQuestionAnswering", "LayoutLMv3ForQuestionAnswering"),
+    listed=True,
     loss="ForQuestionAnswering",
     columns=(
         Column(use="answers", known=("answers", "answer"), holds="answers", needed="measuring", answer=True),
@@ -126,7 +126,7 @@ TABLE_QUESTION_ANSWERING = TaskSpec(
     auto_model="AutoModelForTableQuestionAnswering",
     outputs={"logits": ("batch", "sequence")},
     keeps=("logits", "logits_aggregation"),
-    suffixes=("TapasForQuestionAnswering",),
+    listed=True,
     sample="accel.capture.document_samples:table_sample",
 )
 
@@ -244,15 +244,7 @@ ZERO_SHOT_IMAGE_CLASSIFICATION = TaskSpec(
     auto_model="AutoModelForZeroShotImageClassification",
     outputs={"logits_per_image": ("batch", "texts")},
     keeps=("logits_per_image", "logits_per_text", "image_embeds", "text_embeds"),
-    suffixes=(
-        "CLIPModel",
-        "AlignModel",
-        "BlipModel",
-        "CLIPSegModel",
-        "MetaClip2Model",
-        "SiglipModel",
-        "Siglip2Model",
-    ),
+    listed=True,
     modalities=("image", "text"),
     sample="accel.capture.image_text_samples:image_text_sample",
     columns=(LABEL, IMAGE, _CAPTION),
@@ -279,7 +271,7 @@ ZERO_SHOT_OBJECT_DETECTION = TaskSpec(
     auto_model="AutoModelForZeroShotObjectDetection",
     outputs={"logits": ("batch", "queries", "texts"), "pred_boxes": ("batch", "queries", "corners")},
     keeps=("logits", "pred_boxes", "objectness_logits"),
-    suffixes=("OwlViTForObjectDetection", "Owlv2ForObjectDetection", "GroundingDinoForObjectDetection"),
+    listed=True,
     modalities=("image", "text"),
     columns=(_OBJECTS, IMAGE, _CAPTION),
     encode="accel.data.pictures:encode_images_with_each_text",
@@ -317,7 +309,7 @@ MASK_GENERATION = TaskSpec(
     name="mask-generation",
     model="accel.models.masks:ORTModelForMaskGeneration",
     auto_model="AutoModelForMaskGeneration",
-    suffixes=("SamModel", "SamHQModel"),
+    listed=True,
     modalities=("image",),
     sample="accel.capture.mask_samples:mask_sample",
     parts="accel.capture.mask_samples:mask_parts",
@@ -424,16 +416,8 @@ AUDIO_CLASSIFICATION = TaskSpec(
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
     # Most of them have the same name as classifiers of text.
-    suffixes=(
-        "ForAudioClassification",
-        *(
-            f"{family}ForSequenceClassification"
-            for family in (
-                *("Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat"),
-                *("Wav2Vec2", "Wav2Vec2Bert", "Wav2Vec2Conformer", "WavLM"),
-            )
-        ),
-    ),
+    suffixes=("ForAudioClassification",),
+    listed=True,
     modalities=("audio",),
     columns=(LABEL, AUDIO),
     encode=_ENCODE_SOUNDS,
@@ -448,7 +432,9 @@ ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
     auto_model="AutoModel",
     outputs={"logits_per_audio": ("batch", "texts")},
     keeps=("logits_per_audio", "logits_per_text", "text_embeds", "audio_embeds"),
-    suffixes=("ClapModel",),
+    # Of models that compare sounds with texts, which transformers has no auto class for.
+    suffixes=("Model",),
+    fields=("audio_config", "text_config", "projection_dim"),
     modalities=("audio", "text"),
     columns=(
         LABEL,
@@ -482,7 +468,7 @@ TEXT_TO_AUDIO = TaskSpec(
     name="text-to-audio",
     model="accel.models.voices:ORTModelForTextToWaveform",
     auto_model="AutoModelForTextToWaveform",
-    suffixes=("VitsModel",),
+    listed=True,
     synonyms=("text-to-speech", "text-to-waveform"),
     sample="accel.capture.waveform_samples:waveform_sample",
     parts="accel.capture.waveform_samples:waveform_parts",
@@ -551,7 +537,7 @@ AUTOMATIC_SPEECH_RECOGNITION = TaskSpec(
     model="accel.models.speech:ORTModelForSpeechSeq2Seq",
     auto_model="AutoModelForSpeechSeq2Seq",
     output="Seq2SeqLMOutput",
-    suffixes=tuple(f"{family}ForConditionalGeneration" for family in ("Whisper", "Moonshine", "Speech2Text")),
+    listed=True,
     synonyms=("automatic-speech-recognition-with-past", "speech-to-text"),
     modalities=("audio",),
     generates=True,
@@ -566,7 +552,7 @@ IMAGE_TO_TEXT = TaskSpec(
     model="accel.models.encoder_decoder:ORTModelForVision2Seq",
     auto_model="AutoModelForImageTextToText",
     output="Seq2SeqLMOutput",
-    suffixes=("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration"),
+    listed=True,
     # transformers 5 calls its auto class so, for these models too.
     synonyms=("vision2seq", "vision2seq-lm", "image-text-to-text"),
     modalities=("image",),
@@ -582,6 +568,8 @@ IMAGE_TEXT_TO_TEXT = TaskSpec(
     model="accel.models.vision_language:ORTModelForImageTextToText",
     auto_model="AutoModelForImageTextToText",
     output="CausalLMOutputWithPast",
+    suffixes=("ForConditionalGeneration",),
+    fields=("vision_config", "text_config"),
     synonyms=("vision-language",),
     modalities=("image", "text"),
     generates=True,

@@ -61,17 +61,16 @@ def _all_pairs() -> Iterable[Pair]:
         for architecture, model in sorted(_models(spec.auto_models).items()):
             if spec.embeds and architecture not in _encoders_of_text():
                 continue
-            if not spec.embeds and spec.auto_model == "AutoModel" and not model.endswith(spec.suffixes):
+            if not spec.embeds and spec.auto_model == "AutoModel" and not _has_fields(architecture, spec.fields):
                 # The class for any model, of which the task is for some.
                 continue
             if spec.name == "text2text-generation" and not _has_encoder(architecture):
                 # Voxtral and its kind: sounds in the prompt of a decoder, which the table of speech has as well.
                 continue
-            if spec.generates and "image" in spec.modalities:
-                # One table for captions (an encoder-decoder of images) and for prompts that hold images.
-                captions = model.endswith(task_spec("image-to-text").suffixes)
-                if captions != (spec.name == "image-to-text"):
-                    continue
+            pictures = spec.generates and "image" in spec.modalities
+            # One table for captions (an encoder-decoder of images) and for prompts that hold images.
+            if pictures and _has_encoder(architecture) != (spec.name == "image-to-text"):
+                continue
             yield Pair(architecture, spec.name, model)
 
 
@@ -102,6 +101,13 @@ def _has_encoder(architecture: str) -> bool:
         return bool(getattr(CONFIG_MAPPING[architecture], "is_encoder_decoder", False))
     except Exception:  # noqa: BLE001  # transformers imports a module by its name
         return True  # whatever is wrong is to be seen
+
+
+def _has_fields(architecture: str, fields: Sequence[str]) -> bool:
+    try:
+        return all(hasattr(CONFIG_MAPPING[architecture], field) for field in fields)
+    except Exception:  # noqa: BLE001  # transformers imports a module by its name
+        return False
 
 
 def _encoders_of_text() -> set[str]:

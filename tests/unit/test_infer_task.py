@@ -21,8 +21,9 @@ from accel.interfaces.task_registry import all_tasks, infer_task, task_spec
         ("FlaubertForQuestionAnsweringSimple", "question-answering"),
     ],
 )
-def test_the_longest_suffix_decides(architecture: str, task: str) -> None:
-    assert infer_task({"architectures": [architecture]}) == task
+def test_the_architecture_decides(architecture: str, task: str) -> None:
+    has_encoder = task in ("automatic-speech-recognition", "image-to-text", "text2text-generation")
+    assert infer_task({"architectures": [architecture], "is_encoder_decoder": has_encoder}) == task
 
 
 def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
@@ -31,7 +32,7 @@ def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
     del llava["vision_config"]
     assert infer_task(llava) == "text2text-generation"
     pix2struct = {"architectures": ["Pix2StructForConditionalGeneration"], "vision_config": {}, "text_config": {}}
-    assert infer_task(pix2struct) == "image-to-text"
+    assert infer_task({**pix2struct, "is_encoder_decoder": True}) == "image-to-text"
 
 
 @pytest.mark.parametrize("architecture", ["GPT2DoubleHeadsModel", "TransfoXLHeadModel"])
