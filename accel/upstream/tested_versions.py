@@ -1,0 +1,51 @@
+"""Versions that were tested, and one warning for others: the declared ranges are wide, because private names are kept in one place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from importlib import metadata
+
+from packaging.version import Version
+
+logger = logging.getLogger(__name__)
+
+TESTED: Mapping[str, tuple[str, str]] = {
+    "onnx": ("1.19", "1.23"),
+    "onnx_ir": ("0.1.16", "1.1"),
+    "onnxscript": ("0.7", "0.7"),
+    "torch": ("2.11", "2.15"),
+    "transformers": ("5.23", "5.24"),
+}
+"""Distributions that the core calls by private or version-dependent names, with the oldest and the newest release line that was tested."""
+
+
+@functools.cache
+def untested(distribution: str, oldest: str, newest: str) -> str | None:
+    """The installed version of a distribution where it is outside the tested release lines; `None` where it is tested or not installed.
+
+    Args:
+        distribution: Its name on the package index.
+        oldest: The oldest tested release.
+        newest: The newest tested release line: `"2.13"` includes 2.13.1.
+    """
+    try:
+        version = Version(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+    last = Version(newest)
+    line = Version(".".join(str(part) for part in version.release[: len(last.release)]))
+    return None if Version(oldest) <= version and line <= last else str(version)
+
+
+@functools.cache
+def warn_of_untested_versions() -> None:
+    """Warn once about each library of the core whose installed version was not tested."""
+    for distribution, (oldest, newest) in TESTED.items():
+        if version := untested(distribution, oldest, newest):
+            logger.warning(
+                "%s %s was not tested with this version of accel (tested: %s to %s). If something fails, install a tested version: "
+                'pip install "%s~=%s.0"',
+                *(distribution, version, oldest, newest, distribution, newest),
+            )

@@ -1,0 +1,54 @@
+"""Versions of other libraries: tested ones are silent, others warn once and say what was tested."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from accel.upstream.tested_versions import TESTED, untested, warn_of_untested_versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    untested.cache_clear()
+    warn_of_untested_versions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("2.11.0", None), ("2.13.1+cpu", None), ("2.10.0", "2.10.0"), ("2.14.0", "2.14.0"), ("3.0", "3.0")],
+)
+def test_release_lines(version: str, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert untested("torch", "2.11", "2.13") == told
+
+
+def test_a_library_that_is_not_installed_is_not_mentioned() -> None:
+    assert untested("no-such-distribution", "1.0", "1.0") is None
+
+
+def test_an_untested_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9.9.9" if name == "transformers" else real(name))
+    with caplog.at_level(logging.WARNING):
+        warn_of_untested_versions()
+        warn_of_untested_versions()
+    (record,) = [one for one in caplog.records if "transformers" in one.getMessage()]
+    assert "transformers 9.9.9 was not tested" in record.getMessage()
+    assert 'pip install "transformers~=' in record.getMessage()
+
+
+def test_what_is_tested_is_allowed_by_the_declared_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    for distribution, (oldest, newest) in TESTED.items():
+        assert {oldest, f"{newest}.99"} == set(declared[distribution].filter([oldest, f"{newest}.99"]))
