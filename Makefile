@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 # Processes that tests start read the bytecode that the first one wrote.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions gpu-test check docs bench bench-peers sweep endurance clean
+.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test check docs bench bench-peers sweep endurance clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -65,6 +65,12 @@ $(SUITE)/.made: pyproject.toml constraints.txt
 # With the oldest and the newest versions that pyproject.toml declares, in environments of their own.
 test-versions: $(VENV)/.dev
 	$(BIN)/python -m tests.versions oldest newest
+
+# The newest releases within the declared ranges: the contract tests and a sample of each room.
+canary: $(VENV)/.dev
+	$(BIN)/python -m tests.versions newest --tests tests/contracts tests/unit tests/integration/test_export.py \
+		tests/integration/test_generation.py tests/integration/test_pipelines.py tests/integration/test_tuning.py \
+		tests/backends/test_cpu.py tests/backends/test_openvino.py tests/backends/test_pytorch.py tests/serving/test_http.py
 
 # A real Triton, the one inside the package nvidia-pytriton, in an environment of its own: it wants NumPy below 2.
 TRITON := .venv-triton

@@ -18,6 +18,7 @@ from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownB
 from ..interfaces.entry_points import BACKENDS, entry_points
 from ..interfaces.protocols import Backend
 from ..interfaces.specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
+from ..upstream.tested_versions import TESTED, warn_of_untested_versions
 from .plan import missing_domains, select
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ def load(spec: BackendSpec) -> Backend:
     if missing:
         raise BackendUnavailableError(missing.message, fix=missing.remedy)
     try:
+        warn_of_untested_versions((*TESTED, *spec.tested))
         return _backend(spec.impl)
     except (Exception, SystemExit) as error:
         raise BackendUnavailableError(

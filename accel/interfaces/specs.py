@@ -201,6 +201,7 @@ class BackendSpec:
         aliases: Other words for it, such as ONNX Runtime's provider names.
         layouts: File patterns of foreign folders whose graphs it can adopt, such as `openvino_model.xml`.
         distributions: Those whose versions decide what it makes, for manifests and `accel doctor`.
+        tested: Distributions with the oldest and the newest release line that was tested; another installed version warns once.
         conflicts: Pairs of distributions that cannot be installed together.
         native_options: The runtime's own class of session options, which users may pass instead of ours: `library.Class`.
         recorded_options: Provider options that an artifact may bring in its manifest: they name no file, load no library and
@@ -219,6 +220,7 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     distributions: tuple[str, ...] = ()
+    tested: tuple[tuple[str, str, str], ...] = ()
     conflicts: tuple[tuple[str, str], ...] = ()
     native_options: str = ""
     recorded_options: tuple[str, ...] = ()

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
 from importlib import metadata
 
 from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
-TESTED: Mapping[str, tuple[str, str]] = {
-    "onnx": ("1.19", "1.23"),
-    "onnx_ir": ("0.1.16", "1.1"),
-    "onnxscript": ("0.7", "0.7"),
-    "torch": ("2.11", "2.15"),
-    "transformers": ("5.23", "5.24"),
-}
-"""Distributions that the core calls by private or version-dependent names, with the oldest and the newest release line that was tested."""
+TESTED = (
+    ("onnx", "1.19", "1.23"),
+    ("onnx_ir", "0.1.16", "1.1"),
+    ("onnxscript", "0.7", "0.7"),
+    ("torch", "2.11", "2.15"),
+    ("transformers", "5.23", "5.24"),
+)
+"""Distributions that the core calls by version-dependent names, each with the oldest and the newest release line that was tested."""
 
 
-@functools.cache
 def untested(distribution: str, oldest: str, newest: str) -> str | None:
     """The installed version of a distribution where it is outside the tested release lines; `None` where it is tested or not installed.
 
@@ -40,12 +38,16 @@ def untested(distribution: str, oldest: str, newest: str) -> str | None:
 
 
 @functools.cache
-def warn_of_untested_versions() -> None:
-    """Warn once about each library of the core whose installed version was not tested."""
-    for distribution, (oldest, newest) in TESTED.items():
+def warn_of_untested_versions(tested: tuple[tuple[str, str, str], ...]) -> None:
+    """Warn once about each library whose installed version was not tested.
+
+    Args:
+        tested: Distributions with the oldest and the newest tested release line, as in `TESTED`.
+    """
+    for distribution, oldest, newest in tested:
         if version := untested(distribution, oldest, newest):
             logger.warning(
                 "%s %s was not tested with this version of accel (tested: %s to %s). If something fails, install a tested version: "
-                'pip install "%s~=%s.0"',
+                'pip install "%s==%s.*"',
                 *(distribution, version, oldest, newest, distribution, newest),
             )

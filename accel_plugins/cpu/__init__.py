@@ -16,6 +16,7 @@ SPEC = BackendSpec(
     requires=("onnxruntime",),
     aliases=("CPUExecutionProvider", "onnxruntime", "ort"),
     distributions=("onnxruntime",),
+    tested=(("onnxruntime", "1.30", "1.32"),),
     conflicts=(("onnxruntime", "onnxruntime-gpu"),),
     native_options="onnxruntime.SessionOptions",
     capabilities=(

@@ -14,6 +14,7 @@ SPEC = BackendSpec(
     requires=("onnxruntime",),
     aliases=("CUDAExecutionProvider",),
     distributions=("onnxruntime-gpu",),
+    tested=(("onnxruntime-gpu", "1.30", "1.32"),),
     conflicts=(("onnxruntime", "onnxruntime-gpu"),),
     native_options="onnxruntime.SessionOptions",
     recorded_options=("cuda_graphs", "packing", "padding"),

@@ -15,6 +15,7 @@ SPEC = BackendSpec(
     requires=("neural_compressor", "torchao", "accelerate"),
     aliases=("inc",),
     distributions=("neural-compressor-pt", "torchao", "auto-round"),
+    tested=(("neural-compressor-pt", "3.10", "3.10"),),
     capabilities=(
         Capability(
             stage="quantize",

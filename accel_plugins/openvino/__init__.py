@@ -24,6 +24,7 @@ SPEC = BackendSpec(
     requires=("openvino",),
     aliases=("OpenVINOExecutionProvider", "ov"),
     distributions=("openvino", "nncf"),
+    tested=(("openvino", "2026.3", "2026.4"), ("nncf", "3.0", "3.4")),
     layouts=("openvino_*.xml",),
     recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(

@@ -31,6 +31,7 @@ INDUCTOR = BackendSpec(
     requires=("torch", "transformers"),
     aliases=("torch.compile",),
     distributions=("torch", "transformers", "torchao"),
+    tested=(("torchao", "0.15", "0.18"),),
     recorded_options=("quantization", "graphs", "cuda_graph", "packing", "freezing"),
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),

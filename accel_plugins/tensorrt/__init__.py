@@ -19,6 +19,7 @@ SPEC = BackendSpec(
     requires=("onnxruntime",),
     aliases=("TensorrtExecutionProvider", "trt"),
     distributions=("onnxruntime-gpu", "tensorrt"),
+    tested=(("onnxruntime-gpu", "1.30", "1.32"), ("tensorrt", "10.0", "10.16")),
     capabilities=(
         Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=FLOATS, options=("profile",)),
         Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=FLOATS, device_io=True),

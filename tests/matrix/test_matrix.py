@@ -68,12 +68,12 @@ def answers(model: Any, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         *(pytest.param(case, id=str(case), marks=pytest.mark.gpu(case.runner)) for case in elsewhere_cases()),
     ],
 )
-def test_chain(case: Case, chains: Chains, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
     if reason := missing_device(case):
         pytest.skip(reason)
     source, expected = chains.expected(case)
     if reason := misread_by_the_processor(case, source):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        pytest.skip(reason)
     artifact = chains.made(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
     feeds = inputs_for(case)
