@@ -12,10 +12,13 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from importlib import metadata
+from typing import Any
 
 from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
 from ..interfaces.entry_points import BACKENDS, entry_points
+from ..interfaces.folder_reader import FolderReader
 from ..interfaces.protocols import Backend
 from ..interfaces.specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
 from ..upstream.tested_versions import TESTED, warn_of_untested_versions
@@ -128,10 +131,9 @@ def _tell_broken() -> None:
 
 
 @functools.cache
-def _backend(impl: str) -> Backend:
+def _instance(impl: str) -> Any:
     module_name, _, attribute = impl.partition(":")
-    backend: Backend = getattr(importlib.import_module(module_name), attribute)()
-    return backend
+    return getattr(importlib.import_module(module_name), attribute)()
 
 
 def load(spec: BackendSpec) -> Backend:
@@ -143,9 +145,15 @@ def load(spec: BackendSpec) -> Backend:
     missing = _missing(spec)
     if missing:
         raise BackendUnavailableError(missing.message, fix=missing.remedy)
+    backend: Backend = _imported(spec, spec.impl)
+    return backend
+
+
+def _imported(spec: BackendSpec, impl: str) -> Any:
+    """An object of a plugin's class, made once a process."""
     try:
         warn_of_untested_versions((*TESTED, *spec.tested))
-        return _backend(spec.impl)
+        return _instance(impl)
     except (Exception, SystemExit) as error:
         raise BackendUnavailableError(
             f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}",
@@ -328,12 +336,33 @@ def owner(
     )
 
 
-def backend_for_layout(names: Iterable[str]) -> BackendSpec | None:
-    """The backend whose declared layouts match one of the file names of a foreign folder."""
-    from fnmatch import fnmatch
+def folder_reader(files: Iterable[str]) -> FolderReader | None:
+    """The reader of the first backend whose declared layouts match one of the files of a folder, by their relative names.
 
-    files = list(names)
-    for spec in describe_all()[0]:
-        if any(fnmatch(file, pattern) for pattern in spec.layouts for file in files):
-            return spec
+    Raises:
+        BackendUnavailableError: What it imports is not installed.
+    """
+    names = list(files)
+    for spec in _reading_specs():
+        if any(_matches(name, pattern) for pattern in spec.layouts for name in names):
+            return _reader(spec)
     return None
+
+
+def first_folder_reader() -> FolderReader | None:
+    """The reader that reports what is missing in a folder that no reader matches; `None` where no backend reads folders."""
+    specs = _reading_specs()
+    return _reader(specs[0]) if specs else None
+
+
+def _reading_specs() -> list[BackendSpec]:
+    return [spec for spec in describe_all()[0] if spec.folder_reader]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
+
+
+def _reader(spec: BackendSpec) -> FolderReader:
+    reader: FolderReader = _imported(spec, spec.folder_reader)
+    return reader

@@ -273,23 +273,6 @@ class Backend(Protocol):
     def quantizer(self) -> Quantizer | None:
         """The quantizer, or `None`."""
 
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """An artifact for a folder without our manifest that fits one of the spec's `layouts`, or for a transformers folder
-        by who exports its format; nothing is written. `None` from a backend that reads no other folders.
-
-        Args:
-            folder: The folder.
-            task: Its task.
-            config: For transformers folders: in which dtype, with which pooling.
-            trust_remote_code: Run code that comes with the model.
-
-        Raises:
-            ArtifactNotFoundError: There is no such graph.
-            IntegrityError: It cannot be read.
-        """
-
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component of the artifact; components that share weights share them in memory.
 
@@ -309,3 +292,22 @@ class PreparingBackend(Backend, Protocol):
 
     def preparer(self) -> Preparer | None:
         """The preparer, or `None`."""
+
+
+@runtime_checkable
+class WeightsBackend(Backend, Protocol):
+    """A backend that opens PyTorch weights as they are; the one that exports `WEIGHTS` has the method."""
+
+    def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
+        """Return an artifact for a transformers folder; nothing is written.
+
+        Args:
+            folder: The folder.
+            task: Its task.
+            config: In which dtype, with which pooling.
+            trust_remote_code: Run code that comes with the model.
+
+        Raises:
+            ArtifactNotFoundError: There are no weights.
+            IntegrityError: They cannot be read.
+        """

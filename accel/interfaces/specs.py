@@ -199,7 +199,8 @@ class BackendSpec:
         requires: Import names that must be installed.
         capabilities: What it can do.
         aliases: Other words for it, such as ONNX Runtime's provider names.
-        layouts: File patterns of foreign folders whose graphs it can adopt, such as `openvino_model.xml`.
+        layouts: Patterns of files that its `folder_reader` reads, relative to the folder: `openvino_*.xml`, `onnx/*.onnx`.
+        folder_reader: `package.module:Class` of the `FolderReader` for folders of other tools.
         distributions: Those whose versions decide what it makes, for manifests and `accel doctor`.
         tested: Distributions with the oldest and the newest release line that was tested; another installed version warns once.
         conflicts: Pairs of distributions that cannot be installed together.
@@ -219,6 +220,7 @@ class BackendSpec:
     capabilities: tuple[Capability, ...] = ()
     aliases: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
+    folder_reader: str = ""
     distributions: tuple[str, ...] = ()
     tested: tuple[tuple[str, str, str], ...] = ()
     conflicts: tuple[tuple[str, str], ...] = ()

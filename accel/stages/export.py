@@ -38,7 +38,7 @@ from ..interfaces.protocols import Exporter, OpenRequest
 from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec
 from ..interfaces.task_registry import is_adapter, task_spec
 from ..signatures import checked_arguments
-from .foreign import adopt_weights
+from .adoption import adopt_weights
 from .graph_comparison import check_rows, compare, compare_whole, merged
 from .resolution import Resolved, resolve
 

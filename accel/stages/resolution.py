@@ -29,8 +29,7 @@ from ..interfaces.task_registry import (
     read_config,
     task_spec,
 )
-from .foreign import adopt, beside_config, holds_graphs, subfolder_of_graphs
-from .foreign.files import graphs_to_fetch
+from .adoption import adopt, graphs_to_fetch, holds_graphs, subfolder_of_graphs, with_config
 from .libraries import check_heads, no_model
 
 if TYPE_CHECKING:
@@ -174,9 +173,9 @@ def resolve(
                 _tell_of_weights(artifact)
                 return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
-            folder, file_name = beside_config(location, file_name)
             meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
-            artifact = adopt(folder, file_name=file_name, task=meant, hub=hub, variant=variant)
+            folder, subfolder = with_config(location)
+            artifact = adopt(folder, subfolder, file_name=file_name, task=meant, variant=variant)
             return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
         inner = subfolder_of_graphs(folder) if not (has_weights or adapter) else None
         if inner is not None:

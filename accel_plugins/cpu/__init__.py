@@ -2,6 +2,8 @@
 
 from accel.interfaces.specs import BackendSpec, Capability, SchemeSettings
 
+from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS
+
 # No bfloat16: ONNX Runtime has no CPU kernels for it.
 _DTYPES = ("float32", "float16", "int8")
 _COMMON = ("preset", "symmetric", "operators", "exclude")
@@ -19,6 +21,8 @@ SPEC = BackendSpec(
     tested=(("onnxruntime", "1.30", "1.32"),),
     conflicts=(("onnxruntime", "onnxruntime-gpu"),),
     native_options="onnxruntime.SessionOptions",
+    layouts=ONNX_LAYOUTS,
+    folder_reader=ONNX_FOLDERS,
     capabilities=(
         Capability(stage="export", produces="onnx", dtypes=("float32", "float16")),
         Capability(

@@ -2,7 +2,7 @@
 
 from accel.interfaces.specs import GENERATING, BackendSpec, Capability
 
-from ..ortkit.capabilities import FLOATS, NVIDIA
+from ..ortkit.capabilities import FLOATS, NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
 
 SPEC = BackendSpec(
     name="cuda",
@@ -17,6 +17,8 @@ SPEC = BackendSpec(
     tested=(("onnxruntime-gpu", "1.30", "1.32"),),
     conflicts=(("onnxruntime", "onnxruntime-gpu"),),
     native_options="onnxruntime.SessionOptions",
+    layouts=ONNX_LAYOUTS,
+    folder_reader=ONNX_FOLDERS,
     recorded_options=("cuda_graphs", "packing", "padding"),
     capabilities=(
         *NVIDIA,

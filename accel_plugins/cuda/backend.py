@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
-from accel.config import ExportConfig
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.specs import Probe, Reason
 
@@ -59,12 +57,6 @@ class CudaBackend:
         from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("cuda")
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """Reads no other folders."""
-        return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component; see `accel.interfaces.protocols.Backend.open`.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from importlib import metadata, util
-from pathlib import Path
 
 from accel.artifact import Artifact
-from accel.config import ExportConfig
 from accel.errors import SessionError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
@@ -68,12 +66,6 @@ class NeuralCompressorBackend:
         from .quantizer import CompressorQuantizer
 
         return CompressorQuantizer()
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """None: transformers folders are PyTorch's."""
-        return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Nothing is run here.

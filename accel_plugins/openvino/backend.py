@@ -11,7 +11,7 @@ from typing import Any
 import openvino as ov
 
 from accel.artifact import Artifact, Component
-from accel.config import ExportConfig, SessionOptions
+from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError, TargetMismatchError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 from accel.interfaces.forks import kept_in_children
@@ -67,12 +67,6 @@ class OpenVinoBackend:
         from .quantizer import NncfQuantizer
 
         return NncfQuantizer()
-
-    def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
-        """An artifact for a folder with `openvino_model.xml`; see `layouts.adopt`."""
-        from .layouts import adopt
-
-        return adopt(folder, task=task)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OpenVinoSession]:
         """Compile every component; see `accel.interfaces.protocols.Backend.open`. Takes 0.1 to 1 s for encoders."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from accel.artifact import (
 )
 from accel.artifact.end_tokens import with_equal_counts
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
+from accel.interfaces.folder_reader import Part
 from accel.interfaces.specs import GENERATING
+from accel.interfaces.task_registry import infer_task, read_config
 
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
@@ -54,22 +56,47 @@ _DECODER_AXES = {
 _SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
 
 
-def adopt(folder: Path, *, task: str) -> Artifact:
-    """An artifact for a folder with `openvino_model.xml` and `.bin`, or those of an encoder and a decoder; nothing is written.
+class OpenVinoFolderReader:
+    """See `accel.interfaces.folder_reader.FolderReader`. Variants and parts are those of ONNX folders only."""
 
-    Args:
-        folder: The folder, or the graph in it that is meant. Where the one above holds the config, both are meant.
-        task: Its task.
+    def choose(
+        self, name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
+    ) -> list[str]:
+        """The named graph, or all graphs."""
+        return [file for file in files if "/" not in file and file.endswith(".xml") and file_name in (None, file)]
 
-    Raises:
-        ArtifactNotFoundError: There is no such graph; lists the graphs found.
-        IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read or does not fit its config.
-        SessionError: A graph with internal state, which a single-graph task cannot use.
-    """
-    folder, named = (folder.parent, folder.name) if folder.suffix == ".xml" else (folder, GRAPH)
-    root = (
-        folder if (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file() else folder.parent
-    )
+    def parts(
+        self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
+    ) -> Mapping[Part, str]:
+        """None: graphs are not brought to another form."""
+        return {}
+
+    def adopt(
+        self,
+        folder: Path,
+        *,
+        task: str | None = None,
+        subfolder: str = "",
+        file_name: str | None = None,
+        variant: str | None = None,
+    ) -> Artifact:
+        """An artifact for `openvino_model.xml` and `.bin`, or for the graphs of an encoder and a decoder, where they are.
+
+        Raises:
+            ArtifactNotFoundError: There is no such graph; lists the graphs found.
+            IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read or does not fit its config.
+            SessionError: A graph with internal state, which a single-graph task cannot use.
+        """
+        if variant is not None:
+            raise ArtifactNotFoundError(
+                f"{folder} holds no ONNX graphs, which variants are of.", fix="leave variant=... out."
+            )
+        name = task or infer_task(read_config(folder), folder)
+        return _adopted(folder, folder / subfolder, file_name or GRAPH, name)
+
+
+def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
+    """An artifact for the graphs in `folder`, whose config is in `root`."""
     config = _config(root)
     generates = task in GENERATING
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())

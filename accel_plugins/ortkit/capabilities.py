@@ -2,6 +2,9 @@
 
 from accel.interfaces.specs import Capability, SchemeSettings
 
+ONNX_LAYOUTS = ("*.onnx", "onnx/*.onnx", "genai_config.json")
+ONNX_FOLDERS = "accel_plugins.ortkit.foreign.reader:OnnxFolderReader"
+"""Reader of ONNX folders of other tools; needs no ONNX Runtime."""
 FLOATS = ("float32", "float16", "bfloat16")
 _PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 

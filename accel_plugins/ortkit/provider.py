@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import onnxruntime as ort
 
 from accel.artifact import Artifact, Component
-from accel.config import ExportConfig, SessionOptions
+from accel.config import SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError, did_you_mean
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.interfaces.specs import BackendSpec, DeviceSpec, Probe, Reason
@@ -129,12 +129,6 @@ class ProviderBackend:
         from .quantization.quantizer import OrtQuantizer
 
         return OrtQuantizer(self.spec.name, self.cpu_flags)
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """Reads no other folders: plain ONNX folders are everybody's."""
-        return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OrtSession]:
         """Open every component; see `accel.interfaces.protocols.Backend.open`.

@@ -2,7 +2,7 @@
 
 from accel.interfaces.specs import BackendSpec, Capability
 
-from ..ortkit.capabilities import FLOATS, NVIDIA
+from ..ortkit.capabilities import FLOATS, NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
 
 FORMAT = "tensorrt"
 # ONNX's operators, and those of TensorRT's own plugins. ONNX Runtime's would run on CUDA, piece by piece between engines.
@@ -20,6 +20,8 @@ SPEC = BackendSpec(
     aliases=("TensorrtExecutionProvider", "trt"),
     distributions=("onnxruntime-gpu", "tensorrt"),
     tested=(("onnxruntime-gpu", "1.30", "1.32"), ("tensorrt", "10.0", "10.16")),
+    layouts=ONNX_LAYOUTS,
+    folder_reader=ONNX_FOLDERS,
     capabilities=(
         Capability(stage="export", produces=FORMAT, devices=("cuda",), dtypes=FLOATS, options=("profile",)),
         Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=FLOATS, device_io=True),

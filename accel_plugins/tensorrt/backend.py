@@ -7,11 +7,10 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 from accel.artifact import Artifact, Component
 from accel.capture import usual_sizes_in
-from accel.config import ExportConfig, SessionOptions
+from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session, Shapes
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
@@ -64,12 +63,6 @@ class TensorrtBackend:
         from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("tensorrt")
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """Reads no other folders."""
-        return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Open every component; see `accel.interfaces.protocols.Backend.open`.

@@ -354,7 +354,7 @@ def test_a_real_library(tmp_path: Path) -> None:
     import onnx
     from onnx import TensorProto, helper
 
-    from accel.stages.foreign import adopt_onnx
+    from accel.stages.adoption import adopt
 
     run = Capability(stage="run", consumes="onnx", options=("backend_type",))
 
@@ -372,7 +372,7 @@ def test_a_real_library(tmp_path: Path) -> None:
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(weight, "w")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, tmp_path / "model.onnx")
-    artifact = adopt_onnx(tmp_path, task="custom")
+    artifact = adopt(tmp_path, task="custom")
     backend = Qnn()
     where = backend.probe().devices[0]
     htp = {"backend_type": "htp"}

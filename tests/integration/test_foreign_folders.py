@@ -36,7 +36,7 @@ from accel.errors import (
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
-from accel.stages.foreign import adopt_onnx
+from accel.stages.adoption import adopt
 from accel.stages.optimize import optimize
 from accel.stages.validate import validate
 from accel.testing.folders import as_foreign
@@ -373,7 +373,7 @@ def test_weights_beside_a_graph_keep_one_name(opened: Any, folders: Path) -> Non
 def test_what_was_brought_to_one_form_is_found_again(opened: Any, folders: Path) -> None:
     first = opened("optimum/gpt2-pair").artifact
     changed = first.path.stat().st_mtime_ns
-    assert adopt_onnx(folders / "optimum/gpt2-pair", task="text-generation").path == first.path
+    assert adopt(folders / "optimum/gpt2-pair", task="text-generation").path == first.path
     assert first.path.stat().st_mtime_ns == changed
 
 
@@ -545,7 +545,7 @@ def test_all_weights_lie_in_the_folder(put: Any, place: Callable[[Path], str], f
     (foreign.parent / "secret.data").write_bytes(b"1234")
     name = place(foreign)
     edited(foreign / "model.onnx", lambda model: put(model, name))
-    for act in (adopt_onnx, functools.partial(optimize, out=foreign.parent / "out")):
+    for act in (adopt, functools.partial(optimize, out=foreign.parent / "out")):
         with pytest.raises(IntegrityError, match="keeps weights in") as error:
             act(foreign)
         assert error.value.fix
@@ -561,7 +561,7 @@ def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
         edited(graph, lambda model: model.functions.append(
             onnx.helper.make_function("own", "More", [], ["more"], [_constant("one.data")], [])
         ))  # fmt: skip
-    artifact = adopt_onnx(path)
+    artifact = adopt(path)
     assert artifact.path != path
     stored = [file.name for component in artifact.components for file in component.files]
     assert [name for name in stored if name.endswith("one.data")]
@@ -597,7 +597,7 @@ def test_tensors_that_cannot_be(change: Callable[[onnx.TensorProto], None], exte
     graph = foreign / "model.onnx"
     onnx.save(onnx.load(graph), graph, save_as_external_data=external, location="own.data", size_threshold=0)
     edited(graph, lambda model: change(next(one for one in model.graph.initializer if one.dims)))
-    for act in (adopt_onnx, functools.partial(optimize, out=foreign.parent / "out")):
+    for act in (adopt, functools.partial(optimize, out=foreign.parent / "out")):
         with pytest.raises(IntegrityError) as error:
             act(foreign)
         assert error.value.fix
@@ -607,7 +607,7 @@ def test_tensors_that_cannot_be(change: Callable[[onnx.TensorProto], None], exte
 def test_elements_of_no_type(values: str, foreign: Path) -> None:
     edited(foreign / "model.onnx", lambda model: _retyped(getattr(model.graph, values)[0], 71))
     with pytest.raises(IntegrityError, match="elements of the type 71"):
-        adopt_onnx(foreign)
+        adopt(foreign)
 
 
 def _retyped(value: onnx.ValueInfoProto, kind: int) -> None:
@@ -744,7 +744,7 @@ def test_the_manifest_of_ours_is_still_needed(opened: Any, tmp_path: Path) -> No
 
 
 def test_tensorrt_says_that_it_does_not_run_a_growing_cache(folders: Path) -> None:
-    artifact = adopt_onnx(folders / "optimum/gpt2-past", task="text-generation")
+    artifact = adopt(folders / "optimum/gpt2-past", task="text-generation")
     try:
         backend = registry.load(registry.describe("tensorrt"))
     except BackendUnavailableError as error:
@@ -757,7 +757,7 @@ def test_tensorrt_says_that_it_does_not_run_a_growing_cache(folders: Path) -> No
 def test_a_graph_with_a_cache_for_a_task_without(task: str, copied: Any) -> None:
     """Decoders that embed texts are published with the graph that generates; its empty cache is nothing that a tokenizer gives."""
     with pytest.raises(TaskError, match="takes the keys and values of earlier tokens") as error:
-        adopt_onnx(copied("optimum/gpt2-past"), task=task)
+        adopt(copied("optimum/gpt2-past"), task=task)
     assert f"--task {task}" in str(error.value.fix)
 
 

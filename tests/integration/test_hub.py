@@ -17,7 +17,7 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.hub import HubOptions, locate
 from accel.errors import AccelError, ArtifactError, ArtifactNotFoundError
-from accel.stages.foreign.files import graphs_to_fetch
+from accel.stages.adoption import graphs_to_fetch
 from tests.fake_hub import FakeHub, serving, use
 
 NAME = "org/model"

@@ -16,7 +16,7 @@ from accel.artifact.tensors import TensorSpec
 from accel.backends import opening, registry
 from accel.errors import BackendUnavailableError, SessionError
 from accel.interfaces.specs import DeviceSpec, Probe
-from accel.stages.foreign import adopt_onnx
+from accel.stages.adoption import adopt
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.testing.folders import as_foreign, edit_manifest
@@ -43,7 +43,7 @@ def test_decoders_have_operators_of_the_runtimes_own(generator: Callable[..., Ar
 
 def test_folders_of_other_tools_are_read(fused: Artifact, tmp_path: Path) -> None:
     folder = as_foreign(fused.path, tmp_path / "plain")
-    assert adopt_onnx(folder, task=fused.task).domains == ("", MICROSOFT)
+    assert adopt(folder, task=fused.task).domains == ("", MICROSOFT)
 
 
 def test_functions_and_branches_count_by_what_they_use(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_functions_and_branches_count_by_what_they_use(tmp_path: Path) -> None:
     domains = ("", MICROSOFT, "local", "org.other")
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, 1) for d in domains], functions=[own])
     onnx.save(model, tmp_path / "model.onnx")
-    assert adopt_onnx(tmp_path, task="custom").domains == ("", MICROSOFT, "org.other")
+    assert adopt(tmp_path, task="custom").domains == ("", MICROSOFT, "org.other")
 
     import onnx_ir as ir
 
@@ -111,7 +111,7 @@ def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path:
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)])
     onnx.save(model, tmp_path / "model.onnx")
-    made = adopt_onnx(tmp_path, task="custom")
+    made = adopt(tmp_path, task="custom")
     spec = TensorSpec("x", "float32", ("batch",))
     component = replace(made.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
     artifact = Artifact(made.path, replace(made.manifest, components=(component,)))

@@ -48,7 +48,7 @@ class Crash:
 
 
 def _clear() -> None:
-    for cached in (registry.probe, registry._describe, registry._backend):
+    for cached in (registry.probe, registry._describe, registry._instance):
         cached.cache_clear()
 
 

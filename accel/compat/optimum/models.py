@@ -15,13 +15,13 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ...artifact.manifest import MANIFEST, Artifact
 from ...errors import AccelError
+from ...interfaces.folder_reader import Part
 from ...interfaces.protocols import Session
 from ...interfaces.task_registry import task_spec
 from ...models import base
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.generation_mixin import Generator
 from ...models.persistence import save_model
-from ...stages.foreign.files import Part
 from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
 
 logger = logging.getLogger(__name__)

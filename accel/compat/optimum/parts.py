@@ -10,10 +10,11 @@ import torch
 
 from ...artifact.home import accel_home
 from ...artifact.manifest import Artifact
+from ...backends import registry
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
+from ...interfaces.folder_reader import Part
 from ...interfaces.protocols import Session
 from ...models.encoder_decoder import EncoderOf
-from ...stages.foreign.files import Part, named, several_graphs
 from .constants import (
     ONNX_DECODER_MERGED_NAME,
     ONNX_DECODER_NAME,
@@ -41,7 +42,7 @@ def file_name_of(given: Mapping[str, str | None]) -> str | None:
     names = [given.get(name) or usual for name, usual in PART_NAMES.items() if given.get(name) or "past" not in name]
     if set(names) <= {*PART_NAMES.values(), ONNX_DECODER_MERGED_NAME}:
         return given.get("decoder_file_name")
-    if len({one.variant if (one := named(name)) is not None else name for name in names}) > 1:
+    if len({_ending(name) for name in names}) > 1:
         raise ConfigError(
             f"{', '.join(names)} are graphs of different variants.",
             fix="name graphs with one ending, as encoder_model_quantized.onnx and decoder_model_quantized.onnx.",
@@ -68,13 +69,20 @@ def files_before(
     asked = [f"{subfolder}/{file_name}", file_name] if file_name else []
     inside = next((name for name in asked if (folder / name).is_file()), None)
     encoder = any(component.name == "encoder" for component in artifact.components)
+    reader = registry.folder_reader([inside or artifact.components[0].file])
     try:
-        found = several_graphs(folder, inside, variant, encoder=encoder)
+        parts = {} if reader is None else reader.parts(folder, file_name=inside, variant=variant, encoder=encoder)
     except ArtifactNotFoundError:  # the folder has changed since
         return {}
-    if inside is not None and (one := named(inside)) is not None and not encoder:
-        found = {one.part: inside}
-    return {part: folder / file for part, file in found.items()}
+    only = None if encoder else inside
+    return {part: folder / file for part, file in parts.items() if only in (None, file)}
+
+
+def _ending(name: str) -> str:
+    """What follows Optimum's name of a part: `_quantized.onnx`."""
+    stems = (usual.removesuffix(".onnx") for usual in (ONNX_DECODER_MERGED_NAME, *PART_NAMES.values()))
+    known = [stem for stem in stems if name.startswith(stem)]
+    return name.removeprefix(max(known, key=len)) if known else name
 
 
 def runtime_of(session: Session, backend: str) -> Any:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.config import ExportConfig
 from accel.errors import ConfigError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.interfaces.specs import Probe
@@ -53,12 +51,6 @@ class AotInductorBackend:
 
     def preparer(self) -> Preparer | None:
         """None."""
-        return None
-
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """None: a package without a manifest says nothing of its tensors."""
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:

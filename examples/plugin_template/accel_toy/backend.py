@@ -46,12 +46,6 @@ class ToyBackend:
         """No quantizer."""
         return None
 
-    def adopt(
-        self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False
-    ) -> Artifact | None:
-        """Reads no other folders."""
-        return None
-
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, ToySession]:
         """Open every component. PyTorch gains nothing from fixed shapes: they are only checked."""
         if request.options:

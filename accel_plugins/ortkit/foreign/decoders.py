@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ... import progress
-from ..._version import __version__
-from ...artifact.home import accel_home
-from ...artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin, with_files
-from ...artifact.tensors import TensorSpec
-from ...artifact.writing import copy_companions, discard, is_companion, staging
-from ...errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
-from ...interfaces.task_spec import TaskSpec
+from accel.artifact.home import accel_home
+from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin, with_files
+from accel.artifact.tensors import TensorSpec
+from accel.artifact.writing import copy_companions, discard, is_companion, staging, tool_versions
+from accel.errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
+from accel.interfaces.folder_reader import Part
+from accel.interfaces.task_spec import TaskSpec
+
 from . import surgery
 from .attention import CAPACITY, grouped, with_mask
 from .descriptions import Description
-from .files import Part, several_graphs
+from .files import several_graphs
 from .reading import (
     dimensions,
     dtype_word,
@@ -74,9 +74,15 @@ class _Read:
 
 
 def adopt_decoders(
-    folder: Path, spec: TaskSpec, description: Description, *, file_name: str | None, variant: str | None
+    folder: Path,
+    candidates: list[str],
+    spec: TaskSpec,
+    description: Description,
+    *,
+    file_name: str | None,
+    variant: str | None,
 ) -> Artifact:
-    """An artifact for a folder with the graphs of a model that generates; see `adopt_onnx`.
+    """An artifact for a folder with the graphs of a model that generates; see `OnnxFolderReader.adopt`.
 
     Raises:
         ArtifactNotFoundError: A graph is missing.
@@ -91,7 +97,7 @@ def adopt_decoders(
             fix="pass another task=..., or use another class.",
         )
     named = description.files if file_name is None and variant is None else {}
-    files = named or several_graphs(folder, file_name, variant, encoder=encoder)
+    files = named or several_graphs(folder, candidates, file_name, variant, encoder=encoder)
     if encoder and "encoder" not in files:
         raise ArtifactNotFoundError(
             f"{folder} names no encoder's graph beside {', '.join(files.values())}.",
@@ -410,7 +416,7 @@ def _kept(
         "files": [(record.name, record.bytes, record.sha256) for record in (stamp(folder, name) for name in names)],
         "task": manifest.task,
         "written": written,
-        "form": [_FORM, __version__],
+        "form": [_FORM, tool_versions()["accel"]],
     }
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     out = accel_home() / "exports" / f"{folder.name.replace(' ', '_')[:60] or 'model'}-{digest}"
@@ -421,7 +427,6 @@ def _kept(
             logger.warning("%s Reading %s again.", error.message, folder)
     discard(out)
     placed = [replace(component, file=f"{component.name}.onnx") for component in components]
-    progress.report("bringing the graphs to one form", 0, 1)
     try:
         with staging(out) as temporary:
             copy_companions(folder, temporary)
@@ -439,6 +444,5 @@ def _kept(
             f"The graphs of {folder} cannot be kept: {error.message}",
             fix="set ACCEL_HOME to a folder that can be written and has room.",
         ) from error
-    progress.report("kept", 1, 1)
     logger.info("brought the graphs of %s to one form, kept in %s", folder, out)
     return Artifact(out, artifact.manifest)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import IntegrityError
+from accel.errors import IntegrityError
+
 from .surgery import make_node
 
 if TYPE_CHECKING:

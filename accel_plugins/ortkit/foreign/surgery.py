@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import IntegrityError
+from accel.errors import IntegrityError
+
 from .reading import array_of, graphs_in
 from .weights import content, is_large
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...artifact.manifest import MANIFEST, MARK
-from ...artifact.writing import copy_file
+from accel.artifact.manifest import MANIFEST, MARK
+from accel.artifact.writing import copy_file
+
 from .reading import array_of, external_place, graphs_in, tensors_in
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ...artifact.checksums import FileRecord, check_file
-from ...artifact.manifest import MARK, Quantization, lost_manifest
-from ...artifact.tensors import TensorSpec
-from ...errors import IntegrityError
+from accel.artifact.checksums import FileRecord, check_file
+from accel.artifact.manifest import MARK, Quantization, lost_manifest
+from accel.artifact.tensors import TensorSpec
+from accel.errors import IntegrityError
 
 if TYPE_CHECKING:
     import onnx

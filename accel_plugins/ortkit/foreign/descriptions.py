@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...artifact.checksums import check_file
-from ...artifact.reading import read_json
-from ...errors import ArtifactNotFoundError, IntegrityError
-from ...interfaces.task_registry import infer_task, read_config
-from .files import EXPORT, GENAI, Part, checked_file, descriptions_in
+from accel.artifact.checksums import check_file
+from accel.artifact.reading import read_json
+from accel.errors import ArtifactNotFoundError, IntegrityError
+from accel.interfaces.folder_reader import Part
+from accel.interfaces.task_registry import infer_task, read_config
+
+from .files import EXPORT, GENAI, checked_file, descriptions_in
 
 CONFIG = "config.json"
 # transformers' names of the graphs of a decoder.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...artifact.tensors import TensorSpec
+from accel.artifact.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
-from ...artifact.hub import Location
-from ...artifact.reading import read_json
-from ...errors import ArtifactNotFoundError, did_you_mean
-
-Part = Literal["encoder", "merged", "following", "first", "model"]
+from accel.artifact.reading import read_json
+from accel.errors import ArtifactNotFoundError, did_you_mean
+from accel.interfaces.folder_reader import Part
 
 # Longer names first: `decoder_model` begins `decoder_model_merged`.
 _STEMS: tuple[tuple[str, Part], ...] = (
@@ -50,12 +47,10 @@ def descriptions_in(folder: Path) -> set[str]:
     return present
 
 
-def graph_files(folder: Path) -> list[str]:
-    """ONNX files of a folder and of its `onnx` subfolder, relative to it."""
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"{_SUBFOLDER}/*{_SUFFIX}"))
-    )
+def graph_files(folder: Path, subfolder: str = "") -> list[str]:
+    """ONNX files of one subfolder, or of a folder and of its subfolder `onnx`; relative to the folder."""
+    places = [folder / subfolder] if subfolder else [folder, folder / _SUBFOLDER]
+    return sorted(path.relative_to(folder).as_posix() for place in places for path in place.glob(f"*{_SUFFIX}"))
 
 
 def graphs_to_fetch(
@@ -106,23 +101,6 @@ def _is_graph(file: str) -> bool:
     return file.endswith(_SUFFIX) and PurePosixPath(file).parent.as_posix() in (".", _SUBFOLDER)
 
 
-def beside_config(location: Location, file_name: str | None) -> tuple[Path, str | None]:
-    """The folder with the config of a model, and the graph in it.
-
-    Optimum and transformers.js keep graphs in a subfolder, `onnx`, and the config in the root; who names the subfolder
-    means both.
-    """
-    folder, root = location.folder, location.root
-    if root is None or (folder / "config.json").is_file() or not (root / "config.json").is_file():
-        return folder, file_name
-    if file_name is None and not any(folder.glob(f"*{_SUFFIX}")):
-        # A format that its backend reads, with the config above.
-        return folder, None
-    if file_name is None and folder == root / _SUBFOLDER and not any(root.glob(f"*{_SUFFIX}")):
-        return root, None
-    return root, str((folder / (file_name or one_graph(folder))).relative_to(root))
-
-
 def named(file: str) -> Named | None:
     """What a file's name says, or nothing."""
     stem = PurePosixPath(file).name.removesuffix(_SUFFIX)
@@ -133,13 +111,12 @@ def named(file: str) -> Named | None:
     return None
 
 
-def one_graph(folder: Path, file_name: str | None = None, variant: str | None = None) -> str:
+def one_graph(folder: Path, candidates: list[str], file_name: str | None = None, variant: str | None = None) -> str:
     """The graph of a model that is one: as named, `model.onnx`, or the only one.
 
     Raises:
         ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
     """
-    candidates = graph_files(folder)
     if file_name is not None:
         return _checked(folder, file_name, candidates)
     known = [one for file in candidates if (one := named(file)) is not None and one.part == "model"]
@@ -155,12 +132,13 @@ def one_graph(folder: Path, file_name: str | None = None, variant: str | None = 
 
 
 def several_graphs(
-    folder: Path, file_name: str | None = None, variant: str | None = None, *, encoder: bool
+    folder: Path, candidates: list[str], file_name: str | None = None, variant: str | None = None, *, encoder: bool
 ) -> dict[Part, str]:
     """The graphs of a model that generates, by part: one variant of each.
 
     Args:
         folder: The folder.
+        candidates: Its graphs.
         file_name: One of them, which says the subfolder and the variant.
         variant: The ending of their names.
         encoder: Whether the model has an encoder.
@@ -168,7 +146,6 @@ def several_graphs(
     Raises:
         ArtifactNotFoundError: One is missing, or which is meant is not clear; lists the candidates.
     """
-    candidates = graph_files(folder)
     wanted = "" if variant in _WHOLE else variant
     where, asked = None, None
     if file_name is not None:

@@ -1,0 +1,113 @@
+"""An ONNX folder as an artifact: one graph where it lies, or those of a model that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from accel.artifact.end_tokens import with_equal_counts
+from accel.artifact.manifest import Artifact, Component, Manifest, Origin
+from accel.errors import TaskError
+from accel.interfaces.folder_reader import Part
+from accel.interfaces.task_registry import task_spec
+
+from .decoders import adopt_decoders
+from .descriptions import describe
+from .files import descriptions_in, graph_files, graphs_to_fetch, one_graph, several_graphs
+from .reading import (
+    axes_of,
+    external_files,
+    fixed_axes,
+    max_sizes,
+    named_specs,
+    operator_domains,
+    opset,
+    precision,
+    read_onnx,
+    stamp,
+)
+from .surgery import our_name
+from .tables import with_bounds
+
+
+class OnnxFolderReader:
+    """See `accel.interfaces.folder_reader.FolderReader`."""
+
+    def choose(
+        self, name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
+    ) -> list[str]:
+        """The graphs of one variant; see `files.graphs_to_fetch`."""
+        return graphs_to_fetch(name, files, file_name=file_name, variant=variant)
+
+    def parts(
+        self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
+    ) -> Mapping[Part, str]:
+        """See `files.several_graphs`."""
+        return several_graphs(folder, graph_files(folder), file_name, variant, encoder=encoder)
+
+    def adopt(
+        self,
+        folder: Path,
+        *,
+        task: str | None = None,
+        subfolder: str = "",
+        file_name: str | None = None,
+        variant: str | None = None,
+    ) -> Artifact:
+        """An artifact for the graphs of a folder: where they are, or changed under `ACCEL_HOME`.
+
+        Raises:
+            ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
+            IntegrityError: The file is not ONNX, or one of ours without its manifest.
+            TaskError: The graph takes a cache, and the task does not generate.
+        """
+        if subfolder and descriptions_in(folder / subfolder):
+            # Its description names its graphs and settings.
+            folder, subfolder = folder / subfolder, ""
+        file_name = f"{subfolder}/{file_name}" if subfolder and file_name is not None else file_name
+        return _adopted(folder, graph_files(folder, subfolder), file_name, task, variant)
+
+
+def _adopted(
+    folder: Path, candidates: list[str], file_name: str | None, task: str | None, variant: str | None
+) -> Artifact:
+    description = describe(folder)
+    config = description.config
+    spec = task_spec(task or description.task(folder))
+    if spec.generates:
+        return adopt_decoders(folder, candidates, spec, description, file_name=file_name, variant=variant)
+    name = one_graph(folder, candidates, file_name or description.files.get("model"), variant)
+    model = read_onnx(folder, name)
+    past = [value.name for value in model.graph.input if our_name(value.name) is not None]
+    if past and spec.name != "custom":
+        raise TaskError(
+            f"{folder / name} takes the keys and values of earlier tokens ({past[0]}, ...), as graphs that generate do; a model for "
+            f"{spec.name} is given none.",
+            fix=f"export the original model: `accel export MODEL OUT --task {spec.name}`.",
+        )
+    pad = config.get("pad_token_id")
+    stored = {tensor.name for tensor in model.graph.initializer}
+    axes: dict[str, str | int] = {**axes_of(model.graph.input), **fixed_axes(config)}
+    architecture = str((config.get("architectures") or [""])[0])
+    inputs = with_bounds(named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored), model.graph)
+    component = Component(
+        name="model",
+        file=name,
+        files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
+        inputs=with_equal_counts(inputs, architecture, folder),
+        outputs=named_specs(model.graph.output, axes),
+        max_sizes=max_sizes(config),
+        domains=operator_domains(model),
+    )
+    dtype, quantization = precision([model])
+    manifest = Manifest(
+        format="onnx",
+        task=spec.name,
+        architecture=architecture,
+        dtype=dtype,
+        opset=opset(model),
+        source=Origin(id=str(folder)),
+        components=(component,),
+        quantization=quantization,
+    )
+    return Artifact(folder.absolute(), manifest)
