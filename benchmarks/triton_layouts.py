@@ -29,8 +29,10 @@ import numpy as np
 
 from accel.config import available_processors
 from accel.deploying.triton import deploy
-from accel.deploying.triton.server import TritonServer, find_server
-from accel.deploying.triton.shadow import shadow
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.triton.server import TritonServer, find_server, shadow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "text": {"layout": "text"},

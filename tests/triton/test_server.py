@@ -19,18 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import accel
 from accel.artifact import Artifact
-from accel.cli import app
-from accel.deploying.triton import check, deploy, run
-from accel.deploying.triton.server import VARIABLE, Installation, TritonServer, find_server
-from accel.deploying.triton.shadow import shadow
+from accel.deploying.triton import check, deploy
 from accel.errors import SessionError
 from accel.testing.models import save_tiny
 
 from .made import make_artifact
+from .server import VARIABLE, Installation, TritonServer, find_server, shadow
 
 grpc_client = pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 http_client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
@@ -299,24 +296,13 @@ def test_pieces_of_text_come_over_grpc(server: TritonServer) -> None:
     assert len(text.split()) >= 5
 
 
-def test_the_command_asks_a_real_server(artifacts: dict[str, Path], installation: Installation, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    runner = CliRunner()
-    assert runner.invoke(app, ["deploy", "triton", str(artifacts["text-classification"]), str(out)]).exit_code == 0
-    done = runner.invoke(app, ["deploy", "check", str(out), "--run", "--json"])
-    assert done.exit_code == 0, done.output
-    trials = json.loads(done.stdout)["trials"]
-    assert {one["model"]: one["passed"] for one in trials} == {
-        "text_classification": True, "text_classification_graph": True,
-    }  # fmt: skip
-
-
 def test_what_the_server_does_not_load_is_said(
     artifacts: dict[str, Path], installation: Installation, tmp_path: Path
 ) -> None:
     made = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
     code = made.path / made.name / "1" / "model.py"
     code.write_text(code.read_text(encoding="utf-8") + "\nraise RuntimeError('broken on purpose')\n", encoding="utf-8")
-    with pytest.raises(SessionError, match="broken on purpose"):
-        run(made.path)
+    shadow(made.path, tmp_path / "shadow")
+    with pytest.raises(SessionError, match="broken on purpose"), TritonServer(tmp_path / "shadow", installation):
+        pass
     assert os.environ.get("LD_LIBRARY_PATH", "").find("nvidia_pytriton") == -1

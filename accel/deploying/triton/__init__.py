@@ -5,8 +5,8 @@ batches; and findings about such folders. What runs inside Triton is in `served`
 backends in `graphs`.
 """
 
-from .checking import Finding, Trial, check, run
 from .repository import Repository, deploy
+from .repository_check import Finding, check
 from .settings import TritonConfig
 
-__all__ = ["Finding", "Repository", "Trial", "TritonConfig", "check", "deploy", "run"]
+__all__ = ["Finding", "Repository", "TritonConfig", "check", "deploy"]

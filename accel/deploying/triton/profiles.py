@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from ...artifact.manifest import Artifact
 from ...errors import ConfigError
 from ...interfaces.shape_profiles import LONGEST, Sizes, axes_of, read_profile
-
-_INPUT = re.compile(r"(?P<name>[^,:]+):(?P<sizes>\d+(?:x\d+)*)")
 
 
 def profile_of(artifact: Artifact, given: str, rows: int, length: int | None) -> dict[str, Sizes]:
@@ -48,10 +45,3 @@ def profile_of(artifact: Artifact, given: str, rows: int, length: int | None) ->
                 f"{'max_batch_size' if axis == 'batch' else 'max_length'}.",
             )
     return made
-
-
-def read_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by input, of what `shapes_text` wrote."""
-    return {
-        match["name"].strip(): tuple(int(size) for size in match["sizes"].split("x")) for match in _INPUT.finditer(text)
-    }

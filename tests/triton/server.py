@@ -1,4 +1,8 @@
-"""Finds a `tritonserver`, starts it on a repository, and asks it over HTTP with plain JSON."""
+"""Find a `tritonserver`, start it on a repository, and send it requests over HTTP with plain JSON.
+
+A server that has the Python backend alone, such as the one in the package `nvidia-pytriton`, runs the shadow of a repository: the same
+models, names and tensors, with ONNX graphs run by Python on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ...errors import ConfigError, SessionError
+from accel.deploying.triton.messages import CONFIG, kind, read, write
+from accel.deploying.triton.repository import SERVED, SETTINGS
+from accel.errors import ConfigError, SessionError
 
 VARIABLE = "ACCEL_TRITONSERVER"
 """Environment variable with the path of a `tritonserver`, or of a Python that has the package `nvidia-pytriton`."""
@@ -288,3 +294,38 @@ def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
+    """Write the shadow of a repository into the folder `out`, which must not exist.
+
+    Args:
+        repository: A model repository.
+        out: Where its shadow goes.
+        threads: Of each graph.
+
+    Returns:
+        The models whose graphs cannot be run by Python; they are left out.
+    """
+    left_out = []
+    shutil.copytree(repository, out)
+    for path in sorted(out.glob(f"*/{CONFIG}")):
+        config = read(path)
+        backend = config.backend or config.platform
+        if backend in ("python", "ensemble"):
+            continue
+        if not backend.startswith("onnxruntime"):
+            left_out.append(path.parent.name)
+            shutil.rmtree(path.parent)
+            continue
+        graph = config.default_model_filename or "model.onnx"
+        config.backend, config.platform = "python", ""
+        for field in ("optimization", "parameters", "default_model_filename", "instance_group"):
+            config.ClearField(field)
+        config.instance_group.add(count=1, kind=kind("KIND_CPU"))
+        write(config, path.parent)
+        for version in (one for one in path.parent.iterdir() if one.is_dir() and one.name.isdigit()):
+            shutil.copyfile(SERVED / "graph.py", version / "model.py")
+            settings = {"graph": graph, "threads": threads}
+            (version / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return left_out

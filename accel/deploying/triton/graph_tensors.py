@@ -1,4 +1,4 @@
-"""What a graph's file says it takes and returns: ONNX, and OpenVINO's IR, without the libraries that run them."""
+"""Inputs and outputs of a graph's file: ONNX, and OpenVINO's IR, without the libraries that run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from ....errors import IntegrityError
+from ...errors import IntegrityError
 
 _IR = {
     "i64": "int64", "i32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "boolean": "bool", "u8": "uint8",
