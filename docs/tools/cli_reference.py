@@ -31,7 +31,7 @@ Exit codes: 0 when the command did what it promised, 2 for an option that is wro
 
 
 def commands() -> Iterator[tuple[str, Any, Any]]:
-    """Name, command and context of `accel` and everything below it, depth first."""
+    """Name, command and context of `accel` and everything below it that is not hidden, depth first."""
 
     def walk(name: str, command: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
         context = command.context_class(
@@ -40,7 +40,8 @@ def commands() -> Iterator[tuple[str, Any, Any]]:
         context.help_option_names = ["-h", "--help"]
         yield context.command_path, command, context
         for child_name, child in getattr(command, "commands", {}).items():
-            yield from walk(child_name, child, context)
+            if not child.hidden:
+                yield from walk(child_name, child, context)
 
     yield from walk("accel", typer.main.get_command(app), None)
 

@@ -39,6 +39,15 @@ def test_help_has_an_example(command: str) -> None:
     assert f"Example: accel {command}" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    "words", ["loadtest http://127.0.0.1:8000 --rate 5", "sizing load.json --objective-ms 50", "sizing"]
+)
+def test_a_removed_command_says_what_replaces_it(words: str) -> None:
+    result = run(*words.split(), "--json")
+    assert result.exit_code == 2
+    assert "docs/guides/load-test.md" in json.loads(result.stdout)["fix"]
+
+
 def test_version() -> None:
     assert run("--version").output.strip() == __version__
 

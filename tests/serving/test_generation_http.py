@@ -92,6 +92,14 @@ def test_a_streamed_chat_is_the_whole_one(client: TestClient) -> None:
     assert len({chunk["id"] for chunk in found}) == 1
 
 
+def test_each_event_has_the_token_counts_where_they_are_asked_for(client: TestClient) -> None:
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    found = events(client, "/v1/completions", prompt="pay", max_tokens=9, stream=True, stream_options=asked, **GREEDY)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts)
+    assert counts[-1] == 9
+
+
 def test_content_in_parts(client: TestClient) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "where is "}, {"type": "text", "text": "my card"}]}]
     asked = {"max_tokens": 4, **GREEDY}

@@ -65,9 +65,10 @@ class Sampling(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides text."""
+    """What a stream tells in addition to text: the token counts in a last event, and (vLLM's field) in each event."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 _IGNORED = {
@@ -106,7 +107,7 @@ class OpenAIBody(Sampling):
         "n": _ONE,
         "store": "leave it out: answers are not stored.",
         "service_tier": "leave it out: there is one tier.",
-        "stream_options": "send include_usage alone.",
+        "stream_options": "send include_usage and continuous_usage_stats alone.",
     }
 
 
@@ -371,9 +372,24 @@ _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
 
 
 def _streamed(
-    call: Call, answers: _Answers, event: _Event, *, before: Sequence[Any] = (), usage: Any = None
+    call: Call,
+    answers: _Answers,
+    event: _Event,
+    *,
+    before: Sequence[Any] = (),
+    usage: Any = None,
+    counted: bool = False,
 ) -> Response:
-    """Server-sent events: what `event` makes of each piece, and OpenAI's last line."""
+    """Server-sent events: what `event` makes of each piece, and OpenAI's last line.
+
+    Args:
+        call: Who asks.
+        answers: The answers.
+        event: The events of a piece of an answer.
+        before: Events before the first piece.
+        usage: The last event, of the token counts; none when `None`.
+        counted: Whether each event has the token counts.
+    """
 
     async def lines() -> AsyncIterator[bytes]:
         for item in before:
@@ -382,7 +398,7 @@ def _streamed(
             async with contextlib.aclosing(answers.pieces()) as pieces:
                 async for number, piece in pieces:
                     for item in event(number, piece):
-                        yield _line(item)
+                        yield _line({**item, "usage": answers.usage} if counted else item)
         except Exception as error:  # noqa: BLE001  # the status is sent: the stream tells it
             yield _line(plain_error(problem_of(error, call.id), call.id))
             return
@@ -417,13 +433,14 @@ async def _chat(call: Call, body: ChatBody) -> Response:
         return [*found, chunk({}, piece.finish)] if piece.finish else found
 
     first = chunk({"role": "assistant", "content": ""}, None)
-    return _streamed(call, answers, event, before=[first], usage=_usage_chunk(body, head, "chat.completion.chunk"))
+    return _streamed(call, answers, event, before=[first], **_counts(body, {**head, "object": "chat.completion.chunk"}))
 
 
-def _usage_chunk(body: OpenAIBody, head: dict[str, Any], kind: str) -> Any:
-    if body.stream_options is None or not body.stream_options.include_usage:
-        return None
-    return lambda usage: {**head, "object": kind, "choices": [], "usage": usage}
+def _counts(body: OpenAIBody, head: dict[str, Any]) -> dict[str, Any]:
+    """Which events of a stream have token counts: arguments of `_streamed`."""
+    asked = body.stream_options or StreamOptions()
+    last = (lambda usage: {**head, "choices": [], "usage": usage}) if asked.include_usage else None
+    return {"usage": last, "counted": asked.include_usage and asked.continuous_usage_stats}
 
 
 async def _completions(call: Call, body: CompletionBody) -> Response:
@@ -442,7 +459,7 @@ async def _completions(call: Call, body: CompletionBody) -> Response:
             return []
         return [{**head, "choices": [choice(number, piece.text, piece.finish)]}]
 
-    return _streamed(call, answers, event, usage=_usage_chunk(body, head, "text_completion"))
+    return _streamed(call, answers, event, **_counts(body, head))
 
 
 async def _generate(call: Call, body: GenerateBody) -> Response:
