@@ -146,9 +146,9 @@ def test_wrong_steps_are_not_used(
 
 
 def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.backends import opening
+    from accel.backends import sessions
 
-    right = opening.open_artifact
+    right = sessions.open_artifact
 
     def with_buckets(artifact: Artifact, settings: RunSettings, **given: Any) -> Any:
         return right(artifact, RunSettings(backend=settings.backend, options=SessionOptions(buckets=(8, 16))), **given)
