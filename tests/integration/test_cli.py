@@ -21,7 +21,7 @@ from accel.artifact import Artifact
 from accel.cli import app
 from accel.cli.application import command
 from accel.cli.exit_codes import PIPE_CLOSED
-from accel.demo import running
+from accel.demo import walkthrough
 from accel.errors import ConfigError
 from accel.testing.models import save_tiny
 
@@ -206,8 +206,8 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The demo itself is run by its own test."""
     asked: list[Path | None] = []
-    report = running.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
-    monkeypatch.setattr(running, "run", lambda out: asked.append(out) or report)
+    report = walkthrough.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
+    monkeypatch.setattr(walkthrough, "run", lambda out: asked.append(out) or report)
     result = run("demo", "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["queries"] == 3080

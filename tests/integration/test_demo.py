@@ -15,7 +15,7 @@ from accel import demo
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.data.rows import load_rows
-from accel.demo import running
+from accel.demo import walkthrough
 from accel.interfaces.specs import Probe, Reason
 from accel.measuring.latency.rounds import Timing
 
@@ -25,12 +25,12 @@ _OPENVINO = importlib.util.find_spec("openvino") is not None
 def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Every fifth query, and a search of seconds: the same job."""
     texts, labels = demo.read_test_set()
-    monkeypatch.setattr(running, "read_test_set", lambda: (texts[::5], labels[::5]))
+    monkeypatch.setattr(walkthrough, "read_test_set", lambda: (texts[::5], labels[::5]))
     few = folder / "few.csv"
     with few.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("text", "category"), *zip(texts[::5], labels[::5], strict=True)])
-    monkeypatch.setattr(running, "TEST_SET", few)
-    monkeypatch.setattr(running, "_SEARCH_S", 90.0)
+    monkeypatch.setattr(walkthrough, "TEST_SET", few)
+    monkeypatch.setattr(walkthrough, "_SEARCH_S", 90.0)
 
 
 def test_the_job_is_done_on_a_small_model(
@@ -39,16 +39,16 @@ def test_the_job_is_done_on_a_small_model(
     """Its own model, the clock and the search behind it are for the thorough tests."""
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
     texts = demo.read_test_set()[0][:40]
-    monkeypatch.setattr(running, "MODEL", tiny_folder())
-    monkeypatch.setattr(running, "read_test_set", lambda: (texts, ["LABEL_0"] * len(texts)))
+    monkeypatch.setattr(walkthrough, "MODEL", tiny_folder())
+    monkeypatch.setattr(walkthrough, "read_test_set", lambda: (texts, ["LABEL_0"] * len(texts)))
     searched: list[Path] = []
-    monkeypatch.setattr(running, "_search", searched.append)
+    monkeypatch.setattr(walkthrough, "_search", searched.append)
     monkeypatch.setattr(
         running,
         "measure",
         lambda variants, feeds: [Timing(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
     )
-    report = running.run(tmp_path / "demo")
+    report = walkthrough.run(tmp_path / "demo")
     names = {"PyTorch eager, float32": "float32", "cpu, float32": "float32", "cpu, O2": "float32"}
     names["cpu, dynamic-int8"] = "int8"
     assert {row.name: row.compute_dtype for row in report.rows} == names
@@ -56,7 +56,7 @@ def test_the_job_is_done_on_a_small_model(
     assert len({row.accuracy for row in report.rows[:3]}) == 1
     assert {(row.p5_ms, row.median_ms, row.p95_ms, row.speedup) for row in report.rows} == {(1.0, 2.0, 3.0, 1.0)}
     assert report.max_abs_difference < 1e-4
-    assert "40 test queries" in running.render(report)
+    assert "40 test queries" in walkthrough.render(report)
     assert searched == [tmp_path / "demo-tuned"]
     for name in ("demo", "demo-o2", "demo-int8"):
         Artifact.load(tmp_path / name)
@@ -69,7 +69,7 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
     if backends != "all":
         monkeypatch.setenv("ACCEL_PLUGINS", backends)
         shorten(monkeypatch, tmp_path)
-    report = running.run(tmp_path / "demo")
+    report = walkthrough.run(tmp_path / "demo")
     rows = {row.name: row for row in report.rows}
     original = rows["PyTorch eager, float32"]
     folders = ["demo", "demo-o2", "demo-int8"]
@@ -99,12 +99,12 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
         assert row.accuracy >= original.accuracy - 0.0035, name
     for int8 in [name for name, dtype in wanted.items() if dtype == "int8"]:
         assert rows[int8].megabytes < 0.6 * rows[f"{int8.partition(',')[0]}, float32"].megabytes
-    assert "int8" in running.render(report)
+    assert "int8" in walkthrough.render(report)
     assert report.tuned is not None
     assert report.tuned.drop <= report.tuned.max_drop
     # Of the CPU's backend and PyTorch there are nine.
     assert report.tuned.candidates > (10 if backends == "all" else 5)
-    assert report.tuned.winner in running.render(report)
+    assert report.tuned.winner in walkthrough.render(report)
     folders.append("demo-tuned")
     for name in folders:
         Artifact.load(tmp_path / name)
@@ -113,18 +113,18 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
 def test_a_backend_that_is_missing_says_how_to_get_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Reason("not-installed", "openvino is not installed", 'pip install "accel-transformers[openvino]"')
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(reasons=(remedy,)))
-    exporters, absent = running._exporters()
+    exporters, absent = walkthrough._exporters()
     assert exporters == []
-    report = running.DemoReport(
+    report = walkthrough.DemoReport(
         rows=(), absent=absent, max_abs_difference=0.0, queries=0, shape=(1, 16), threads=1, seconds=0.0
     )
-    lines = [line for line in running.render(report).splitlines() if line.startswith("No row for")]
+    lines = [line for line in walkthrough.render(report).splitlines() if line.startswith("No row for")]
     assert any("OpenVINO" in line and "pip install" in line for line in lines)
 
 
 def test_an_allow_list_limits_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
-    exporters, absent = running._exporters()
+    exporters, absent = walkthrough._exporters()
     assert [spec.name for spec in exporters] == ["cpu"]
     assert absent == {}
 
