@@ -206,7 +206,9 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The demo itself is run by its own test."""
     asked: list[Path | None] = []
-    report = walkthrough.DemoReport(rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0)
+    report = walkthrough.DemoReport(
+        rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0
+    )
     monkeypatch.setattr(walkthrough, "run", lambda out: asked.append(out) or report)
     result = run("demo", "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output

@@ -44,7 +44,7 @@ def test_the_job_is_done_on_a_small_model(
     searched: list[Path] = []
     monkeypatch.setattr(walkthrough, "_search", searched.append)
     monkeypatch.setattr(
-        running,
+        walkthrough,
         "measure",
         lambda variants, feeds: [Timing(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
     )
