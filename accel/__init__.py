@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import OptimizeConfig as OptimizeConfig
     from .config import QuantizeConfig as QuantizeConfig
     from .config import SessionOptions as SessionOptions
+    from .decoding.generation_options import GenerationOptions as GenerationOptions
     from .errors import AccelError as AccelError
     from .interfaces.protocols import Exporter as Exporter
     from .interfaces.protocols import Optimizer as Optimizer
@@ -55,8 +56,7 @@ if TYPE_CHECKING:
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
     from .models.voices import ORTModelForTextToWaveform as ORTModelForTextToWaveform
     from .serving.continuous_batching.generation_engine import GenerationEngine as GenerationEngine
-    from .serving.continuous_batching.generation_options import GenerationLimits as GenerationLimits
-    from .serving.continuous_batching.generation_options import GenerationOptions as GenerationOptions
+    from .serving.continuous_batching.scheduler import GenerationLimits as GenerationLimits
     from .serving.engine import Engine as Engine
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
@@ -79,8 +79,8 @@ _MODULE_OF = {
     "ExportConfig": "config",
     "Exporter": "interfaces.protocols",
     "GenerationEngine": "serving.continuous_batching.generation_engine",
-    "GenerationLimits": "serving.continuous_batching.generation_options",
-    "GenerationOptions": "serving.continuous_batching.generation_options",
+    "GenerationLimits": "serving.continuous_batching.scheduler",
+    "GenerationOptions": "decoding.generation_options",
     "list_backends": "backends.doctor",
     "optimize": "stages.optimize",
     "OptimizeConfig": "config",

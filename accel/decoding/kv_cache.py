@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
-from ..interfaces.protocols import JoinableState, Session, State, SteppingSession, TokenStep
+from ..interfaces.protocols import JoinableState, Session, State
 from ..upstream.cache_names import CACHE_NAME
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -35,7 +35,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self._croppable = croppable
         self.state: State | None = None
         self.constants: dict[str, torch.Tensor] = {}
-        self._last: dict[str, torch.Tensor] = {}
+        self.last_feeds: dict[str, torch.Tensor] = {}
         self._ones = torch.ones((0, 0), dtype=torch.int64)
         # What it keeps is the session's: nothing of a DynamicCache's own layers.
         Cache.__init__(self, layers=[])
@@ -49,14 +49,8 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     def run(self, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
         """The logits of new tokens, whose keys and values are held from then on; the state is made already."""
-        self._last = feeds
+        self.last_feeds = feeds
         return self.session.run(feeds, outputs=("logits",), state=self.state)["logits"]
-
-    def steps(self, calls: int) -> TokenStep | None:
-        """What makes so many calls behind the last one, if the session has a shorter way for them (`SteppingSession`)."""
-        if self.state is None or not isinstance(self.session, SteppingSession):
-            return None
-        return self.session.steps(self._last, self.state, calls=calls)
 
     @property
     def layers(self) -> list[DynamicLayer]:

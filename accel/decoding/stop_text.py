@@ -1,32 +1,41 @@
-"""Tokens to text that does not change any more, and what ends it."""
+"""Tokens to final pieces of text, and the stop texts that end it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 _UNFINISHED = "�"
 
 
-class TextPieces:
-    """Text of an answer, in pieces as they are final; together they are the answer up to its stop string.
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that stand for one byte each: what a run of them says is only known after its last one."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    unknown = (None, tokenizer.unk_token_id)
+    return frozenset(token for token in tokenizer.convert_tokens_to_ids(names) if token not in unknown)
 
-    Held back: letters whose bytes are not all there, and what may become a stop string.
+
+class TextPieces:
+    """Text of an answer in final pieces, which together are the answer up to its stop text.
+
+    Characters whose bytes are incomplete and text that may become a stop text are held back.
 
     Args:
         tokenizer: The model's.
-        stop: The text ends before the first of these.
+        stop: Stop texts; the answer ends before the first one.
+        byte_tokens: From `byte_tokens`.
 
     Attributes:
-        stopped: Whether one was found.
+        stopped: Whether a stop text came.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), byte_tokens: Set[int] = frozenset()) -> None:
         self.stopped = False
+        self._bytes = byte_tokens
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        # Tokens before `_start` are text; those from there to `_read` are decoded again with what follows: what stands
-        # between words may depend on the word before.
+        # Tokens from `_start` to `_read` are decoded again with the next ones: the space between two words may depend on the
+        # first word.
         self._start = self._read = 0
         self._held = ""
 
@@ -35,6 +44,8 @@ class TextPieces:
         if self.stopped:
             return ""
         self._ids.append(token)
+        if token in self._bytes:
+            return ""
         before, after = self._decoded(self._read), self._decoded(len(self._ids))
         if after.endswith(_UNFINISHED) or len(after) <= len(before):
             return ""
@@ -42,7 +53,7 @@ class TextPieces:
         return self._released(after[len(before) :])
 
     def finish(self) -> str:
-        """The rest, behind the last token."""
+        """The rest of the text, after the last token."""
         if self.stopped:
             return ""
         rest = self._released(self._decoded(len(self._ids))[len(self._decoded(self._read)) :])
@@ -57,11 +68,11 @@ class TextPieces:
 
     def _released(self, new: str) -> str:
         text = self._held + new
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
-        # The longest end of it that some stop string begins with.
+            return text[: min(places)]
+        # The longest end of the text that is the beginning of a stop text.
         kept = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

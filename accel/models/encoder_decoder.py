@@ -117,7 +117,7 @@ class EncoderDecoder(Generator):
     def watch(self, around: Callable[[str, Session], Session]) -> None:
         """Put something around the session of each graph, by component, until the model is opened again."""
         self._encoder = self._bounded(around("encoder", self._opened.sessions["encoder"]))
-        self._decoder_session = around("decoder", self._decoder_session)
+        self._open_decoder(around("decoder", self.decoder_step.session))
         if self._cross_session is not None:
             self._cross_session = around("cross_attention", self._cross_session)
 
@@ -203,19 +203,19 @@ class EncoderDecoder(Generator):
                 attention_mask = _mask_of(encoder_outputs, attention_mask)
             hidden = {_HIDDEN: encoder_outputs[0]}
             cache.constants = self._cross_session.run(hidden) if self._cross_session is not None else {}
-            if _HIDDEN in self._takes:
+            if _HIDDEN in self.decoder_step.inputs:
                 cache.constants.update(hidden)
         elif self._encoder.shortens:
             # What `generate` passes on is that of the sounds.
             attention_mask = None
-        if _ENCODER_MASK in self._takes:
+        if _ENCODER_MASK in self.decoder_step.inputs:
             if attention_mask is None:
                 attention_mask = cache.constants.get(_ENCODER_MASK)
             if attention_mask is None:
                 raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
             cache.constants[_ENCODER_MASK] = _whole(attention_mask)
         tokens = {"input_ids": decoder_input_ids}
-        logits = self._step(tokens, decoder_attention_mask, decoder_position_ids, cache, 0)
+        logits = self.decoder_step(tokens, cache, mask=decoder_attention_mask, position_ids=decoder_position_ids)
         values: dict[str, Any] = {"logits": logits}
         if use_cache is not False:
             values[CACHE_NAME] = cache

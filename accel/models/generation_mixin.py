@@ -1,8 +1,7 @@
-"""Models that generate: text, from text, speech or images, behind transformers' `GenerationMixin`.
+"""What all generating models share: transformers' `generate` over `accel.decoding`.
 
-A call of `forward` runs the decoder's session once, with a state that holds the KV cache where the runtime keeps it;
-`StateCache` is that state as transformers sees a cache. Everything above one call, from beam search to streamers, is
-transformers' own `generate`.
+A call of `forward` is one step of the decoder (`DecoderStep`), whose state holds the KV cache where the runtime keeps it. Greedy
+and sampled decoding run our own loop; everything else above one step, from beam search to assistants, is transformers'.
 """
 
 from __future__ import annotations
@@ -11,28 +10,24 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
+from ..decoding.host_threads import has_own_threads, one_thread
 from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
-from ..decoding.next_token import has_own_threads, one_thread
-from ..decoding.token_loop import decode
+from ..decoding.next_token import TokenChoice
+from ..decoding.step import INTEGERS, DecoderStep, TokenSteps
+from ..decoding.token_loop import LiveRows, decode_rows
 from ..errors import ConfigError, InputError
+from ..interfaces.protocols import Feeds, Session
 from ..interfaces.session_contract import check_filled, check_readable
 from ..upstream.cache_names import CACHE_NAME
+from ..upstream.generate_hooks import GenerateHooks, SampleCall
 from .base import ORTModel
 from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
@@ -47,22 +42,17 @@ _COUNTS_BY_TOKENS = (
 )  # fmt: skip
 # Those whose angles change with the length of a text, so that keys of a shorter one are computed again.
 _ANGLES_BY_LENGTH = ("phi3", "phi4_multimodal", "phimoe")
-# Modules whose way to prepare a call is as described above.
-_KNOWN = ("accel.models.generation_mixin", "accel.models.speech", "accel.models.vision_language")
-_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-# Tokens of a row, the prompt's among them: masks are made that long at the beginning.
-_LONGEST = 1 << 20
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
-# What `generate` may pass that changes nothing for a graph.
+# The mask of the longest text is made at its start.
+_LONGEST = 1 << 20
+# Arguments that `generate` may pass and that change nothing for a graph.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
 
-class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformers is untyped here
+class Generator(ORTModel, GenerateHooks):
     """What all generating models share."""
 
-    _is_stateful: bool = False
     _decoder: ClassVar[str]
 
     def __init__(self, artifact: Artifact, **settings: Any) -> None:
@@ -78,20 +68,28 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def _open(self) -> None:
         super()._open()
         component = self.artifact.component(self._decoder)
-        self._decoder_session = self._opened.sessions[self._decoder]
-        # transformers' word for a model whose cache no token can be taken out of.
-        self._is_stateful = not component.croppable
-        self._takes = frozenset(spec.name for spec in component.inputs if spec.pair is None)
+        self.can_crop = component.croppable
         self._unused = frozenset(component.unused_inputs)
-        self._limit = component.most_tokens
         self._limited = None
         # Reading a config is slow.
         kind = getattr(self.config, "model_type", None)
-        self._counts_by_mask, self._counts_by_tokens = kind in _COUNTS_BY_MASK, kind in _COUNTS_BY_TOKENS
         self._short = _length_of_short_texts(self.config) if kind in _ANGLES_BY_LENGTH else None
-        self._last = torch.zeros(1, dtype=torch.int64)
-        # As sessions do for masks that declare bounds, which leaves out those that are to check nothing.
-        self._fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in self._decoder_session.inputs)
+        self._open_decoder(self._opened.sessions[self._decoder])
+
+    def _open_decoder(self, session: Session) -> None:
+        """Run the decoder's steps with a session."""
+        kind = getattr(self.config, "model_type", None)
+        self.decoder_step = DecoderStep(
+            session,
+            self.artifact.component(self._decoder),
+            counts="mask" if kind in _COUNTS_BY_MASK else "tokens" if kind in _COUNTS_BY_TOKENS else "place",
+            padding=getattr(self.config, "pad_token_id", None) or 0,
+            embed=self._embed,
+        )
+
+    def _embed(self, ids: torch.Tensor) -> Feeds:
+        """The decoder's input for tokens `(batch, new)`."""
+        return {"input_ids": ids}
 
     # What `generate` asks a model
 
@@ -110,36 +108,33 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     def new_cache(self) -> StateCache:
         """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
         self._check_fork()
-        return StateCache(self._decoder_session, croppable=self.artifact.component(self._decoder).croppable)
+        return self.decoder_step.new_cache()
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,  # transformers' signature
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Replaces transformers' caches by the session's state."""
+    def prepare_cache(self, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+        """Put a cache over the session's state into the arguments of `generate`.
+
+        Raises:
+            ConfigError: The call asks for a cache of PyTorch's.
+        """
         if self.config.is_encoder_decoder:
             # Parts of a prompt save memory, which prompts of a decoder with an encoder are too short for; transformers cuts the
             # encoder's mask with them.
-            generation_config.prefill_chunk_size = None
-        in_parts = getattr(generation_config, "prefill_chunk_size", None) is not None
-        of_checkpoint = generation_config.cache_implementation == self.generation_config.cache_implementation
-        if generation_config.cache_implementation not in (None, "dynamic") and not of_checkpoint:
+            config.prefill_chunk_size = None
+        in_parts = getattr(config, "prefill_chunk_size", None) is not None
+        of_checkpoint = config.cache_implementation == self.generation_config.cache_implementation
+        if config.cache_implementation not in (None, "dynamic") and not of_checkpoint:
             raise ConfigError(
-                f"cache_implementation={generation_config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
+                f"cache_implementation={config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
                 " the cache.",
                 fix="leave it out.",
             )
         # A checkpoint says where PyTorch keeps its cache, which changes no token. (A quantized one does: see `__init__`.)
-        generation_config.cache_implementation = None
-        if model_kwargs.get(CACHE_NAME) is not None:
-            model_kwargs[CACHE_NAME] = self._own(model_kwargs[CACHE_NAME])
-        elif generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = self.new_cache()
-        if in_parts and isinstance(cache := model_kwargs.get(CACHE_NAME), StateCache):
+        config.cache_implementation = None
+        if kwargs.get(CACHE_NAME) is not None:
+            kwargs[CACHE_NAME] = self._own(kwargs[CACHE_NAME])
+        elif config.use_cache is not False:
+            kwargs[CACHE_NAME] = self.new_cache()
+        if in_parts and isinstance(cache := kwargs.get(CACHE_NAME), StateCache):
             cache.in_parts = True
 
     @numpy_too
@@ -202,33 +197,32 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                     f"{name} has shape {tuple(value.shape)}; prompts are (batch, sequence), with a token each at least.",
                     fix="pass the tokenizer's output for a list of texts: tokenizer([text], return_tensors='pt').",
                 )
-            if name in _IDS and value.dtype not in _INTEGERS:
+            if name in _IDS and value.dtype not in INTEGERS:
                 raise InputError(f"{name} is {value.dtype}; tokens are integers.", fix="pass the tokenizer's output.")
-            if name in _MASKS and self._fills_rows and value.is_cpu:
+            if name in _MASKS and self.decoder_step.fills_rows and value.is_cpu:
                 check_filled(value.numpy(), name)
 
-    def _sample(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Greedy and sampled decoding, by our own loop where that makes the same tokens."""
-        if synced_gpus or not fits(self, stopping_criteria, generation_config, model_kwargs):
-            return super()._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-            )
+    def decode(self, call: SampleCall) -> torch.Tensor | None:
+        """Greedy and sampled decoding by `accel.decoding`, where its tokens are those of transformers' loop."""
+        cache, longest = call.kwargs.get(CACHE_NAME), call.criteria.max_length
+        if (
+            not isinstance(cache, StateCache)
+            or not call.kwargs.get("use_cache")
+            or not call.returns_tokens
+            or longest > _LONGEST
+            or self.changes_angles(longest)
+            # A subclass may prepare inputs in its own way.
+            or not type(self).prepare_inputs_for_generation.__module__.startswith("accel.")
+        ):
+            return None
+        rows = LiveRows(len(call.ids), call.end_tokens, call.padding_token, longest - call.ids.shape[1])
+        choice = TokenChoice(call.processors, draw=call.config.do_sample)
+        steps = TokenSteps(self.decoder_step, cache, call.first_logits, steps=rows.left, padding=call.padding_token)
         with one_thread() if has_own_threads(self) else contextlib.nullcontext():
-            made = decode(
-                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-            )
-        if streamer is not None:
-            streamer.end()
-        return made
+            tokens = decode_rows(call.ids, call.prompt_logits(), steps, choice, rows, call.streamer)
+        if call.streamer is not None:
+            call.streamer.end()
+        return tokens
 
     # Running
 
@@ -245,73 +239,12 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
                 f"past_key_values is a {type(cache).__name__}; this model's runtime keeps the cache itself.",
                 fix="pass what this model returned as past_key_values, model.new_cache(), or a DynamicCache.",
             )
-        if cache.session is not self._decoder_session:
+        if cache.session is not self.decoder_step.session:
             raise InputError(
                 "past_key_values was made by another model, or before this one was opened again.",
                 fix="pass the cache that this model returned.",
             )
         return cache
-
-    def _step(
-        self,
-        tokens: Mapping[str, torch.Tensor],
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        cache: StateCache,
-        logits_to_keep: int | torch.Tensor,
-    ) -> torch.Tensor:
-        """One call of the decoder: the logits of the new tokens."""
-        first = next(iter(tokens.values()))
-        batch, new = int(first.shape[0]), int(first.shape[1])
-        if cache.state is None:
-            cache.state = self._decoder_session.new_state(batch)
-        past = cache.state.length
-        total = past + new
-        if self._limit and total > self._limit:
-            raise InputError(
-                f"{past} cached and {new} new tokens are {total}; the model has {self._limit} positions.",
-                fix="shorten the prompt, or ask for fewer new tokens.",
-            )
-        if new == 0:
-            raise InputError("No new tokens were given.", fix="pass at least one.")
-        if mask is None:
-            mask = cache.whole_mask(batch, total)
-        elif mask.ndim != 2:
-            raise InputError(
-                f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
-            )
-        elif not past and self._fills_rows and not cache.in_parts and mask.is_cpu and mask.numel():
-            check_filled(mask.numpy(), "attention_mask")
-        feeds = {**tokens, **cache.constants}
-        if "attention_mask" in self._takes:
-            feeds["attention_mask"] = mask
-        elif not mask.all():
-            raise InputError(
-                "The mask hides tokens of the decoder, whose graph takes none.", fix="give prompts of one length."
-            )
-        if "position_ids" in self._takes:
-            if position_ids is None:
-                position_ids = self._positions(tokens, mask, past, total)
-            feeds["position_ids"] = position_ids
-        kept = None
-        if "logits_to_keep" in self._takes:
-            feeds["logits_to_keep"] = self._kept(new, logits_to_keep)
-        elif type(logits_to_keep) is not int or logits_to_keep:
-            kept = self._kept(new, logits_to_keep)
-        logits = cache.run(feeds)
-        return logits if kept is None else logits.index_select(1, kept.to(logits.device))
-
-    def _positions(self, tokens: Mapping[str, torch.Tensor], mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
-        """Of the tokens behind those in the cache, where none are given: `(batch, new)`."""
-        if self._counts_by_tokens and "input_ids" in tokens:
-            padding: int = self.config.pad_token_id
-            real = (tokens["input_ids"] != padding).long()
-            return (real.cumsum(1) + past) * real + padding
-        if self._counts_by_mask:
-            return (mask.cumsum(1) * mask - 1)[:, past:]
-        if total - past == 1:
-            return torch.full((mask.shape[0], 1), past)
-        return torch.arange(past, total).expand(mask.shape[0], -1)
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
         """The tokens of a call, checked with what else it was given."""
@@ -334,7 +267,10 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
     ) -> Any:
         """What a decoder-only model returns: the logits, and the cache behind these tokens."""
         cache = self.new_cache() if past is None else self._own(past)
-        values: dict[str, Any] = {"logits": self._step(tokens, attention_mask, position_ids, cache, logits_to_keep)}
+        logits = self.decoder_step(
+            tokens, cache, mask=attention_mask, position_ids=position_ids, logits_to_keep=logits_to_keep
+        )
+        values: dict[str, Any] = {"logits": logits}
         if is_theirs(past):
             # Whoever filled it continues with it.
             cache.write_to(past)
@@ -342,19 +278,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
         if use_cache is not False:
             values[CACHE_NAME] = cache
         return fast_output(CausalLMOutputWithPast, values)
-
-    def _kept(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-        """Positions of the new tokens whose logits are wanted; 0 for all, as in transformers."""
-        if isinstance(logits_to_keep, torch.Tensor):
-            return _places(new, logits_to_keep)
-        if not isinstance(logits_to_keep, Integral) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
-            raise InputError(
-                f"logits_to_keep is {logits_to_keep!r}.",
-                fix="pass how many of the last logits to compute, 0 for all; or a tensor of their places.",
-            )
-        if new == 1:
-            return self._last
-        return torch.arange(new - int(logits_to_keep) if 0 < logits_to_keep < new else 0, new)
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
         """Refuse what the graph cannot follow."""
@@ -377,28 +300,6 @@ class Generator(ORTModel, GenerationMixin):  # type: ignore[misc]  # transformer
             raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
 
 
-def fits(model: Any, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` can go through `decode`, which makes the same tokens."""
-    return (
-        isinstance(kwargs.get(CACHE_NAME), StateCache)
-        and bool(kwargs.get("use_cache"))
-        and not config.return_dict_in_generate
-        and not config.is_assistant
-        and all(type(one) in _CRITERIA for one in criteria)
-        # transformers warns of texts longer than the positions, at a step.
-        and all(
-            one.max_position_embeddings is None or one.max_length <= one.max_position_embeddings
-            for one in criteria
-            if isinstance(one, MaxLengthCriteria)
-        )
-        and criteria.max_length is not None
-        and criteria.max_length <= _LONGEST
-        and not model.changes_angles(criteria.max_length)
-        and type(model).prepare_inputs_for_generation.__module__ in _KNOWN
-        and type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
-    )
-
-
 def tensor_of(name: str, value: Any) -> torch.Tensor:
     """The value, which is a tensor.
 
@@ -411,23 +312,6 @@ def tensor_of(name: str, value: Any) -> torch.Tensor:
             fix="pass the tokenizer's or processor's output, made with return_tensors='pt'.",
         )
     return value
-
-
-def _places(new: int, asked: torch.Tensor) -> torch.Tensor:
-    """The places of new tokens whose logits are wanted, those counted from the end as from the beginning."""
-    check_readable("logits_to_keep", asked)
-    if asked.ndim != 1 or not asked.numel() or asked.dtype not in _INTEGERS:
-        raise InputError(
-            f"logits_to_keep is a tensor {tuple(asked.shape)} of {asked.dtype}.",
-            fix="pass a number, or places: (kept,) integers.",
-        )
-    least, most = int(asked.min()), int(asked.max())
-    if least < -new or most >= new:
-        raise InputError(
-            f"logits_to_keep holds {least if least < -new else most}; {new} tokens are new.",
-            fix=f"name places from 0 to {new - 1}.",
-        )
-    return asked if least >= 0 else asked % new
 
 
 def _length_of_short_texts(config: Any) -> int | None:

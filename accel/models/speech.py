@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from ..decoding.kv_cache import renamed
 from ..errors import InputError
+from ..upstream.long_form_speech import LongFormSpeech, encoder_strides
 from .encoder_decoder import EncoderDecoder
 from .outputs import numpy_too
 
 _WHISPER = "whisper"
 
 
-class ORTModelForSpeechSeq2Seq(
-    WhisperGenerationMixin,  # type: ignore[misc]  # transformers is untyped here
-    EncoderDecoder,
-):
+class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
     """Speech to text: Whisper's `input_features: (batch, mels, frames)`, long recordings and timestamps too; Speech2Text's
     `input_features: (batch, frames, mels)` and Moonshine's `input_values: (batch, samples)`, with `attention_mask` where rows are padded.
     """
@@ -45,11 +41,11 @@ class ORTModelForSpeechSeq2Seq(
             )
         return super().generate(input_features, *args, **renamed(kwargs))
 
-    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:  # transformers' name
+    def window_outputs(self, outputs: Any) -> Any:
         """Leave out a cache that cannot be split by rows: graphs of other tools name their states as they like."""
-        if isinstance(seek_outputs, Mapping):
-            seek_outputs = {name: value for name, value in seek_outputs.items() if not _is_unreadable(value)}
-        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)
+        if isinstance(outputs, Mapping):
+            return {name: value for name, value in outputs.items() if not _is_unreadable(value)}
+        return outputs
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, **kwargs: Any
@@ -67,9 +63,7 @@ class ORTModelForSpeechSeq2Seq(
         if type(self) is ORTModelForSpeechSeq2Seq:
             self.__class__ = _NAMED.get(self.config.model_type, ORTModelForSpeechSeq2Seq)
         if self.config.model_type == _WHISPER:
-            # Whisper's long-form loop reads how many frames one position covers from the encoder's convolutions.
-            stride = SimpleNamespace(stride=(1,)), SimpleNamespace(stride=(2,))
-            self.model = SimpleNamespace(encoder=SimpleNamespace(conv1=stride[0], conv2=stride[1]), config=self.config)
+            self.model = encoder_strides(self.config)
 
 
 class Speech2TextForConditionalGeneration(ORTModelForSpeechSeq2Seq):

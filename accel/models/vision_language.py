@@ -11,9 +11,11 @@ from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
 from ..families.image_tiles import reads_tiles, whole_tiles
 from ..upstream.cache_names import CACHE_NAME
+from ..interfaces.protocols import Feeds
 from .generation_mixin import Generator, tensor_of
 from .outputs import numpy_too
 
+_EMBEDS = "inputs_embeds"
 _IMAGES = ("pixel_values", "pixel_attention_mask")
 
 
@@ -28,6 +30,9 @@ class ORTModelForImageTextToText(Generator):
     def _open(self) -> None:
         super()._open()
         self._vision, self._embedding = self._opened.sessions["vision"], self._opened.sessions["embedding"]
+
+    def _embed(self, ids: torch.Tensor) -> Feeds:
+        return {_EMBEDS: self._embedding.run({"input_ids": ids})[_EMBEDS]}
 
     @property
     def main_input_name(self) -> str:
@@ -79,10 +84,10 @@ class ORTModelForImageTextToText(Generator):
             InputError: Image tokens that are not as many as the images need, padded tiles, and what `ORTModelForCausalLM` refuses.
         """
         ids = self._ids(input_ids, rest)
-        embeds = self._embedding.run({"input_ids": ids})["inputs_embeds"]
+        tokens = self._embed(ids)
         if pixel_values is not None:
-            embeds = self._with_images(embeds, ids, self._images(pixel_values, pixel_attention_mask))
-        tokens = {"inputs_embeds": embeds}
+            images = self._images(pixel_values, pixel_attention_mask)
+            tokens = {_EMBEDS: self._with_images(tokens[_EMBEDS], ids, images)}
         past = one_cache(past_key_values, cache)
         return self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
 

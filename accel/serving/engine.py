@@ -12,7 +12,7 @@ from ..config import SessionOptions
 from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
-from .continuous_batching.generation_options import GenerationLimits
+from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
 from .lane import Lane, Observer
 from .limits import Limits

@@ -203,7 +203,7 @@ def test_buffers_grow_and_are_used_again(tmp_path: Path) -> None:
     model = opened(made)
     original = tiny_generator("llama", max_position_embeddings=1024)
     prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()}
-    slots = model._decoder_session.slots._slots
+    slots = model.decoder_step.session.slots._slots
     for _ in range(2):
         found = model.generate(**on_gpu(prompt), max_new_tokens=300)
         assert margin(original, prompt, found) < CLOSE

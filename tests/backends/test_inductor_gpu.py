@@ -61,7 +61,7 @@ def test_compiled_steps_give_the_model_s_tokens(family: str, opened: Callable[[s
     for settings in ({}, {"num_beams": 3}):
         given = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, **settings}
         assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given)), settings
-    session = stepping._decoder_session
+    session = stepping.decoder_step.session
     assert not session._why_eager
     assert sorted(session._steps) == [(2, 256), (6, 256)]
 
@@ -159,7 +159,7 @@ def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
             found += [stepping(one, past_key_values=own).logits for one in tokens[2:]]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert stepping._decoder_session._steps
+    assert stepping.decoder_step.session._steps
     for one, other in zip(expected, found, strict=True):
         assert (one - other).abs().max() <= 1e-4 * one.abs().max()
 

@@ -62,7 +62,7 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
     for settings in ({}, {"num_beams": 3}):
         given = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **settings}
         assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given)), settings
-    session = stepping._decoder_session
+    session = stepping.decoder_step.session
     assert sorted(session._steps) == [(2, 256), (6, 256)]
     assert not session._why_eager
 
@@ -101,14 +101,14 @@ def test_windows_are_refused_before_anything_is_compiled(
     ids = torch.tensor([[5, 6, 7, 8]])
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
-    assert stepping._decoder_session._why_eager == f"NotImplementedError: {why}"
+    assert stepping.decoder_step.session._why_eager == f"NotImplementedError: {why}"
     assert why in caplog.text
 
 
 @pytest.mark.thorough
 def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
-    session = stepping._decoder_session
+    session = stepping.decoder_step.session
     right = session._compute
     session._compute = lambda *args: 1.1 * right(*args)
     ids = torch.tensor([[5, 6, 7, 8]])

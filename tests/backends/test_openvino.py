@@ -351,7 +351,7 @@ def test_a_step_that_failed_leaves_the_state_as_it_was(
         wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
         with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
-            model._decoder_session.run(wrong, outputs=("logits",), state=state)
+            model.decoder_step.session.run(wrong, outputs=("logits",), state=state)
     found = model(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]
     assert (found - expected).abs().max() < TOLERANCE
 
@@ -365,7 +365,7 @@ def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
     longer = torch.cat([ids, ids[:, 1:3]], dim=1)
     expected = model(input_ids=longer[:, :5]).logits[:, -1]
     after = model(input_ids=longer).logits[:, -1]
-    session = model._decoder_session
+    session = model.decoder_step.session
     failing, other = (model(input_ids=ids).past_key_values for _ in range(2))
     single = model(input_ids=ids[:1]).past_key_values
     compiled = session.runtime

@@ -195,7 +195,7 @@ def test_what_pytorch_raises_is_an_error_of_ours(
     ids = torch.tensor([[5, 6, 7, 8]])
     cache = model(input_ids=ids).past_key_values
     expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[:, -1]
-    last = model._decoder_session.runtime.model.layers[-1]
+    last = model.decoder_step.session.runtime.model.layers[-1]
     monkeypatch.setattr(last, "forward", _broken)
     with pytest.raises(SessionError, match="no such row"):
         model(input_ids=torch.tensor([[9]]), past_key_values=cache)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from accel.decoding.generation_options import GenerationOptions
 from accel.errors import ConfigError, InputError
 from accel.serving.batch.on_ray import batch_on_ray
 from accel.serving.batch.running import batch
-from accel.serving.continuous_batching.generation_options import GenerationOptions
 from accel.serving.engine import Engine
 from accel.serving.ray.cluster import connected
 from accel.serving.ray.deploying import Replicas, Served, build, serve_on_ray

@@ -12,10 +12,10 @@ import torch
 import accel
 from accel import ORTModelForCausalLM
 from accel.artifact import Artifact
+from accel.decoding.generation_options import GenerationOptions
 from accel.decoding.stop_text import TextPieces
 from accel.errors import InputError
 from accel.serving.continuous_batching.generation_engine import GenerationEngine
-from accel.serving.continuous_batching.generation_options import GenerationOptions
 from accel.testing.models import tiny_tokenizer
 
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.artifact import Artifact
-from accel.serving.continuous_batching.running_rows import Batch
+from accel.serving.continuous_batching.running_rows import RunningRows
 from accel.serving.http.app import create_app
 from accel.serving.http.settings import ServerSettings
 
@@ -219,13 +219,13 @@ class Slow:
     """Steps that take a while."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        step = Batch.step
+        step = RunningRows.step
 
-        def slow(batch: Batch) -> None:
+        def slow(batch: RunningRows) -> None:
             time.sleep(seconds)
             step(batch)
 
-        monkeypatch.setattr(Batch, "step", slow)
+        monkeypatch.setattr(RunningRows, "step", slow)
 
 
 def test_too_many_get_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

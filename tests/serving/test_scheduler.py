@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import accel
+from accel import GenerationLimits, GenerationOptions
 from accel.artifact import Artifact
 from accel.errors import EngineClosedError, InputError, QueueFullError, SessionError
 from accel.serving.continuous_batching.generation_engine import GenerationEngine
-from accel.serving.continuous_batching.generation_options import GenerationLimits, GenerationOptions
-from accel.serving.continuous_batching.running_rows import Batch
+from accel.serving.continuous_batching.running_rows import RunningRows
 from accel.testing.models import tiny_tokenizer
 
 PROMPTS = [[40, 7, 99], [12], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [33, 44, 55, 66, 77, 88], [21, 22]]
@@ -49,14 +49,14 @@ class Turnstile:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free = threading.Semaphore(0)
         self.rows: list[int] = []
-        step = Batch.step
+        step = RunningRows.step
 
-        def gated(batch: Batch) -> None:
+        def gated(batch: RunningRows) -> None:
             self._free.acquire()
             self.rows.append(len(batch.rows))
             step(batch)
 
-        monkeypatch.setattr(Batch, "step", gated)
+        monkeypatch.setattr(RunningRows, "step", gated)
 
     def open(self, steps: int = 10_000) -> None:
         self._free.release(steps)
@@ -328,15 +328,15 @@ def test_a_failing_step_ends_its_rows_and_no_others(
     engine: Callable[..., GenerationEngine], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine(rows=2)
-    step, failed = Batch.step, []
+    step, failed = RunningRows.step, []
 
-    def failing(batch: Batch) -> None:
+    def failing(batch: RunningRows) -> None:
         if not failed:
             failed.append(True)
             raise RuntimeError("out of memory")
         step(batch)
 
-    monkeypatch.setattr(Batch, "step", failing)
+    monkeypatch.setattr(RunningRows, "step", failing)
     with pytest.raises(SessionError, match="RuntimeError"):
         ids(served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=5)))
     assert ids(served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=5))) == alone(model, PROMPTS[1], 5)

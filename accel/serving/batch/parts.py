@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...artifact.json_text import json_text
+from ...decoding.generation_options import GenerationOptions
 from ...errors import ConfigError, InputError, NotFiniteError, TaskError
 from ..asking import check_options, inputs_of
-from ..continuous_batching.generation_options import GenerationOptions
 from ..engine import Engine
 from ..job import UnknownOptionError
 from ..tables import Broken, Part, Table

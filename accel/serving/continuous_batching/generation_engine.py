@@ -9,11 +9,11 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, SupportsIndex, cast
 
-from ...decoding.stop_text import TextPieces
+from ...decoding.generation_options import GenerationOptions
+from ...decoding.stop_text import TextPieces, byte_tokens
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...models.processors import companion_of
-from .generation_options import GenerationLimits, GenerationOptions
-from .scheduler import Scheduler
+from .scheduler import GenerationLimits, Scheduler
 from .token_stream import Finish, Generation, Token
 
 Messages = Sequence[Mapping[str, Any]]
@@ -77,6 +77,7 @@ class GenerationEngine:
         self.model = model
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
         self._encoding = threading.Lock()
+        self._bytes = byte_tokens(self.tokenizer)
         self.scheduler = Scheduler(model, limits or GenerationLimits())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...decoding.kv_cache import StateCache
+from ...decoding.next_token import RowChoice, choose_tokens
 from ...errors import AccelError
-from .choosing import Chooser, choose
 from .token_stream import Generation, Token
 
 # Columns in front that hold no row's tokens are kept until they are worth a copy of the cache.
@@ -18,69 +18,64 @@ _MIN_SLACK = 64
 
 
 @dataclass(slots=True)
-class Row:
-    """One answer in the making.
+class AnswerRow:
+    """One answer that is being generated.
 
     Attributes:
-        request: Where its tokens go.
-        chooser: What makes tokens of logits.
-        held: Tokens in the cache.
+        generation: Gets the tokens.
+        choice: Chooses them.
+        held: Number of tokens in the cache.
         last: The last token, which is not in the cache yet.
-        made: Tokens made.
+        made: Number of tokens generated.
     """
 
-    request: Generation
-    chooser: Chooser
+    generation: Generation
+    choice: RowChoice
     held: int = 0
     last: int = -1
     made: int = 0
 
     def take(self, token: int | AccelError) -> bool:
-        """One more token, or why there is none; whether it is the last."""
+        """Add a token, or end with an error; returns whether the answer is complete."""
         if isinstance(token, AccelError):
-            self.request.end(token)
+            self.generation.end(token)
             return True
         self.last, self.made = token, self.made + 1
-        finish = "stop" if token in self.chooser.ends else "length" if self.made >= self.request.new_tokens else None
-        self.request.put(Token(token, finish))  # type: ignore[arg-type]  # the literals above
+        finish = "stop" if token in self.choice.ends else "length" if self.made >= self.generation.new_tokens else None
+        self.generation.put(Token(token, finish))  # type: ignore[arg-type]  # the literals above
         return finish is not None
 
 
-class Reading:
+class PromptReading:
     """A prompt that is read in parts, in a cache of its own, until its row can join the others.
 
     Args:
         model: A decoder.
-        row: Whose prompt.
-        parts: Whether the graph takes several tokens behind others at once.
+        row: The prompt's row.
+        parts: Whether the graph takes several tokens after others at once.
     """
 
-    def __init__(self, model: Any, row: Row, *, parts: bool) -> None:
+    def __init__(self, model: Any, row: AnswerRow, *, parts: bool) -> None:
         self.row = row
         self.cache: StateCache = model.new_cache()
-        self._model, self._parts = model, parts
+        self._step, self._parts = model.decoder_step, parts
 
     @property
     def left(self) -> int:
-        """Tokens that are not read yet."""
-        return len(self.row.request.ids) - self.row.held
+        """Number of tokens that are still to be read."""
+        return len(self.row.generation.ids) - self.row.held
 
     def advance(self, tokens: int) -> torch.Tensor | None:
-        """Read so many more at most; the logits `(1, vocabulary)` behind the prompt, once it is read."""
-        start = self.row.held
-        end = min(start + tokens, len(self.row.request.ids)) if self._parts else len(self.row.request.ids)
-        found = self._model(
-            input_ids=torch.tensor([self.row.request.ids[start:end]]),
-            attention_mask=torch.ones((1, end), dtype=torch.int64),
-            past_key_values=self.cache,
-            logits_to_keep=1,
-        )
-        self.row.held = end
-        return found.logits[:, -1] if not self.left else None
+        """Read at most this many more; returns the logits `(1, vocabulary)` after the prompt once it is read."""
+        ids = self.row.generation.ids[self.row.held :]
+        ids = ids[:tokens] if self._parts else ids
+        logits = self._step(self._step.embedded(torch.tensor([ids])), self.cache, logits_to_keep=1)
+        self.row.held += len(ids)
+        return None if self.left else logits[:, -1]
 
 
-class Batch:
-    """The running rows: each has its last token in the last column of the cache, and the mask hides what is in front.
+class RunningRows:
+    """The running rows: each has its last token in the last column of the cache, and the mask hides the columns in front.
 
     Args:
         model: A decoder, or an encoder with one.
@@ -88,20 +83,20 @@ class Batch:
     """
 
     def __init__(self, model: Any, limit: int) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[AnswerRow] = []
         self._model, self._limit = model, limit
         self._cache: StateCache | None = None
         self._joinable = False
         self._held = torch.zeros(0, dtype=torch.int64)
 
-    def clear(self) -> list[Row]:
-        """Let go of all rows."""
+    def clear(self) -> list[AnswerRow]:
+        """Remove all rows and return them."""
         rows, self.rows = self.rows, []
         self._cache = None
         return rows
 
-    def join(self, row: Row, cache: StateCache) -> None:
-        """A row whose prompt is in a cache of its own."""
+    def join(self, row: AnswerRow, cache: StateCache) -> None:
+        """Add a row whose prompt is in a cache of its own."""
         if self._cache is None:
             self._cache, self._joinable = cache, True
         else:
@@ -109,52 +104,41 @@ class Batch:
         self.rows.append(row)
         self._count()
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Read the prompts of all rows at once, where rows cannot join later, and make their first tokens."""
+    def begin(self, rows: Sequence[AnswerRow]) -> None:
+        """Read the prompts of all rows at once, where rows cannot join later, and choose their first tokens."""
         self.rows = list(rows)
-        prompts = [row.request.ids for row in rows]
-        cache = self._cache = self._model.new_cache()
-        longest = max(map(len, prompts))
-        if self._model.config.is_encoder_decoder:
-            encoded, mask = _padded(prompts, longest, left=False)
-            logits = self._model(
-                input_ids=encoded,
-                attention_mask=mask,
-                decoder_input_ids=torch.tensor([[row.last] for row in rows]),
-                past_key_values=cache,
-            ).logits
-            for row in rows:
-                row.held = 1
+        prompts = [row.generation.ids for row in rows]
+        self._cache = self._model.new_cache()
+        behind_encoder = self._model.config.is_encoder_decoder
+        ids, mask = _padded(prompts, left=not behind_encoder)
+        if behind_encoder:
+            starts = torch.tensor([[row.last] for row in rows])
+            given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": starts}
+            logits = self._model(**given, past_key_values=self._cache).logits
         else:
-            ids, mask = _padded(prompts, longest, left=True)
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            logits = self._model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            ).logits
-            for row in rows:
-                row.held = len(row.request.ids)
+            step = self._model.decoder_step
+            logits = step(step.embedded(ids), self._cache, mask=mask, position_ids=positions, logits_to_keep=1)
+        for row in rows:
+            row.held = 1 if behind_encoder else len(row.generation.ids)
         self._count()
         self._take(logits[:, -1])
 
     def step(self) -> None:
-        """One more token of every row; those that are done leave."""
+        """Add a token to every row; complete rows leave."""
         assert self._cache is not None
-        last = torch.tensor([[row.last] for row in self.rows])
-        held = self._held
         columns = self._cache.get_seq_length() + 1
-        mask = (torch.arange(columns) >= (columns - 1 - held).unsqueeze(1)).long()
-        names = ("input_ids", "attention_mask", "position_ids")
-        if self._model.config.is_encoder_decoder:
-            names = ("decoder_input_ids", "decoder_attention_mask", "decoder_position_ids")
-        given = dict(zip(names, (last, mask, held.unsqueeze(1)), strict=True))
-        logits = self._model(**given, past_key_values=self._cache).logits[:, -1]
+        mask = (torch.arange(columns) >= (columns - 1 - self._held).unsqueeze(1)).long()
+        step = self._model.decoder_step
+        tokens = step.embedded(torch.tensor([[row.last] for row in self.rows]))
+        logits = step(tokens, self._cache, mask=mask, position_ids=self._held.unsqueeze(1))[:, -1]
         for row in self.rows:
             row.held += 1
-        self._held = held + 1
+        self._held = self._held + 1
         self._take(logits)
 
-    def leave(self, leaving: Sequence[Row]) -> None:
-        """Rows that go; the last ones take their places, and columns that nobody needs any more go, too."""
+    def leave(self, leaving: Sequence[AnswerRow]) -> None:
+        """Remove rows; the last ones take their places, and columns that no row needs are dropped."""
         gone = {id(row) for row in leaving}
         staying = [i for i, row in enumerate(self.rows) if id(row) not in gone]
         if not staying:
@@ -171,7 +155,7 @@ class Batch:
         self._trim()
 
     def _take(self, logits: torch.Tensor) -> None:
-        tokens = choose([row.chooser for row in self.rows], logits)
+        tokens = choose_tokens([row.choice for row in self.rows], logits)
         done = [row for row, token in zip(self.rows, tokens, strict=True) if row.take(token)]
         if done:
             self.leave(done)
@@ -190,12 +174,10 @@ class Batch:
         self._held = torch.tensor([row.held for row in self.rows])
 
 
-def _padded(prompts: Sequence[Sequence[int]], length: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `(prompts, length)`."""
-    ids = torch.zeros((len(prompts), length), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        where = slice(length - len(prompt), None) if left else slice(0, len(prompt))
-        ids[row, where] = torch.tensor(prompt)
-        mask[row, where] = 1
-    return ids, mask
+def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, `(prompts, longest)`."""
+    side = "left" if left else "right"
+    sequences = [torch.tensor(prompt) for prompt in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
+    ones = [torch.ones_like(sequence) for sequence in sequences]
+    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)

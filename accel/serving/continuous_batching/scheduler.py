@@ -7,21 +7,51 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...artifact.manifest import Component
-from ...decoding.next_token import has_own_threads, use_one_thread
-from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
-from .choosing import Chooser, choose
-from .generation_options import GenerationLimits, GenerationOptions
-from .running_rows import Batch, Reading, Row
+from ...decoding.generation_options import GenerationOptions
+from ...decoding.host_threads import has_own_threads, use_one_thread
+from ...decoding.next_token import RowChoice, choose_tokens
+from ...errors import AccelError, ConfigError, EngineClosedError, InputError, QueueFullError, SessionError
+from .running_rows import AnswerRow, PromptReading, RunningRows
 from .token_stream import Generation
 
 logger = logging.getLogger(__name__)
 
 _LEAST_CACHE = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLimits:
+    """How much one model generates at once.
+
+    Attributes:
+        rows: Greatest number of answers that are generated together.
+        cache_tokens: Greatest number of tokens in their caches together, padding counted: rows times the longest. When `None`, the
+            number of the model's positions, and at least 16,384.
+        queue: Prompts that may wait.
+        prefill_tokens: Tokens of prompts that are read between two steps of the running rows: a greater number reads prompts faster
+            and lets the running rows wait longer.
+        new_tokens: Tokens of an answer where neither the request nor the model limits them.
+        max_new_tokens: Tokens of an answer that a request may ask for, because an answer that fills the caches keeps others waiting;
+            as many as the caches hold when `None`.
+    """
+
+    rows: int = 16
+    cache_tokens: int | None = None
+    queue: int = 256
+    prefill_tokens: int = 512
+    new_tokens: int = 256
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}.", fix="use at least 1.")
 
 
 def continues_text(model: Any) -> bool:
@@ -48,8 +78,7 @@ class Scheduler:
         if not continues_text(model):
             raise InputError(f"{type(model).__name__} does not continue text.", fix="open a model for text-generation.")
         self.model, self.limits = model, limits
-        component: Component = model.artifact.components[-1 if model.config.is_encoder_decoder else 0]
-        component = next((c for c in model.artifact.components if c.name in ("decoder", "model")), component)
+        component = model.decoder_step.component
         self._behind_encoder = bool(model.config.is_encoder_decoder)
         self._limit = component.most_tokens
         self._parts = component.continues == "any"
@@ -61,9 +90,9 @@ class Scheduler:
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         # Rotary positions go on behind those that the model was trained with; its answers do not.
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
-        self._batch = Batch(model, self._limit)
-        self._waiting: deque[tuple[Generation, Chooser]] = deque()
-        self._reading: deque[Reading] = deque()
+        self._batch = RunningRows(model, self._limit)
+        self._waiting: deque[tuple[Generation, RowChoice]] = deque()
+        self._reading: deque[PromptReading] = deque()
         self._changed = threading.Condition()
         self._closing = self._dropping = False
         self._process = os.getpid()
@@ -93,7 +122,7 @@ class Scheduler:
         if os.getpid() != self._process:
             raise EngineClosedError("The engine's thread is in another process.", fix="start an engine in this one.")
         request = Generation(ids, options, self._new_tokens(ids, options), self._wake)
-        chooser = self._chooser(request)
+        choice = self._choice_of(request)
         with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed.", fix="start another one.")
@@ -101,7 +130,7 @@ class Scheduler:
                 raise QueueFullError(
                     f"{len(self._waiting)} prompts wait for {self.limits.rows} rows.", fix="try again later."
                 )
-            self._waiting.append((request, chooser))
+            self._waiting.append((request, choice))
             self._changed.notify()
         return request
 
@@ -146,10 +175,10 @@ class Scheduler:
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
         return min(room, usual, most or usual)
 
-    def _chooser(self, request: Generation) -> Chooser:
+    def _choice_of(self, request: Generation) -> RowChoice:
         if not self._behind_encoder:
-            return Chooser(self.model, request.ids, request.options)
-        return Chooser(self.model, [self._start], request.options, encoded=request.ids)
+            return RowChoice(self.model, request.ids, request.options)
+        return RowChoice(self.model, [self._start], request.options, encoded=request.ids)
 
     @property
     def _start(self) -> int:
@@ -190,21 +219,25 @@ class Scheduler:
                 for request, _ in self._waiting:
                     request.cancelled = True
                 for row in (*self._batch.rows, *(reading.row for reading in self._reading)):
-                    row.request.cancelled = True
+                    row.generation.cancelled = True
         return True
 
     def _leave_cancelled(self) -> None:
-        leaving = [row for row in self._batch.rows if row.request.cancelled]
+        leaving = [row for row in self._batch.rows if row.generation.cancelled]
         if leaving:
             self._batch.leave(leaving)
-        stopped = [reading for reading in self._reading if reading.row.request.cancelled]
+        stopped = [reading for reading in self._reading if reading.row.generation.cancelled]
         for reading in stopped:
             self._reading.remove(reading)
         with self._changed:
             dropped = [item for item in self._waiting if item[0].cancelled]
             for item in dropped:
                 self._waiting.remove(item)
-        for request in (*(row.request for row in leaving), *(r.row.request for r in stopped), *(r for r, _ in dropped)):
+        for request in (
+            *(row.generation for row in leaving),
+            *(r.row.generation for r in stopped),
+            *(r for r, _ in dropped),
+        ):
             request.end()
 
     def _read(self) -> None:
@@ -221,41 +254,41 @@ class Scheduler:
                 logits = reading.advance(budget)
             except Exception as error:  # noqa: BLE001
                 # Its own: the rows that run have other caches.
-                self._reading.popleft().row.request.end(_told(error))
+                self._reading.popleft().row.generation.end(_told(error))
                 continue
             budget -= before - reading.left
             if logits is None:
                 continue
             row = self._reading.popleft().row
-            if row.take(*choose([row.chooser], logits)):
+            if row.take(*choose_tokens([row.choice], logits)):
                 continue
             try:
                 self._batch.join(row, reading.cache)
             except Exception as error:
-                row.request.end(_told(error))
+                row.generation.end(_told(error))
                 raise
 
     def _admit(self) -> None:
         """Give rows to those that wait longest, while there is room for what they may become."""
         rows = [*self._batch.rows, *(reading.row for reading in self._reading)]
         while self._waiting and len(rows) < self.limits.rows:
-            request, chooser = self._waiting[0]
-            longest = max(_whole(one) for one in (request, *(row.request for row in rows)))
+            request, choice = self._waiting[0]
+            longest = max(_whole(one) for one in (request, *(row.generation for row in rows)))
             if rows and (len(rows) + 1) * longest > self.cache_tokens:
                 return
             with self._changed:
                 self._waiting.popleft()
             request.begin()
-            reading = Reading(self.model, Row(request, chooser), parts=self._parts)
+            reading = PromptReading(self.model, AnswerRow(request, choice), parts=self._parts)
             self._reading.append(reading)
             rows.append(reading.row)
 
     def _start_together(self) -> None:
         """Rows that wait, from prompts of their own lengths to answers of theirs, as many as fit."""
-        rows: list[Row] = []
+        rows: list[AnswerRow] = []
         prompt = new = 0
         while self._waiting and len(rows) < self.limits.rows:
-            request, chooser = self._waiting[0]
+            request, choice = self._waiting[0]
             wider = max(prompt, 1 if self._behind_encoder else len(request.ids))
             longer = max(new, request.new_tokens)
             if rows and (
@@ -267,13 +300,13 @@ class Scheduler:
                 self._waiting.popleft()
             request.begin()
             prompt, new = wider, longer
-            rows.append(Row(request, chooser, last=self._start if self._behind_encoder else -1))
+            rows.append(AnswerRow(request, choice, last=self._start if self._behind_encoder else -1))
         if rows:
             self._batch.begin(rows)
 
     def _fail(self, error: Exception) -> None:
         for row in self._batch.clear():
-            row.request.end(_told(error))
+            row.generation.end(_told(error))
 
 
 def _told(error: Exception) -> AccelError:

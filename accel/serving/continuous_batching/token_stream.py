@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .generation_options import GenerationOptions
+from ...decoding.generation_options import GenerationOptions
 
 Finish = Literal["stop", "length", "cancelled"]
 

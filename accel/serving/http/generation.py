@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ...decoding.generation_options import GenerationOptions
 from ...errors import RequestTimeoutError
 from ..continuous_batching.generation_engine import GenerationEngine, Prompt, TextPiece
-from ..continuous_batching.generation_options import GenerationOptions
 from ..continuous_batching.token_stream import Generation
 from .bodies import Body
 from .endpoints import Call, Endpoint
