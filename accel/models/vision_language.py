@@ -10,8 +10,8 @@ import torch
 from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
 from ..families.image_tiles import reads_tiles, whole_tiles
-from ..upstream.cache_names import CACHE_NAME
 from ..interfaces.protocols import Feeds
+from ..upstream.cache_names import CACHE_NAME
 from .generation_mixin import Generator, tensor_of
 from .outputs import numpy_too
 

@@ -15,7 +15,6 @@ from accel.errors import InputError
 from accel.interfaces.task_registry import task_spec
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
-from accel.upstream.cache_names import CACHE_NAME
 
 Artifacts = Callable[..., Artifact]
 ROWS = {"input_ids": torch.tensor([[0, 0, 11, 12], [13, 14, 15, 16], [0, 17, 18, 19]])}

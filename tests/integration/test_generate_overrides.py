@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from accel.errors import InputError
 from accel.interfaces.task_registry import all_tasks
 from accel.models.generation_mixin import _ANGLES_BY_LENGTH
 from accel.testing.generators import save_generator, tiny_generator
+from accel.upstream.generate_hooks import GenerateHooks
 from tests.sweep.cases import pairs
 
 PREPARE = "prepare_inputs_for_generation"
@@ -100,6 +102,30 @@ def test_each_override_of_generate_is_looked_at() -> None:
         if pair.model not in known.get(name, ())
     ]
     assert not unknown, "say in HONOURED how these are honoured, or why they change nothing"
+
+
+CALLED = {
+    "_prefill": ["self", "input_ids", "generation_config", "model_kwargs"],
+    "_update_model_kwargs_for_generation": ["self", "outputs", "model_kwargs", "is_encoder_decoder"],
+    "_prepare_generation_config": ["self", "generation_config", "kwargs"],
+    "_prepare_special_tokens": ["self", "generation_config", "device"],
+    "_get_logits_processor":
+        ["self", "generation_config", "input_ids_seq_length", "encoder_input_ids", "logits_processor", "device"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_private_parts_of_generate_take_what_accel_passes(name: str) -> None:
+    parameters = inspect.signature(getattr(GenerationMixin, name)).parameters
+    assert set(CALLED[name]) <= set(parameters)
+    required = {one.name for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
+    assert required <= set(CALLED[name])
+
+
+@pytest.mark.parametrize("name", ["_sample", "_prepare_cache_for_generation"])
+def test_hooks_of_generate_have_transformers_parameters(name: str) -> None:
+    ours, theirs = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (GenerateHooks, GenerationMixin))
+    assert ours == theirs
 
 
 def test_what_the_table_of_overrides_names_exists() -> None:
