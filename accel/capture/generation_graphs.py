@@ -20,8 +20,8 @@ import torch
 
 from ..errors import ExportError
 from ..families.image_tiles import reads_tiles, tile_features
-from ..interfaces.task_registry import task_spec
-from ..interfaces.task_spec import TaskSpec, load
+from ..interfaces.task_registry import load_task
+from ..interfaces.task_spec import TaskSpec
 from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.cache_names import CACHE_NAME, cache_argument
 from ..upstream.library_output import quiet
@@ -51,14 +51,15 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
     Raises:
         ExportError: The model keeps another kind of state than keys and values, or has other parts than models for its task.
     """
-    spec = task_spec(source.task)
-    if not spec.generates:
-        return load(spec.parts)(source) if spec.parts else (source,)
-    _check_parts(source, spec)
+    task = load_task(source.task)
+    if task.spec.generates:
+        _check_parts(source, task.spec)
+    if (parts := task.parts(source, fusion)) is not None:
+        return tuple(parts)
+    if not task.spec.generates:
+        return (source,)
     if getattr(source.config, "is_encoder_decoder", False):
         return _encoder_decoder(source, fusion)
-    if source.task == "image-text-to-text":
-        return vision_language(source, fusion)
     return (_decoder_only(source, fusion),)
 
 

@@ -7,7 +7,7 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_settings
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
-from ..interfaces.task_registry import infer_task, is_adapter, read_config, task_spec
-from ..interfaces.task_spec import TaskSpec, load
-from ..interfaces.wrapper import Tensors
+from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
+from ..interfaces.task_spec import TaskSpec
 from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
@@ -33,7 +32,7 @@ from .process_lock import alone
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
 from .row_pooling import answering_by_row
-from .samples import Axes, check_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
+from .samples import Axes, check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .source import Source
 from .speech_samples import longest_sound
@@ -87,7 +86,8 @@ def load_source(
         TaskError: The task does not fit the model.
         ExportError: The model cannot be loaded, or no inputs can be made for it.
     """
-    spec = task_spec(task)
+    work = load_task(task)
+    spec = work.spec
     if isinstance(model, torch.nn.Module):
         module, folder = model, None
         values: dict[str, Any] = getattr(getattr(module, "config", None), "to_dict", dict)()
@@ -100,7 +100,7 @@ def load_source(
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     module = answering_by_row(module.eval())
     if config.output_hidden_states or config.output_attentions:
-        if spec.generates or spec.stands_in or spec.parts:
+        if spec.generates or not work.traced_as_is:
             raise TaskError(
                 f"A graph for {spec.name} returns no hidden states or attentions.",
                 fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
@@ -113,13 +113,11 @@ def load_source(
         module = SentenceEmbedder(module, layers).eval()
     elif spec.keeps:
         module = Answering(module, spec.keeps).eval()
-    if spec.stands_in:
-        module = load(spec.stands_in)(module).eval()
+    module = work.traced(module).eval()
     if sample is None:
-        make: Callable[[torch.nn.Module, Path | None], tuple[Tensors, Axes, tuple[str, ...]]] = load(spec.sample)
         # From the start again: a model that is loaded may have drawn, one in memory has not.
         with same_draws():
-            example, axes, unused = make(module, folder)
+            example, axes, unused = work.sample(module, folder) or default_sample(module, folder)
     else:
         check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
@@ -161,6 +159,8 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
         with quiet():
             if is_adapter(folder):
                 return _load_adapter(folder, spec, kwargs, hub)
+            if (made := load_task(spec.name).load(folder, **kwargs)) is not None:
+                return made if weights else made.to("meta")
             if not spec.auto_model:
                 architecture = read_config(folder).get("architectures", [""])[0]
                 return _load_complete(getattr(transformers, architecture), folder, spec, **kwargs)
@@ -176,10 +176,10 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             _check_head(loader, model_config, spec)
             if not weights:
                 with torch.device("meta"):
-                    made: torch.nn.Module = loader.from_config(
+                    shape: torch.nn.Module = loader.from_config(
                         model_config, dtype=kwargs["dtype"], trust_remote_code=hub.trust_remote_code
                     )
-                return made
+                return shape
             if holds_quantized(folder):
                 return _load_quantized(loader, folder, model_config, config, hub)
             return _load_complete(loader, folder, spec, config=model_config, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from ..artifact.tensors import TensorSpec
 from ..config import QuantizeConfig
 from ..errors import ArtifactNotFoundError, BackendUnavailableError, ConfigError, InputError, QuantizeError
 from ..interfaces.protocols import Feeds
-from ..interfaces.task_registry import task_spec
-from ..interfaces.task_spec import Modality, load
+from ..interfaces.task_registry import load_task, task_spec
+from ..interfaces.task_spec import Modality
 from ..upstream.library_output import quiet
 from .columns import is_text, map_columns
 from .defaults import with_defaults
@@ -150,19 +150,15 @@ def _rgb(image: Any) -> Any:
     return image.convert("RGB") if getattr(image, "mode", "RGB") != "RGB" else image
 
 
-Encode = Callable[[Rows, Any, "int | None"], Encoded]
-"""`TaskSpec.encode`: rows with mapped columns, the processor, and the tokens that longer rows are cut to."""
-
-
 def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Encoded:
     """Rows as a task's models read them: tokenized; of images nothing yet.
 
     Raises:
         InputError: A row without text.
     """
-    function: Encode = load(task_spec(task).encode)
     with quiet():
-        return function(rows, processor, max_length)
+        encoded: Encoded | None = load_task(task).encode(rows, processor, max_length)
+        return encode_texts(rows, processor, max_length) if encoded is None else encoded
 
 
 def encode_texts(rows: Rows, processor: Any, max_length: int | None) -> Encoded:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, InputError, did_you_mean
-from ..interfaces.task_registry import all_tasks, task_spec
+from ..interfaces.task_registry import measured_tasks, task_spec
 from ..interfaces.task_spec import Column, Holds, TaskSpec
 from .rows import Rows
 
@@ -112,7 +112,7 @@ def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None,
             f"accel does not know which columns {spec.name} needs.",
             fix="pass batches of inputs instead: an iterable of dictionaries of tensors."
             if not answers
-            else f"measure one of {', '.join(one.name for one in all_tasks() if one.predictor)}.",
+            else f"measure one of {', '.join(measured_tasks())}.",
         )
     features = dict(rows.dataset.features)
     found = _checked(columns or {}, spec, features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_kind
 from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, TaskError, did_you_mean
 from .entry_points import TASKS, entry_points
-from .task_spec import TaskSpec, load
+from .task import Task
+from .task_spec import TaskSpec
 
 _ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
@@ -40,6 +42,35 @@ def task_spec(name: str) -> TaskSpec:
             fix=f"use one of {', '.join(names)}.",
         )
     return found
+
+
+def load_task(name: str) -> Task:
+    """The task of that name, synonym or pipeline at work; imports its module at the first call.
+
+    Raises:
+        TaskError: There is none.
+        PluginError: Its `TaskSpec.impl` holds no `Task`.
+    """
+    return _implemented(task_spec(name))
+
+
+@functools.lru_cache
+def _implemented(spec: TaskSpec) -> Task:
+    if not spec.impl:
+        return Task(spec)
+    try:
+        impl = pkgutil.resolve_name(spec.impl)
+    # Foreign code, whose import may raise anything.
+    except Exception as error:
+        raise PluginError(f"The task {spec.name!r} cannot be loaded from {spec.impl!r}: {error}") from error
+    if not (isinstance(impl, type) and issubclass(impl, Task)):
+        raise PluginError(f"The task {spec.name!r} has the class {spec.impl!r}, which is no subclass of Task.")
+    return impl(spec)
+
+
+def measured_tasks() -> list[str]:
+    """Names of the tasks whose models can be measured."""
+    return [spec.name for spec in all_tasks() if load_task(spec.name).measured]
 
 
 def specs_for(word: str) -> tuple[TaskSpec, ...]:
@@ -103,7 +134,7 @@ def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[TaskSpec, ...]:
     specs: dict[str, TaskSpec] = {}
     for name, value in entries:
         try:
-            spec = load(value)
+            spec = pkgutil.resolve_name(value)
         # Foreign code, whose import may raise anything.
         except Exception as error:
             raise PluginError(f"The task {name!r} cannot be loaded from {value!r}: {error}") from error

@@ -1,11 +1,10 @@
-"""One task as data: everything that differs between tasks stands in its `TaskSpec`, and what works on it is named, not imported."""
+"""One task as data; its `Task` class, which `impl` names, does the work and is imported when it is first used."""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Holds = Literal[
     "text", "texts", "words", "label", "tags", "answers", "number", "image", "map", "objects", "audio", "video", "boxes"
@@ -38,13 +37,13 @@ class Column:
     answer: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskSpec:
-    """One task. Paths are `package.module:name`, resolved when they are needed (`load`).
+    """One task.
 
     Attributes:
         name: The word of transformers' pipelines, or one of its own where two kinds of models serve one pipeline.
-        model: Path of our class that runs it.
+        impl: `package.module:Class` of its `Task`; empty for `Task` itself.
         auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
         more_auto_models: Others that do, where the architectures for it are spread over several.
         output: The class of `transformers.modeling_outputs` that it returns; empty for a plain `ModelOutput`.
@@ -62,22 +61,15 @@ class TaskSpec:
         embeds: Whether it needs no head: hidden states and embeddings.
         pooling: For embeddings, what is pooled by where neither the user nor the folder says it; empty for none.
         pipelines: Pipeline tasks that a model for it serves, besides its own.
-        own_pipelines: Path of the pipeline class by pipeline task, where transformers has none.
+        own_pipelines: Pipeline tasks in addition that transformers has no pipeline for; the `Task` has their classes.
         columns: Uses of the columns of its data; none where rows cannot be read for it.
-        encode: Path of what turns rows into inputs.
-        predictor: Path of what predicts and compares when accuracy is measured; empty where it cannot be.
-        sample: Path of what makes the inputs for a trace.
-        stands_in: Path of a module around the model that a trace can follow where the model's own code goes through rows one by one;
-            empty for none.
-        parts: Path of what takes a model apart that generates nothing and has several graphs; empty for one graph.
-        fronts: By pipeline task, path of what serves it as text where another server runs the model: texts in, answers out.
         processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
         loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
     """
 
     name: str
-    model: str
+    impl: str = ""
     auto_model: str = ""
     more_auto_models: tuple[str, ...] = ()
     output: str = ""
@@ -93,22 +85,11 @@ class TaskSpec:
     embeds: bool = False
     pooling: str = ""
     pipelines: tuple[str, ...] = ()
-    own_pipelines: Mapping[str, str] = field(default_factory=dict)
+    own_pipelines: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
-    encode: str = "accel.data.batches:encode_texts"
-    predictor: str = ""
-    sample: str = "accel.capture.samples:default_sample"
-    stands_in: str = ""
-    parts: str = ""
-    fronts: Mapping[str, str] = field(default_factory=dict)
     processor: str = ""
     adapter: str = ""
     loss: str = ""
-
-    @property
-    def model_name(self) -> str:
-        """Name of our class."""
-        return self.model.rpartition(":")[2]
 
     @property
     def auto_models(self) -> tuple[str, ...]:
@@ -119,8 +100,3 @@ class TaskSpec:
     def serves(self) -> tuple[str, ...]:
         """Every pipeline task that a model for it serves."""
         return (self.name, *self.pipelines, *self.own_pipelines)
-
-
-def load(path: str) -> Any:
-    """What a path such as `package.module:name` names; imports the module."""
-    return pkgutil.resolve_name(path)

@@ -9,11 +9,9 @@ import torch
 from ..artifact.manifest import Artifact
 from ..backends.sessions import RunSettings
 from ..config import ExportConfig
-from ..interfaces.task_registry import task_spec
-from ..interfaces.task_spec import load
 from ..stages.export import opened_for, weights_of
 from ..stages.resolution import Resolved, original, recorded_export, resolve
-from .base import ORTModel
+from .base import ORTModel, model_class
 
 
 def open_model(
@@ -28,8 +26,7 @@ def open_model(
     resolved = resolve(model)
 
     def opened(artifact: Artifact) -> ORTModel:
-        cls: type[ORTModel] = load(task_spec(artifact.task).model)
-        return cls(
+        return model_class(artifact.task)(
             artifact,
             backend=settings.backend,
             device=settings.device,

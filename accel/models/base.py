@@ -28,8 +28,8 @@ from ..interfaces.fork_hooks import at_fork
 from ..interfaces.forks import never_destroyed
 from ..interfaces.protocols import Session
 from ..interfaces.specs import DeviceSpec
-from ..interfaces.task_registry import missing_config, read_config, specs_for, task_spec
-from ..interfaces.task_spec import LABELS, TaskSpec, load
+from ..interfaces.task_registry import load_task, missing_config, read_config, specs_for, task_spec
+from ..interfaces.task_spec import LABELS, TaskSpec
 from ..signatures import checked_arguments
 from ..stages.export import opened_for
 from ..stages.resolution import resolve
@@ -182,7 +182,7 @@ class ORTModel(Familiar, Saveable):
         meant = specs_for(task) if task is not None else ()
         if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
             raise TaskError(
-                f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {task_spec(task).model_name}."
+                f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {model_class(task).__name__}."
             )
         default = None if cls._any_task else cls.task
         resolved = resolve(
@@ -214,21 +214,19 @@ class ORTModel(Familiar, Saveable):
 
     @classmethod
     def _is_for(cls, spec: TaskSpec) -> bool:
-        found: type[ORTModel] = load(spec.model)
-        return issubclass(cls, found)
+        return issubclass(cls, model_class(spec.name))
 
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
         """The class of a task, for a class that opens any."""
-        found: type[Any] = load(task_spec(task).model)
-        return found
+        return model_class(task)
 
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
         if self.task != "custom" and not self._is_for(wanted):
             raise TaskError(
                 f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
-                fix=f"use {wanted.model_name}, or export the model again with another task.",
+                fix=f"use {model_class(wanted.name).__name__}, or export the model again with another task.",
             )
 
     def _load_config(self) -> Any:
@@ -504,3 +502,8 @@ class ORTModel(Familiar, Saveable):
         self._settings, self._trust_remote_code = state["settings"], state["trust_remote_code"]
         self.config, self.generation_config = state["config"], state["generation_config"]
         self._open()
+
+
+def model_class(task: str) -> type[ORTModel]:
+    """The class that runs the models of a task."""
+    return load_task(task).model or ORTModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from ..interfaces.task_registry import all_tasks
+from ..interfaces.task_registry import load_task, specs_for
 
 
 class NotSupportedFilter(logging.Filter):
@@ -24,7 +24,9 @@ class NotSupportedFilter(logging.Filter):
         from transformers.pipelines import PIPELINE_REGISTRY
 
         task = PIPELINE_REGISTRY.task_aliases.get(match[2], match[2])
-        return not any(spec.model_name == f"ORT{match[1]}" and task in spec.serves for spec in all_tasks())
+        return not any(
+            getattr(load_task(spec.name).model, "__name__", "") == f"ORT{match[1]}" for spec in specs_for(task)
+        )
 
 
 FILTER = NotSupportedFilter()

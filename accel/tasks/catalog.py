@@ -32,13 +32,9 @@ _EMBEDDED = (
     Column(use="text_pair", known=_PAIR, holds="text", needed="measuring"),
 )
 
-_SERVED = "accel.deploying.triton.services"
-
-_EMBEDDINGS = dict.fromkeys(("feature-extraction", "sentence-similarity"), f"{_SERVED}:EMBEDDINGS")
-
 TEXT_CLASSIFICATION = TaskSpec(
     name="text-classification",
-    model="accel.models.encoders:ORTModelForSequenceClassification",
+    impl="accel.tasks.text_classification:TextClassification",
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
@@ -47,15 +43,12 @@ TEXT_CLASSIFICATION = TaskSpec(
     synonyms=("sequence-classification", "sentiment-analysis"),
     pipelines=("zero-shot-classification",),
     columns=(LABEL, TEXT, Column(use="text_pair", known=_PAIR, holds="text", needed="named")),
-    encode="accel.data.batches:encode_pairs",
-    predictor="accel.measuring.accuracy.predictors:classifier",
-    fronts={"text-classification": f"{_SERVED}:CLASSIFICATION", "zero-shot-classification": f"{_SERVED}:ZERO_SHOT"},
     adapter="SEQ_CLS",
 )
 
 TOKEN_CLASSIFICATION = TaskSpec(
     name="token-classification",
-    model="accel.models.encoders:ORTModelForTokenClassification",
+    impl="accel.tasks.token_classification:TokenClassification",
     auto_model="AutoModelForTokenClassification",
     output="TokenClassifierOutput",
     outputs={"logits": ("batch", "sequence", "num_labels")},
@@ -72,37 +65,29 @@ TOKEN_CLASSIFICATION = TaskSpec(
         ),
         Column(use="words", known=("tokens", "words"), holds="words"),
     ),
-    encode="accel.data.batches:encode_words",
-    predictor="accel.measuring.accuracy.predictors:Tags",
-    fronts={"token-classification": f"{_SERVED}:TAGS"},
     adapter="TOKEN_CLS",
 )
 
 QUESTION_ANSWERING = TaskSpec(
     name="question-answering",
-    model="accel.models.encoders:ORTModelForQuestionAnswering",
+    impl="accel.tasks.question_answering:QuestionAnswering",
     auto_model="AutoModelForQuestionAnswering",
     output="QuestionAnsweringModelOutput",
     outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
     suffixes=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
     loss="ForQuestionAnswering",
-    own_pipelines={
-        "question-answering": "accel.models.pipelines.question_answering:QuestionAnsweringPipeline",
-    },
+    own_pipelines=("question-answering",),
     columns=(
         Column(use="answers", known=("answers", "answer"), holds="answers", needed="measuring", answer=True),
         Column(use="question", known=("question", "query"), holds="text"),
         Column(use="context", known=("context", "passage", "paragraph", "text"), holds="text"),
     ),
-    encode="accel.data.batches:encode_questions",
-    predictor="accel.measuring.accuracy.predictors:Answers",
-    fronts={"question-answering": f"{_SERVED}:ANSWERS"},
     adapter="QUESTION_ANS",
 )
 
 DOCUMENT_QUESTION_ANSWERING = TaskSpec(
     name="document-question-answering",
-    model="accel.models.documents:ORTModelForDocumentQuestionAnswering",
+    impl="accel.tasks.document_question_answering:DocumentQuestionAnswering",
     auto_model="AutoModelForDocumentQuestionAnswering",
     output="QuestionAnsweringModelOutput",
     outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
@@ -115,24 +100,20 @@ DOCUMENT_QUESTION_ANSWERING = TaskSpec(
         Column(use="words", known=("words", "tokens"), holds="words"),
         Column(use="boxes", known=("boxes", "bboxes", "bbox"), holds="boxes"),
     ),
-    encode="accel.data.documents:encode_documents",
-    predictor="accel.measuring.accuracy.documents:DocumentAnswers",
-    sample="accel.capture.document_samples:document_sample",
 )
 
 TABLE_QUESTION_ANSWERING = TaskSpec(
     name="table-question-answering",
-    model="accel.models.tables:ORTModelForTableQuestionAnswering",
+    impl="accel.tasks.table_question_answering:TableQuestionAnswering",
     auto_model="AutoModelForTableQuestionAnswering",
     outputs={"logits": ("batch", "sequence")},
     keeps=("logits", "logits_aggregation"),
     listed=True,
-    sample="accel.capture.document_samples:table_sample",
 )
 
 MULTIPLE_CHOICE = TaskSpec(
     name="multiple-choice",
-    model="accel.models.encoders:ORTModelForMultipleChoice",
+    impl="accel.tasks.multiple_choice:MultipleChoice",
     auto_model="AutoModelForMultipleChoice",
     output="MultipleChoiceModelOutput",
     outputs={"logits": ("batch", "choices")},
@@ -141,7 +122,7 @@ MULTIPLE_CHOICE = TaskSpec(
 
 FILL_MASK = TaskSpec(
     name="fill-mask",
-    model="accel.models.encoders:ORTModelForMaskedLM",
+    impl="accel.tasks.fill_mask:FillMask",
     auto_model="AutoModelForMaskedLM",
     output="MaskedLMOutput",
     outputs={"logits": ("batch", "sequence", "vocab_size")},
@@ -153,7 +134,7 @@ FILL_MASK = TaskSpec(
 
 FEATURE_EXTRACTION = TaskSpec(
     name="feature-extraction",
-    model="accel.models.encoders:ORTModelForFeatureExtraction",
+    impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
     # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
     more_auto_models=("AutoModelForTextEncoding",),
@@ -162,15 +143,13 @@ FEATURE_EXTRACTION = TaskSpec(
     synonyms=("default",),
     pipelines=("sentence-similarity", "image-feature-extraction"),
     columns=_EMBEDDED,
-    predictor="accel.measuring.accuracy.predictors:Similarities",
-    fronts=_EMBEDDINGS,
     embeds=True,
     adapter="FEATURE_EXTRACTION",
 )
 
 SENTENCE_SIMILARITY = TaskSpec(
     name="sentence-similarity",
-    model="accel.models.encoders:ORTModelForFeatureExtraction",
+    impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
     # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
     more_auto_models=("AutoModelForTextEncoding",),
@@ -178,15 +157,13 @@ SENTENCE_SIMILARITY = TaskSpec(
     synonyms=("embedding", "embeddings"),
     pipelines=("feature-extraction",),
     columns=_EMBEDDED,
-    predictor="accel.measuring.accuracy.predictors:Similarities",
-    fronts=_EMBEDDINGS,
     embeds=True,
     pooling="mean",
 )
 
 TEXT_RANKING = TaskSpec(
     name="text-ranking",
-    model="accel.models.encoders:ORTModelForSequenceClassification",
+    impl="accel.tasks.text_ranking:TextRanking",
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
@@ -197,13 +174,10 @@ TEXT_RANKING = TaskSpec(
         Column(use="positive", known=("positive", "positives", "relevant", "answer"), holds="texts"),
         Column(use="negative", known=("negative", "negatives", "irrelevant"), holds="texts", needed="measuring"),
     ),
-    encode="accel.data.ranking:encode_queries",
-    predictor="accel.measuring.accuracy.ranking:Rankings",
-    fronts={"text-ranking": f"{_SERVED}:RANKING", "text-classification": f"{_SERVED}:CLASSIFICATION"},
     loss="ForSequenceClassification",
 )
 
-CUSTOM = TaskSpec(name="custom", model="accel.models.encoders:ORTModelForCustomTasks", synonyms=("custom-tasks",))
+CUSTOM = TaskSpec(name="custom", impl="accel.tasks.custom:Custom", synonyms=("custom-tasks",))
 
 IMAGE = Column(use="image", known=("image", "img", "pixel_values", "file", "path", "image_path"), holds="image")
 
@@ -225,7 +199,7 @@ def _map(use: str, *known: str) -> Column:
 
 IMAGE_CLASSIFICATION = TaskSpec(
     name="image-classification",
-    model="accel.models.encoders:ORTModelForImageClassification",
+    impl="accel.tasks.image_classification:ImageClassification",
     auto_model="AutoModelForImageClassification",
     output="ImageClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
@@ -234,54 +208,44 @@ IMAGE_CLASSIFICATION = TaskSpec(
     modalities=("image",),
     columns=(LABEL, IMAGE),
     loss="ForImageClassification",
-    encode="accel.data.batches:encode_images",
-    predictor="accel.measuring.accuracy.predictors:Classes",
 )
 
 ZERO_SHOT_IMAGE_CLASSIFICATION = TaskSpec(
     name="zero-shot-image-classification",
-    model="accel.models.images:ORTModelForZeroShotImageClassification",
+    impl="accel.tasks.zero_shot_image_classification:ZeroShotImageClassification",
     auto_model="AutoModelForZeroShotImageClassification",
     outputs={"logits_per_image": ("batch", "texts")},
     keeps=("logits_per_image", "logits_per_text", "image_embeds", "text_embeds"),
     listed=True,
     modalities=("image", "text"),
-    sample="accel.capture.image_text_samples:image_text_sample",
     columns=(LABEL, IMAGE, _CAPTION),
-    encode="accel.data.pictures:encode_images_with_texts",
-    predictor="accel.measuring.accuracy.pictures:Candidates",
 )
 
 OBJECT_DETECTION = TaskSpec(
     name="object-detection",
-    model="accel.models.images:ORTModelForObjectDetection",
+    impl="accel.tasks.object_detection:ObjectDetection",
     auto_model="AutoModelForObjectDetection",
     outputs={"logits": ("batch", "queries", "classes"), "pred_boxes": ("batch", "queries", "corners")},
     keeps=("logits", "pred_boxes", "order_logits", "out_masks"),
     suffixes=("ForObjectDetection",),
     modalities=("image",),
     columns=(_OBJECTS, IMAGE),
-    encode="accel.data.pictures:encode_pictures",
-    predictor="accel.measuring.accuracy.pictures:Detections",
 )
 
 ZERO_SHOT_OBJECT_DETECTION = TaskSpec(
     name="zero-shot-object-detection",
-    model="accel.models.images:ORTModelForZeroShotObjectDetection",
+    impl="accel.tasks.zero_shot_object_detection:ZeroShotObjectDetection",
     auto_model="AutoModelForZeroShotObjectDetection",
     outputs={"logits": ("batch", "queries", "texts"), "pred_boxes": ("batch", "queries", "corners")},
     keeps=("logits", "pred_boxes", "objectness_logits"),
     listed=True,
     modalities=("image", "text"),
     columns=(_OBJECTS, IMAGE, _CAPTION),
-    encode="accel.data.pictures:encode_images_with_each_text",
-    predictor="accel.measuring.accuracy.pictures:DetectionsByName",
-    sample="accel.capture.image_text_samples:detection_sample",
 )
 
 IMAGE_SEGMENTATION = TaskSpec(
     name="image-segmentation",
-    model="accel.models.images:ORTModelForImageSegmentation",
+    impl="accel.tasks.image_segmentation:ImageSegmentation",
     auto_model="AutoModelForSemanticSegmentation",
     more_auto_models=(
         "AutoModelForUniversalSegmentation",
@@ -301,35 +265,29 @@ IMAGE_SEGMENTATION = TaskSpec(
         _map("mask", "annotation", "mask", "masks", "label", "labels", "segmentation_mask", "semantic_mask"),
         IMAGE,
     ),
-    encode="accel.data.pictures:encode_pictures",
-    predictor="accel.measuring.accuracy.pictures:Segments",
 )
 
 MASK_GENERATION = TaskSpec(
     name="mask-generation",
-    model="accel.models.masks:ORTModelForMaskGeneration",
+    impl="accel.tasks.mask_generation:MaskGeneration",
     auto_model="AutoModelForMaskGeneration",
     listed=True,
     modalities=("image",),
-    sample="accel.capture.mask_samples:mask_sample",
-    parts="accel.capture.mask_samples:mask_parts",
 )
 
 KEYPOINT_MATCHING = TaskSpec(
     name="keypoint-matching",
-    model="accel.models.images:ORTModelForKeypointMatching",
+    impl="accel.tasks.keypoint_matching:KeypointMatching",
     auto_model="AutoModelForKeypointMatching",
     outputs={"matches": ("batch", "pair", "keypoints"), "keypoints": ("batch", "pair", "keypoints", "coordinates")},
     keeps=("matches", "matching_scores", "keypoints", "mask"),
     suffixes=("ForKeypointMatching",),
     modalities=("image",),
-    sample="accel.capture.image_text_samples:pair_sample",
-    stands_in="accel.families.keypoint_matchers:KeypointMatcher",
 )
 
 DEPTH_ESTIMATION = TaskSpec(
     name="depth-estimation",
-    model="accel.models.images:ORTModelForDepthEstimation",
+    impl="accel.tasks.depth_estimation:DepthEstimation",
     auto_model="AutoModelForDepthEstimation",
     output="DepthEstimatorOutput",
     outputs={"predicted_depth": ("batch", "height", "width")},
@@ -337,13 +295,11 @@ DEPTH_ESTIMATION = TaskSpec(
     suffixes=("ForDepthEstimation",),
     modalities=("image",),
     columns=(_map("depth", "depth", "depth_map", "depths", "label"), IMAGE),
-    encode="accel.data.pictures:encode_pictures",
-    predictor="accel.measuring.accuracy.pictures:Depths",
 )
 
 IMAGE_TO_IMAGE = TaskSpec(
     name="image-to-image",
-    model="accel.models.images:ORTModelForImageToImage",
+    impl="accel.tasks.image_to_image:ImageToImage",
     auto_model="AutoModelForImageToImage",
     output="ImageSuperResolutionOutput",
     outputs={"reconstruction": ("batch", "channels", "height", "width")},
@@ -351,14 +307,12 @@ IMAGE_TO_IMAGE = TaskSpec(
     suffixes=("ForImageSuperResolution",),
     modalities=("image",),
     columns=(_map("target", "target", "hr", "high_resolution", "ground_truth", "gt"), IMAGE),
-    encode="accel.data.pictures:encode_pictures",
-    predictor="accel.measuring.accuracy.pictures:Pixels",
-    own_pipelines={"image-to-image": "accel.models.pipelines.image_to_image:ImageToImagePipeline"},
+    own_pipelines=("image-to-image",),
 )
 
 VIDEO_CLASSIFICATION = TaskSpec(
     name="video-classification",
-    model="accel.models.videos:ORTModelForVideoClassification",
+    impl="accel.tasks.video_classification:VideoClassification",
     auto_model="AutoModelForVideoClassification",
     output="ImageClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
@@ -368,9 +322,6 @@ VIDEO_CLASSIFICATION = TaskSpec(
         LABEL,
         Column(use="video", known=("video", "frames", "clip", "images", "pixel_values"), holds="video"),
     ),
-    encode="accel.data.videos:encode_videos",
-    predictor="accel.measuring.accuracy.predictors:Classes",
-    sample="accel.capture.video_samples:video_sample",
     loss="ForVideoClassification",
 )
 
@@ -378,14 +329,10 @@ _AUDIO_NAMES = ("audio", "speech", "sound", "file", "path", "audio_path", "wav")
 
 AUDIO = Column(use="audio", known=_AUDIO_NAMES, holds="audio")
 
-_SOUND_SAMPLE = "accel.capture.sound_samples:sound_sample"
-
-_ENCODE_SOUNDS = "accel.data.sounds:encode_sounds"
-
 CTC = TaskSpec(
     # Its pipeline is that of the speech encoder-decoders in `generation`; a model's config says which of both it is.
     name="ctc",
-    model="accel.models.audio:ORTModelForCTC",
+    impl="accel.tasks.ctc:Ctc",
     auto_model="AutoModelForCTC",
     output="CausalLMOutput",
     outputs={"logits": ("batch", "frames", "vocab_size")},
@@ -403,15 +350,12 @@ CTC = TaskSpec(
         ),
         AUDIO,
     ),
-    encode=_ENCODE_SOUNDS,
-    predictor="accel.measuring.accuracy.sounds:Transcripts",
-    sample=_SOUND_SAMPLE,
     processor="AutoProcessor",
 )
 
 AUDIO_CLASSIFICATION = TaskSpec(
     name="audio-classification",
-    model="accel.models.audio:ORTModelForAudioClassification",
+    impl="accel.tasks.audio_classification:AudioClassification",
     auto_model="AutoModelForAudioClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
@@ -420,15 +364,12 @@ AUDIO_CLASSIFICATION = TaskSpec(
     listed=True,
     modalities=("audio",),
     columns=(LABEL, AUDIO),
-    encode=_ENCODE_SOUNDS,
-    predictor="accel.measuring.accuracy.predictors:Classes",
-    sample=_SOUND_SAMPLE,
     loss="ForSequenceClassification",
 )
 
 ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
     name="zero-shot-audio-classification",
-    model="accel.models.audio:ORTModelForZeroShotAudioClassification",
+    impl="accel.tasks.zero_shot_audio_classification:ZeroShotAudioClassification",
     auto_model="AutoModel",
     outputs={"logits_per_audio": ("batch", "texts")},
     keeps=("logits_per_audio", "logits_per_text", "text_embeds", "audio_embeds"),
@@ -441,14 +382,11 @@ ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
         AUDIO,
         Column(use="text", known=("text", "caption", "sentence", "prompt"), holds="text", needed="known"),
     ),
-    encode="accel.data.sounds:encode_sounds_with_texts",
-    predictor="accel.measuring.accuracy.sounds:SoundCandidates",
-    sample="accel.capture.sound_text_samples:sound_text_sample",
 )
 
 AUDIO_FRAME_CLASSIFICATION = TaskSpec(
     name="audio-frame-classification",
-    model="accel.models.audio:ORTModelForAudioFrameClassification",
+    impl="accel.tasks.audio_frame_classification:AudioFrameClassification",
     auto_model="AutoModelForAudioFrameClassification",
     output="TokenClassifierOutput",
     outputs={"logits": ("batch", "frames", "num_labels")},
@@ -459,24 +397,19 @@ AUDIO_FRAME_CLASSIFICATION = TaskSpec(
         Column(use="tags", known=("labels", "label", "tags", "frames"), holds="tags", needed="measuring", answer=True),
         AUDIO,
     ),
-    encode=_ENCODE_SOUNDS,
-    predictor="accel.measuring.accuracy.sounds:Frames",
-    sample=_SOUND_SAMPLE,
 )
 
 TEXT_TO_AUDIO = TaskSpec(
     name="text-to-audio",
-    model="accel.models.voices:ORTModelForTextToWaveform",
+    impl="accel.tasks.text_to_audio:TextToAudio",
     auto_model="AutoModelForTextToWaveform",
     listed=True,
     synonyms=("text-to-speech", "text-to-waveform"),
-    sample="accel.capture.waveform_samples:waveform_sample",
-    parts="accel.capture.waveform_samples:waveform_parts",
 )
 
 AUDIO_XVECTOR = TaskSpec(
     name="audio-xvector",
-    model="accel.models.audio:ORTModelForAudioXVector",
+    impl="accel.tasks.audio_xvector:AudioXvector",
     auto_model="AutoModelForAudioXVector",
     output="XVectorOutput",
     outputs={"logits": ("batch", "speakers"), "embeddings": ("batch", "embedding")},
@@ -493,15 +426,11 @@ AUDIO_XVECTOR = TaskSpec(
             needed="measuring",
         ),
     ),
-    encode=_ENCODE_SOUNDS,
-    predictor="accel.measuring.accuracy.sounds:Voices",
-    sample=_SOUND_SAMPLE,
-    stands_in="accel.capture.x_vectors:VoiceEmbedder",
 )
 
 TEXT_GENERATION = TaskSpec(
     name="text-generation",
-    model="accel.models.generation_mixin:ORTModelForCausalLM",
+    impl="accel.tasks.text_generation:TextGeneration",
     auto_model="AutoModelForCausalLM",
     output="CausalLMOutputWithPast",
     suffixes=("ForCausalLM", "LMHeadModel"),
@@ -509,14 +438,12 @@ TEXT_GENERATION = TaskSpec(
     generates=True,
     encoder_decoder=False,
     columns=(TEXT,),
-    predictor="accel.measuring.accuracy.predictors:NextTokens",
-    fronts={"text-generation": "accel.deploying.triton.services:GENERATION"},
     adapter="CAUSAL_LM",
 )
 
 TEXT2TEXT_GENERATION = TaskSpec(
     name="text2text-generation",
-    model="accel.models.encoder_decoder:ORTModelForSeq2SeqLM",
+    impl="accel.tasks.text2text_generation:Text2textGeneration",
     auto_model="AutoModelForSeq2SeqLM",
     output="Seq2SeqLMOutput",
     suffixes=("ForConditionalGeneration", "MTModel"),
@@ -524,17 +451,13 @@ TEXT2TEXT_GENERATION = TaskSpec(
     generates=True,
     encoder_decoder=True,
     columns=(TEXT,),
-    own_pipelines={
-        "text2text-generation": "accel.models.pipelines.text_to_text:Text2TextGenerationPipeline",
-        "summarization": "accel.models.pipelines.text_to_text:SummarizationPipeline",
-        "translation": "accel.models.pipelines.text_to_text:TranslationPipeline",
-    },
+    own_pipelines=("text2text-generation", "summarization", "translation"),
     adapter="SEQ_2_SEQ_LM",
 )
 
 AUTOMATIC_SPEECH_RECOGNITION = TaskSpec(
     name="automatic-speech-recognition",
-    model="accel.models.speech:ORTModelForSpeechSeq2Seq",
+    impl="accel.tasks.automatic_speech_recognition:AutomaticSpeechRecognition",
     auto_model="AutoModelForSpeechSeq2Seq",
     output="Seq2SeqLMOutput",
     listed=True,
@@ -543,13 +466,11 @@ AUTOMATIC_SPEECH_RECOGNITION = TaskSpec(
     generates=True,
     encoder_decoder=True,
     columns=(AUDIO,),
-    encode="accel.data.sounds:encode_sounds",
-    sample="accel.capture.speech_samples:speech_sample",
 )
 
 IMAGE_TO_TEXT = TaskSpec(
     name="image-to-text",
-    model="accel.models.encoder_decoder:ORTModelForVision2Seq",
+    impl="accel.tasks.image_to_text:ImageToText",
     auto_model="AutoModelForImageTextToText",
     output="Seq2SeqLMOutput",
     listed=True,
@@ -559,13 +480,12 @@ IMAGE_TO_TEXT = TaskSpec(
     generates=True,
     encoder_decoder=True,
     columns=(IMAGE,),
-    encode="accel.data.batches:encode_images",
-    own_pipelines={"image-to-text": "accel.models.pipelines.image_to_text:ImageToTextPipeline"},
+    own_pipelines=("image-to-text",),
 )
 
 IMAGE_TEXT_TO_TEXT = TaskSpec(
     name="image-text-to-text",
-    model="accel.models.vision_language:ORTModelForImageTextToText",
+    impl="accel.tasks.image_text_to_text:ImageTextToText",
     auto_model="AutoModelForImageTextToText",
     output="CausalLMOutputWithPast",
     suffixes=("ForConditionalGeneration",),

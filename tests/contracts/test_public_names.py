@@ -8,7 +8,7 @@ from pathlib import Path
 import accel
 from accel.backends import registry
 from accel.interfaces.task_registry import all_tasks
-from accel.interfaces.task_spec import load
+from accel.models.base import model_class
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,8 @@ def test_functions_are_not_shadowed_by_modules() -> None:
 
 def test_every_task_has_its_class() -> None:
     for spec in all_tasks():
-        assert spec.model_name in accel.__all__
-        assert load(spec.model) is getattr(accel, spec.model_name)
+        model = model_class(spec.name)
+        assert getattr(accel, model.__name__) is model
 
 
 def test_folders_are_entry_points_are_extras() -> None:

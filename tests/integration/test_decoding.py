@@ -12,7 +12,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError
-from accel.interfaces.task_registry import task_spec
+from accel.models.base import model_class
 from accel.testing.generators import tiny_generator
 from accel.testing.models import VOCABULARY
 
@@ -43,7 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(artifact: Artifact) -> Any:
-    return getattr(accel, task_spec(artifact.task).model_name)(artifact)
+    return model_class(artifact.task)(artifact)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from accel.artifact.manifest import Manifest
 from accel.capture import feeds_for
 from accel.cli import app
 from accel.errors import ConfigError, InputError
-from accel.interfaces.task_registry import task_spec
+from accel.models.base import model_class
 from accel.models.losses import computes_next_tokens_loss
 from accel.testing.generators import GENERATORS, IMAGE_TOKEN, PATCH, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
@@ -90,7 +90,7 @@ def patch_processor(**settings: Any) -> Any:
 
 
 def opened(artifact: Artifact) -> Any:
-    return getattr(accel, task_spec(artifact.task).model_name)(artifact)
+    return model_class(artifact.task)(artifact)
 
 
 # What is not about graphs runs on PyTorch every time: an export takes seconds.

@@ -22,8 +22,8 @@ from accel.data.columns import map_columns
 from accel.data.pictures import categories
 from accel.data.rows import load_rows
 from accel.errors import InputError
-from accel.interfaces.task_registry import task_spec
-from accel.interfaces.task_spec import load
+from accel.interfaces.task_registry import load_task
+from accel.models.base import model_class
 from accel.testing.pictures import PICTURES
 
 SIZES = ((60, 80), (96, 64), (64, 64))
@@ -112,8 +112,7 @@ class TestDetectionByName:
         found = measured(family, folder, rows)
         assert found.metric == "map"
         assert 0 <= found.value <= 1
-        task = task_spec(self.TASK)
-        predictor = load(task.predictor)(
+        predictor = load_task(self.TASK).predictor(None)(
             map_columns(load_rows(rows), self.TASK), task=self.TASK, config=None, max_length=None, limit=None, batch_size=2,
             processor=transformers.AutoProcessor.from_pretrained(folder),
         )  # fmt: skip
@@ -146,7 +145,7 @@ class TestDetectionByName:
         row = {"image": picture(60, 80), "objects": {"bbox": [[4.0, 4.0, 30.0, 20.0]], "category": ["my card"]}}
         rows = map_columns(load_rows(datasets.Dataset.from_list([row], features=features)), self.TASK)
         assert categories(rows) == ["cash", "a bank", "my card"]
-        encoded = load(task_spec(self.TASK).encode)(
+        encoded = load_task(self.TASK).encode(
             rows, transformers.AutoProcessor.from_pretrained(tiny_folder("owlvit", self.TASK)), None
         )
         assert len(encoded.batch([0])["input_ids"]) == 3
@@ -316,7 +315,7 @@ def test_eight_bits_calibrated_on_rows(
     assert made.manifest.quantization is not None
     sizes = {"height": 64, "width": 96, "sequence": 6}
     feeds = feeds_for(artifact.components[0].inputs, sizes, seed=0, folder=artifact.path)
-    exact, rounded = (load(task_spec(one.task).model)(one)(**feeds) for one in (artifact, made))
+    exact, rounded = (model_class(one.task)(one)(**feeds) for one in (artifact, made))
     name = next(iter(exact))
     error = (rounded[name] - exact[name]).abs().max() / exact[name].abs().max()
     # Of random weights. Scores that are cosines times 14, of texts that the calibration did not have: 0.11, 0.36 and 0.43 on

@@ -17,18 +17,34 @@ from accel.interfaces.task_spec import Column, TaskSpec
 
 SPEC = TaskSpec(
     name="intent-detection",
-    model="accel.models.encoders:ORTModelForSequenceClassification",
+    impl="intent_task:IntentDetection",
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
     synonyms=("intents",),
-    own_pipelines={"intent-detection": "transformers:TextClassificationPipeline"},
+    own_pipelines=("intent-detection",),
     columns=(
         Column(use="label", known=("wish",), holds="label", needed="measuring", answer=True),
         Column(use="text", known=("said",), holds="text"),
     ),
-    predictor="accel.measuring.accuracy.predictors:Classes",
 )
+"""
+
+_TASK = """
+import transformers
+from accel import ORTModelForSequenceClassification
+from accel.interfaces.task import Task
+from accel.measuring.accuracy.predictors import Classes
+
+
+class IntentDetection(Task):
+    model = ORTModelForSequenceClassification
+
+    def predictor(self, config):
+        return Classes
+
+    def pipeline(self, name):
+        return transformers.TextClassificationPipeline
 """
 
 
@@ -43,6 +59,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "[accel.tasks]\nintent-detection = intents_of_a_stranger:SPEC\n", encoding="utf-8"
     )
     (site / "intents_of_a_stranger.py").write_text(_MODULE, encoding="utf-8")
+    (site / "intent_task.py").write_text(_TASK, encoding="utf-8")
     monkeypatch.syspath_prepend(site)
     return "intent-detection"
 

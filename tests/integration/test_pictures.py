@@ -18,7 +18,7 @@ from accel.artifact import Artifact
 from accel.capture.source_loader import loader_for
 from accel.errors import InputError
 from accel.interfaces.task_registry import task_spec
-from accel.interfaces.task_spec import load
+from accel.models.base import model_class
 from accel.stages.export import export
 from accel.testing.pictures import PICTURES
 
@@ -87,7 +87,7 @@ def differs(found: Any, expected: Any) -> float:
 
 
 def opened(family: str, backend: str, folder: Path, artifact: Callable[[], Artifact]) -> Any:
-    cls: Any = load(task_spec(PICTURES[family][0]).model)
+    cls: Any = model_class(PICTURES[family][0])
     return cls.from_pretrained(folder if backend == "pytorch" else artifact(), backend=backend)
 
 

@@ -19,7 +19,8 @@ from covering import cover, pairs
 from accel.backends import registry
 from accel.config import Calibration, Dtype, Level, Pooling
 from accel.interfaces.specs import WEIGHTS, BackendSpec, Capability
-from accel.interfaces.task_registry import all_tasks, task_spec
+from accel.interfaces.task import Task
+from accel.interfaces.task_registry import all_tasks, load_task, task_spec
 
 HOST = ("cpu", "auto")
 """Device types that every machine has: a case on another one is marked `gpu`."""
@@ -341,6 +342,11 @@ def _sets(case: Case, *settings: str) -> bool:
     return case.setting in settings or case.setting.partition("=")[0] in settings
 
 
+def _has_parts(task: str) -> bool:
+    """Whether a task takes its models apart itself."""
+    return type(load_task(task)).parts is not Task.parts
+
+
 _PARTS = ("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text")
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -383,7 +389,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # Batches hold the inputs of a model, and no cache, which its graphs take as well.
     Refusal(
         lambda c: (
-            (c.generates or task_spec(c.task).parts)
+            (c.generates or _has_parts(c.task))
             and c.quantizer in ("cpu", "cuda", "tensorrt")
             and c.scheme.startswith("static")
         ),
@@ -393,7 +399,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: (
             c.quantizer == "openvino"
-            and (c.task in _PARTS or task_spec(c.task).parts)
+            and (c.task in _PARTS or _has_parts(c.task))
             and (c.scheme == "static-int8" or _sets(c, 'algorithm="gptq"', "scale_estimation"))
         ),
         "needs data for each of the graphs",
@@ -498,9 +504,7 @@ REFUSALS: tuple[Refusal, ...] = (
         takes_long=True,
     ),
     Refusal(
-        lambda c: (
-            (c.generates or c.task == "audio-xvector" or task_spec(c.task).parts) and c.capture.startswith("output_")
-        ),
+        lambda c: (c.generates or not load_task(c.task).traced_as_is) and c.capture.startswith("output_"),
         "returns no hidden states",
     ),
 )

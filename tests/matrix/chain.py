@@ -12,12 +12,12 @@ import torch
 import transformers
 from cases import Case, parsed
 
-import accel
 from accel.artifact import Artifact
 from accel.backends import registry
 from accel.config import QuantizeConfig, SessionOptions
 from accel.interfaces.cpu_features import cpu_flags
 from accel.interfaces.task_registry import all_tasks, task_spec
+from accel.models.base import model_class
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
@@ -267,7 +267,7 @@ class Chains:
             given["provider_options"] = how.pop("provider")
         if how:
             given["session_options"] = SessionOptions.from_dict(how)
-        cls = getattr(accel, task_spec(case.task).model_name)
+        cls = model_class(case.task)
         where = {"backend": case.runner, "device": placed(case.device)}
         if isinstance(artifact, Artifact):
             return cls(artifact, **where, **given)

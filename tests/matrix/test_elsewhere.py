@@ -14,7 +14,7 @@ from chain import Chains, inputs_of
 
 import accel
 from accel.backends import registry
-from accel.interfaces.task_registry import task_spec
+from accel.models.base import model_class
 
 PLAIN = {
     "task": "text-classification",
@@ -44,11 +44,10 @@ from pathlib import Path
 import torch
 import accel
 from accel.artifact import Artifact
-from accel.interfaces.task_registry import task_spec
 
 for folder in map(Path, sys.argv[1:]):
     given = torch.load(folder / "given.pt")
-    cls = getattr(accel, task_spec(Artifact.load(folder / "model").task).model_name)
+    cls = model_class(Artifact.load(folder / "model").task)
     model = cls.from_pretrained(folder / "model", backend=given["backend"])
     found = model(**given["feeds"])
     torch.save({name: found[name] for name in given["names"]}, folder / "found.pt")
@@ -62,7 +61,7 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
         case = Case(**(PLAIN | changes))
         folder = tmp_path / name
         folder.mkdir()
-        model = getattr(accel, task_spec(case.task).model_name)(chains.made(case), backend=case.runner)
+        model = model_class(case.task)(chains.made(case), backend=case.runner)
         model.save_pretrained(folder / "model")
         feeds = inputs_of(case.task)
         found = model(**feeds)

@@ -19,7 +19,7 @@ from PIL import Image
 import accel
 from accel import SessionOptions
 from accel.artifact import Artifact
-from accel.interfaces.task_registry import task_spec
+from accel.models.base import model_class
 from accel.testing.generators import GENERATORS, tiny_generator
 from accel.testing.models import tiny_model
 
@@ -37,7 +37,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def classed(task: str) -> Any:
-    return getattr(accel, task_spec(task).model_name)
+    return model_class(task)
 
 
 def prompt(family: str) -> dict[str, torch.Tensor]:

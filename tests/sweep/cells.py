@@ -21,7 +21,7 @@ from accel.artifact import Artifact
 from accel.backends import registry
 from accel.errors import AccelError
 from accel.interfaces.task_registry import task_spec
-from accel.interfaces.task_spec import load
+from accel.models.base import model_class
 from accel.stages.graph_comparison import accepted_rounding
 from accel.stages.quantize import quantize
 from accel.upstream.library_output import quiet
@@ -267,7 +267,7 @@ class _Run:
         return reason
 
     def _open(self, artifact: Artifact) -> Any:
-        return load(task_spec(self.pair.task).model)(artifact, backend=self.backend)
+        return model_class(self.pair.task)(artifact, backend=self.backend)
 
     def _difference(self, artifact: Artifact) -> float:
         opened = self._open(artifact)

@@ -19,8 +19,7 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.errors import AccelError
-from accel.interfaces.task_registry import task_spec
-from accel.interfaces.task_spec import load
+from accel.models.base import model_class
 
 from .building import NotBuilt, build, first_line
 from .cases import Pair
@@ -164,7 +163,7 @@ def _on_device(inputs: Tensors) -> Tensors:
 @torch.inference_mode()
 def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
     """The largest ratio of our error to eager float16's over all shapes, each taken over at least `_ROWS` rows."""
-    opened = load(task_spec(pair.task).model)(artifact, backend=GPU)
+    opened = model_class(pair.task)(artifact, backend=GPU)
     exact, half = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).half().to(DEVICE)
     left_out = _ROUTED if _routes(model) else 0.0
     worst = 0.0
@@ -252,7 +251,7 @@ def _size(errors: Sequence[torch.Tensor], left_out: float) -> float:
 
 def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:
     """How many greedy tokens differ from float32's where its choice was clear of float16's rounding."""
-    opened = load(task_spec(pair.task).model)(artifact, backend=GPU)
+    opened = model_class(pair.task)(artifact, backend=GPU)
     opened.generation_config = copy.deepcopy(model.generation_config)
     inputs = _on_device(prompts(pair, model))
     exact = copy.deepcopy(model).to(DEVICE)

@@ -17,7 +17,6 @@ from ...artifact.manifest import MANIFEST, Artifact
 from ...errors import AccelError
 from ...interfaces.folder_reader import Part
 from ...interfaces.protocols import Session
-from ...interfaces.task_registry import task_spec
 from ...models import base
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.generation_mixin import Generator
@@ -237,7 +236,7 @@ class ORTModel(Words):
 
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
-        return ort_class(task_spec(task).model_name) if cls is ORTModel else super()._for_task(task)
+        return ort_class(base.model_class(task).__name__) if cls is ORTModel else super()._for_task(task)
 
 
 class OVModel(Words):
@@ -248,7 +247,7 @@ class OVModel(Words):
 
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
-        return ov_class(task_spec(task).model_name) if cls is OVModel else super()._for_task(task)
+        return ov_class(base.model_class(task).__name__) if cls is OVModel else super()._for_task(task)
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
@@ -394,7 +393,7 @@ def pipeline(
         arguments.update(model_kwargs or {})
         cls: Any = kind
         if task is not None:
-            name = task_spec(task_of(task, model, arguments)).model_name
+            name = base.model_class(task_of(task, model, arguments)).__name__
             cls = ov_class(name) if kind is OVModel else ort_class(name)
         model = cls.from_pretrained(model, **arguments)
     return ours(task, model, **settings)

@@ -18,8 +18,7 @@ from ...artifact.manifest import Artifact
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
-from ...interfaces.task_registry import task_spec
-from ...interfaces.task_spec import load
+from ...interfaces.task_registry import load_task, task_spec
 from ...stages.resolution import artifact_of
 from .graphs import BACKENDS, Fields, Graph, backend_for, batching, graph_config, instances, version_policy, write_graph
 from .messages import data_type, model_config, write
@@ -123,8 +122,7 @@ def _task(artifact: Artifact, config: TritonConfig) -> str:
 
 
 def _service(artifact: Artifact, task: str) -> TextService | None:
-    path = task_spec(artifact.task).fronts.get(task)
-    return None if path is None else load(path)
+    return load_task(artifact.task).fronts().get(task)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What serves a task as text: the tensors that a client sends and gets, and what the module inside Triton must know.
 
-A task names its service (`TaskSpec.fronts`); the module of that name in `served` does the work.
+A task names its service (`Task.fronts`); the module of that name in `served` does the work.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ turns their sum into the value. A resampled value is then one matrix product awa
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import string
 from collections import Counter
@@ -22,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, did_you_mean
-from ...interfaces.task_spec import load
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[Any]
@@ -385,7 +385,7 @@ def _shipped(name: str, kind: str, classes: int) -> Metric:
     if which in ("f1", "precision", "recall"):
         return _class_metric(name, which, average or ("binary" if classes == 2 else "macro"))
     if kind in _MADE_BY:
-        made: Metric = load(_MADE_BY[kind])(name)
+        made: Metric = pkgutil.resolve_name(_MADE_BY[kind])(name)
         return made
     if name == "accuracy" and kind == "tags":
         return Metric(name=name, key=name, compute=_token_accuracy, sums=_span_sums, finish=_token_share)

@@ -1,6 +1,6 @@
 """What a model answers to rows of a task, in the form that its metrics compare: classes, tags, answers, numbers, tokens.
 
-A predictor turns rows into inputs and references once, and any number of models into predictions. `TaskSpec.predictor` names
+A predictor turns rows into inputs and references once, and any number of models into predictions. `Task.predictor` names
 the one of a task; a new kind of prediction is a class here and its metrics in `metrics.OFFERED`.
 """
 
@@ -22,10 +22,8 @@ from ...data.batches import Encoded, encode, for_graph, from_tokenizer, longest
 from ...data.labels import IGNORED, label_ids, numbers, texts
 from ...data.rows import Rows
 from ...errors import ConfigError, InputError, TaskError
-from ...interfaces.task_registry import all_tasks, task_spec
-from ...interfaces.task_spec import load
+from ...interfaces.task_registry import load_task, measured_tasks
 from ...models.base import ORTModel
-from ...models.pipelines.pipeline import pipeline
 from ...models.texts import COUNTED, SentenceRows, SentenceVectors
 from ...upstream.library_output import quiet
 from .metrics import TokenScores
@@ -225,6 +223,8 @@ class Answers(Predictor):
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Answers as texts."""
+        from ...models.pipelines.pipeline import pipeline
+
         pipe = pipeline("question-answering", model=model, tokenizer=self.processor)
         examples = [
             {"question": question, "context": context}
@@ -394,12 +394,12 @@ def predictor_for(task: str, config: Any) -> type[Predictor]:
     Raises:
         ConfigError: The task cannot be measured.
     """
-    spec = task_spec(task)
-    if not spec.predictor:
-        measured = ", ".join(one.name for one in all_tasks() if one.predictor)
-        raise ConfigError(f"accel cannot measure {spec.name} yet.", fix=f"measure one of {measured}.")
-    found = load(spec.predictor)
-    chosen: type[Predictor] = found if isinstance(found, type) else found(config)
+    one = load_task(task)
+    chosen: type[Predictor] | None = one.predictor(config)
+    if chosen is None:
+        raise ConfigError(
+            f"accel cannot measure {one.spec.name} yet.", fix=f"measure one of {', '.join(measured_tasks())}."
+        )
     return chosen
 
 

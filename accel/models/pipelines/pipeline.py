@@ -16,12 +16,12 @@ from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...artifact.hub import HubOptions
 from ...errors import ConfigError, TaskError, did_you_mean
-from ...interfaces.task_registry import all_tasks, specs_for, task_spec
-from ...interfaces.task_spec import TaskSpec, load
+from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec
+from ...interfaces.task_spec import TaskSpec
 from ...signatures import checked_arguments
 from ...stages.resolution import resolve
 from ..arguments import device_name
-from ..base import ORTModel
+from ..base import ORTModel, model_class
 from ..processors import companion_of
 from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
@@ -236,8 +236,8 @@ def _pipeline_of(spec: TaskSpec) -> str:
 def _ours(task: str) -> type[Pipeline] | None:
     """The class of a pipeline that transformers 5 removed and accel brings back; `None` for the others."""
     word = "translation" if task.startswith("translation_") else task
-    path = next((spec.own_pipelines[word] for spec in all_tasks() if word in spec.own_pipelines), None)
-    return load(path) if path is not None else None
+    spec = next((spec for spec in all_tasks() if word in spec.own_pipelines), None)
+    return load_task(spec.name).pipeline(word) if spec is not None else None
 
 
 def pipeline_class(task: str) -> type[Pipeline]:
@@ -251,8 +251,7 @@ def _set(**values: Any) -> list[str]:
 
 def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, Any]) -> ORTModel:
     # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
-    cls: type[ORTModel] = load(task_spec(task_of(task, model, arguments)).model)
-    return cls.from_pretrained(model, **arguments)
+    return model_class(task_of(task, model, arguments)).from_pretrained(model, **arguments)
 
 
 def task_of(task: str | None, model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> str:
@@ -270,7 +269,7 @@ def task_of(task: str | None, model: str | os.PathLike[str], arguments: Mapping[
             if name in arguments
         }
     )
-    several = task is None or len({spec.model for spec in specs_for(task)}) > 1
+    several = task is None or len({model_class(spec.name) for spec in specs_for(task)}) > 1
     graph = {name: arguments[name] for name in ("file_name", "variant", "export") if name in arguments}
     return resolve(model, task=task, hub=hub, **graph).task if several else task_spec(task or "").name
 
@@ -300,8 +299,8 @@ def _check_model(task: str, model: ORTModel) -> None:
     if model.task == "custom" and wanted.embeds:
         # Whoever opens any graph says himself what its first output is.
         return
-    if not any(isinstance(model, load(spec.model)) for spec in specs_for(task)):
+    if not any(isinstance(model, model_class(spec.name)) for spec in specs_for(task)):
         raise TaskError(
             f"{type(model).__name__} does not serve the pipeline {task!r}.",
-            fix=f"use {wanted.model_name}, or another task.",
+            fix=f"use {model_class(wanted.name).__name__}, or another task.",
         )

@@ -1,0 +1,25 @@
+"""Object detection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..data.batches import Encoded
+from ..data.pictures import encode_pictures
+from ..data.rows import Rows
+from ..interfaces.task import Task
+from ..measuring.accuracy.pictures import Detections
+from ..measuring.accuracy.predictors import Predictor
+from ..models.images import ORTModelForObjectDetection
+
+
+class ObjectDetection(Task):
+    """Object detection."""
+
+    model = ORTModelForObjectDetection
+
+    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+        return encode_pictures(rows, processor, max_length)
+
+    def predictor(self, config: Any) -> type[Predictor]:
+        return Detections

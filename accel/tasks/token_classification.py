@@ -1,0 +1,29 @@
+"""Token classification: a tag for each word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..data.batches import Encoded, encode_words
+from ..data.rows import Rows
+from ..interfaces.task import Task
+from ..measuring.accuracy.predictors import Predictor, Tags
+from ..models.encoders import ORTModelForTokenClassification
+
+
+class TokenClassification(Task):
+    """Token classification: a tag for each word."""
+
+    model = ORTModelForTokenClassification
+
+    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+        return encode_words(rows, processor, max_length)
+
+    def predictor(self, config: Any) -> type[Predictor]:
+        return Tags
+
+    def fronts(self) -> Mapping[str, Any]:
+        from ..deploying.triton.services import TAGS
+
+        return {"token-classification": TAGS}
