@@ -297,7 +297,7 @@ def _quantized(artifact: Any) -> str:
     )
     search = step.report.get("search")
     if search is not None:
-        from ..tuning.float_layers import Attempt
+        from ..tuning.accuracy_budget import Attempt
 
         lines += ["tried:", *(f"  {Attempt(**trial)}" for trial in search["table"])]
         if search["float_ms"] is not None:

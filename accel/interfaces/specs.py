@@ -67,31 +67,36 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionTrial:
+    """A value that a search measures in addition to the default: it may be faster, smaller or more accurate, and answers differ.
+
+    Attributes:
+        name: Of a provider option (`Capability.trials`), which must be among the backend's `recorded_options` so that the result
+            runs as it was measured; or of a setting of a scheme (`SchemeSettings.trials`).
+        value: What is tried.
+        devices: Of an option: device types on which it is worth a try.
+        tasks: Tasks for which it is worth a try; `("*",)` for any.
+    """
+
+    name: str
+    value: str | int | bool
+    devices: tuple[str, ...] = ("cpu",)
+    tasks: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
 class SchemeSettings:
     """Which settings a scheme has a use for.
 
     Attributes:
         scheme: Of `Capability.schemes`.
         names: Fields of `QuantizeConfig`, or of the preparation's own settings.
+        trials: Values of these settings that searches try in addition to the defaults.
     """
 
     scheme: str
     names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OptionTrial:
-    """An option of a backend that may make models faster and answers different, which `accel tune` measures.
-
-    Attributes:
-        name: Of the option; among the backend's `recorded_options`, so that the result runs as it was measured.
-        value: What is tried.
-        devices: Device types on which it is worth a try.
-    """
-
-    name: str
-    value: str | int | bool
-    devices: tuple[str, ...] = ("cpu",)
+    trials: tuple[OptionTrial, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +125,7 @@ class Capability:
             each new length is compiled, or because kernels are faster there. 1: they are best left alone.
         fixed_shapes: Of `run`: whether kernels of a graph with fixed shapes are faster than those of the same graph called with one
             shape again and again. Then `accel tune` tries buckets even where all calls have one length.
-        trials: Of `run`: options that `accel tune` tries besides the defaults, one at a time.
+        trials: Of `run`: options that `accel tune` tries in addition to the defaults, one at a time.
         searched: Of `export`: whether `accel tune` tries it. What packs the same kernels that another candidate runs need not be.
     """
 
@@ -146,6 +151,11 @@ class Capability:
     def takes(self, scheme: str) -> tuple[str, ...]:
         """The settings that a scheme has a use for."""
         return next((one.names for one in self.settings if one.scheme == scheme), ())
+
+    def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
+        """The values of a scheme's settings that are worth a try for a task."""
+        trials = next((one.trials for one in self.settings if one.scheme == scheme), ())
+        return tuple(trial for trial in trials if "*" in trial.tasks or task in trial.tasks)
 
     def does(self, task: str) -> bool:
         """Whether it is for a task."""

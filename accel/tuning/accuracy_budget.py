@@ -11,28 +11,92 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from ..artifact.manifest import Artifact
+import torch
+
+from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
-from ..errors import BudgetError, ConfigError, QuantizeError
+from ..errors import BudgetError, ConfigError, QuantizeError, SessionError
 from ..interfaces.protocols import Feeds
+from ..interfaces.specs import WEIGHTS
 from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.disturbance import MachineWatch
+from ..measuring.latency.results import ratio_of, without_infinity
+from ..measuring.latency.variants import Variant
 from ..models.auto import close, open_model
 from ..models.decoder_batches import PartBatches
 from ..signatures import checked_arguments
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
-from .float_layers import BudgetSearch
+from ..stages.resolution import resolve
+from .candidates import Recipe, Space
+from .float_layers import FloatLayers
+from .search import Search
+from .store import Store
+from .subject import Clock, Subject, Tried, Work
+from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One line of the search table.
+
+    Attributes:
+        scheme: What was tried.
+        settings: Settings of `QuantizeConfig` that are not its defaults.
+        float_layers: Layers put back to float.
+        value: Its metric; `None` when it failed.
+        drop: Points lost against the float artifact.
+        drop_interval: Confidence interval of the drop, in points.
+        agreement: Share of predictions that are those of the float artifact.
+        inside: Whether the drop is within the budget.
+        bytes: Of its graph files.
+        median_ms: Of one call of `batch_size` rows of median length, of a language model one token each; measured for what is
+            inside the budget.
+        speedup: How many times faster than the float artifact, with the interval; see `accel.measuring.statistics.speedup`.
+        seconds: For quantizing and measuring it.
+        error: Why it failed.
+        chosen: Whether it was kept.
+    """
+
+    scheme: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    float_layers: tuple[str, ...] = ()
+    value: float | None = None
+    drop: float | None = None
+    drop_interval: tuple[float, float] | None = None
+    agreement: float | None = None
+    inside: bool = False
+    bytes: int | None = None
+    median_ms: float | None = None
+    speedup: Mapping[str, Any] | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    chosen: bool = False
+
+    def __str__(self) -> str:
+        details = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        name = f"{self.scheme}{f' ({details})' if details else ''}"
+        if self.float_layers:
+            shown = ", ".join(self.float_layers[:3]) + (", ..." if len(self.float_layers) > 3 else "")
+            name += f", {len(self.float_layers)} layers in float ({shown})"
+        if self.drop is None:
+            return f"{name}: failed: {self.error}"
+        speed = f", {self.median_ms:.2f} ms" if self.median_ms is not None else ""
+        if self.speedup is not None:
+            speed += f", times float {ratio_of(self.speedup)}"
+        return f"{name}: loses {self.drop:.2f} points{speed}{' <- kept' if self.chosen else ''}"
 
 
 @checked_arguments
@@ -119,37 +183,40 @@ def quantize(
             batches = PartBatches(artifact, batches)
     if data is None:
         return quantize_once(artifact, target, calibration=batches, backend=backend, config=chosen)
-    named = config is not None or "scheme" in settings
-    recipes = [chosen]
-    if not named and max_drop is not None:
-        recipes = list(_recipes(artifact, chosen, backend, percentile=batches is not None and method is None))
-    model = open_model(artifact)
-    try:
-        prepared = EvaluationSet(
-            EvaluationData(
-                data=data, metric=metric, columns=columns, split=split, samples=rows, seed=chosen.seed,
-                batch_size=batch_size, max_length=max_length,
-            ),
-            task=artifact.task,
-            config=model.config,
-            processor=load_processor(artifact.path, artifact.task),
-            limit=positions(artifact),
-            folder=artifact.path,
-        )  # fmt: skip
-        reference = prepared.measure(model, "measuring the float artifact")
-    finally:
-        close(model)
-    budget = math.inf if max_drop is None else max_drop
-    search = BudgetSearch(artifact, prepared, reference, budget, batches, backend, watch)
+    prepared = _evaluation_set(
+        artifact,
+        EvaluationData(
+            data=data, metric=metric, columns=columns, split=split, samples=rows, seed=chosen.seed,
+            batch_size=batch_size, max_length=max_length,
+        ),
+    )  # fmt: skip
+    searched = max_drop is not None and config is None and "scheme" not in settings
+    root, recipes, skipped = _recipes(artifact, chosen, backend, calibrated=batches is not None, searched=searched)
+    runs = backend is not None and registry.describe(backend).capability("run", artifact.format) is not None
+    subject = _subject(artifact)
     with staging(target) as work:
-        search.run(work, recipes)
-        if not search.fits and max_drop is None:
-            raise search.errors[-1]
-        if not search.fits:
-            raise _nothing_fits(search, data_name(data))
-        winner = search.fastest(measure_speed)
-        made = search.keep(winner, work)
-    logger.info("kept %s", search.trials[winner])
+        search = Search(
+            subject=subject, data=prepared, calibration=batches,
+            goal=Goal(objective="latency", constraints=Constraints(max_drop=max_drop)),
+            work=Work(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
+            store=Store(work / "search"), clock=Clock(limit_s=None), watch=watch, processes=0,
+        )  # fmt: skip
+        layers = FloatLayers(search, subject, artifact, prepared, batches, backend if runs else None, work)
+        try:
+            search.builder.add(root, artifact)
+            search.grader.begin()
+            layers.run(recipes)
+            if not layers.fitting and max_drop is None:
+                raise next(iter(search.builder.errors.values()))
+            if not layers.fitting:
+                raise _nothing_fits(
+                    max_drop or 0.0, search, prepared, _table(layers, search) + skipped, data_name(data)
+                )
+            winner = _fastest(search, layers.fitting) if measure_speed else layers.fitting[0]
+        finally:
+            search.close()
+        made = _keep(winner, layers, search, prepared, skipped, max_drop, work)
+    logger.info("kept %s", winner.candidate.recipe)
     return Artifact(target, made.manifest)
 
 
@@ -162,26 +229,161 @@ def _refuse_quantized(artifact: Artifact) -> None:
 
 
 def _recipes(
-    artifact: Artifact, config: QuantizeConfig, backend: str | None, *, percentile: bool
-) -> Iterator[QuantizeConfig]:
-    """The backend's schemes, fastest first as it declares them; static ones also with percentile ranges."""
+    artifact: Artifact, config: QuantizeConfig, backend: str | None, *, calibrated: bool, searched: bool
+) -> tuple[Recipe, list[Recipe], list[Attempt]]:
+    """The artifact as a recipe, what is tried on it, and the schemes that are not.
+
+    Args:
+        artifact: What is quantized.
+        config: Settings that all share.
+        backend: Who quantizes.
+        calibrated: Whether there is calibration data.
+        searched: All schemes of the backend, fastest first, with the settings that are worth a try; else the scheme of `config`.
+    """
     spec = registry.owner("quantize", artifact.format, backend)
     capability = spec.capability("quantize", artifact.format)
     assert capability is not None, "an owner has the capability"
-    for scheme in capability.schemes:
-        recipe = replace(config, scheme=scheme)
-        yield recipe
-        if percentile and scheme.startswith("static"):
-            yield replace(recipe, calibration="percentile")
+    defaults = QuantizeConfig().to_dict()
+    settings = {name: value for name, value in config.to_dict().items() if value != defaults[name] and name != "scheme"}
+    root = Recipe(stage="export", backend=spec.name, format=artifact.format, setting=artifact.dtype)
+    if not searched:
+        made = capability.produces or artifact.format
+        step = Recipe(
+            stage="quantize", backend=spec.name, format=made, setting=config.scheme, settings=settings, parent=root
+        )
+        return root, [step], []
+    space = Space(task=artifact.task, device=None, backends=[spec.name], half_exports=False, calibrated=calibrated)
+    recipes = space.schemes(spec, capability, root, settings)
+    skipped = [one for one in space.skipped if one.name.startswith(f"{spec.name}: ")]
+    return root, recipes, [Attempt(scheme=one.name.removeprefix(f"{spec.name}: "), error=one.reason) for one in skipped]
 
 
-def _nothing_fits(search: BudgetSearch, data: str) -> BudgetError:
-    measured = [trial for trial in search.trials if trial.drop is not None]
-    best = min(measured, key=lambda trial: trial.drop or 0.0, default=None)
+def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
+    model = open_model(artifact)
+    try:
+        return EvaluationSet(
+            data,
+            task=artifact.task,
+            config=model.config,
+            processor=load_processor(artifact.path, artifact.task),
+            limit=positions(artifact),
+            folder=artifact.path,
+        )
+    finally:
+        close(model)
+
+
+def _subject(artifact: Artifact) -> Subject:
+    """The float artifact, which is what everything is compared with."""
+    weights = artifact.format == WEIGHTS
+    lies_there = weights or (artifact.path / MANIFEST).is_file()
+    baseline = Variant(
+        name="the float artifact",
+        # Another process finds the graph of a folder without a manifest by its file.
+        path=artifact.path if lies_there else artifact.path / artifact.components[0].file,
+        task=artifact.task,
+        backend=registry.owner("export", WEIGHTS).name if weights else None,
+    )
+    return Subject(model=resolve(artifact), baseline=baseline, digest=artifact.digest, reference=baseline.name)
+
+
+def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
+    """A call of rows of median length; of a language model one token each, since that is what generating takes time for."""
+    plan = prepared.predictor.encoded.plan(prepared.predictor.batch_size)
+    feeds = prepared.predictor.encoded.batch(plan[len(plan) // 2])
+    if task_spec(task).generates:
+        feeds = {name: value[:, :1] for name, value in feeds.items()}
+    return {name: value.numpy() for name, value in feeds.items() if isinstance(value, torch.Tensor)}
+
+
+def _fastest(search: Search, fitting: Sequence[Tried]) -> Tried:
+    """Time what fits next to the float artifact, and choose the fastest; of equally fast ones the simplest."""
+    search.timer.finals(fitting)
+    winner = search.judge.best(search.judge.finals())
+    if winner is None:
+        raise SessionError(fitting[0].reason, fix="run it alone to see why.")
+    assert winner.final is not None
+    assert winner.final_anchor is not None
+    gain = search.judge.speedup(winner)
+    if gain.equal or gain.value < 1:
+        logger.warning(
+            "The recipe kept inside the budget takes %.2f ms, the float artifact %.2f (%s times as fast): it is smaller, not "
+            "faster.",
+            winner.final.cells[0].latency.median, winner.final_anchor.cells[0].latency.median, gain,
+        )  # fmt: skip
+    return winner
+
+
+def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> list[Attempt]:
+    """What was tried, in order."""
+    table = []
+    for recipe, in_float, tried, seconds in layers.attempts:
+        settings = {name: value for name, value in recipe.settings.items() if name not in ("samples", "seed")}
+        attempt = Attempt(scheme=recipe.setting, settings=settings, float_layers=in_float, seconds=seconds)
+        if tried is None:
+            exclude = {"exclude": (*settings.get("exclude", ()), *in_float)} if in_float else {}
+            failed = str(replace(recipe, settings={**recipe.settings, **exclude}))
+            table.append(replace(attempt, error=search.builder.errors[failed].message.splitlines()[0]))
+            continue
+        assert tried.found is not None
+        assert tried.found.comparison is not None
+        attempt = replace(
+            attempt, **tried.found.comparison.in_a_table(), inside=search.fits(tried), bytes=tried.made.facts.bytes
+        )
+        if tried.final is not None:
+            speedup = without_infinity(asdict(search.judge.speedup(tried)))
+            attempt = replace(attempt, median_ms=tried.final.cells[0].latency.median, speedup=speedup)
+        table.append(replace(attempt, chosen=tried is winner))
+    return table
+
+
+def _keep(
+    winner: Tried, layers: FloatLayers, search: Search, prepared: EvaluationSet, skipped: Sequence[Attempt],
+    max_drop: float | None, work: Path,
+) -> Artifact:  # fmt: skip
+    """Make the winner the only content of `work`, with the search table in its manifest."""
+    made, reference, found = Artifact.load(winner.made.path), search.grader.reference(), winner.found
+    assert found is not None
+    assert found.comparison is not None
+    for path in winner.made.path.iterdir():
+        path.replace(work / path.name)
+    shutil.rmtree(work / "search")
+    step, batch_size = made.manifest.steps[-1], prepared.predictor.batch_size
+    accuracy = {
+        "metric": found.metric,
+        "value": found.scored.value,
+        "float": reference.scored.value,
+        "drop": found.comparison.drop,
+        "drop_interval": list(found.comparison.drop_interval),
+        "agreement": found.comparison.agreement,
+        "data": found.data,
+        "max_length": prepared.predictor.max_length,
+        "batch_size": batch_size,
+    }
+    report = dict(step.report)
+    if max_drop is not None:
+        timed = winner.final_anchor
+        report["search"] = {
+            "max_drop": max_drop,
+            "float_ms": timed.cells[0].latency.median if timed is not None else None,
+            "batch_size": batch_size,
+            "disturbance": asdict(winner.disturbance) if timed is not None else None,
+            "table": [asdict(one) for one in [*_table(layers, search, winner), *skipped]],
+            "sensitivity": layers.sensitivity,
+        }
+    moved = Artifact(work, made.manifest)
+    return moved.with_step(validation={**step.validation, "accuracy": accuracy}, report=report)
+
+
+def _nothing_fits(
+    max_drop: float, search: Search, prepared: EvaluationSet, table: Sequence[Attempt], data: str
+) -> BudgetError:
+    measured = [attempt for attempt in table if attempt.drop is not None]
+    best = min(measured, key=lambda attempt: attempt.drop or 0.0, default=None)
     found = f"The best found is {best}." if best is not None else "No recipe could be measured."
-    lines = "\n".join(f"  {trial}" for trial in search.trials)
+    lines = "\n".join(f"  {attempt}" for attempt in table)
     return BudgetError(
-        f"No recipe loses at most {search.budget:g} points of {search.prepared.metric.name} on {data} at "
-        f"{search.prepared.at}, where the float artifact has {search.reference.value:.4f}. {found} Tried:\n{lines}",
+        f"No recipe loses at most {max_drop:g} points of {prepared.metric.name} on {data} at "
+        f"{prepared.at}, where the float artifact has {search.grader.reference().scored.value:.4f}. {found} Tried:\n{lines}",
         fix="allow a larger max_drop, give calibration data for static schemes, or keep the float artifact.",
     )

@@ -1,30 +1,40 @@
-"""Artifacts of a search: made in processes of their own, two at a time, and remembered."""
+"""Artifacts of a search: made once, in processes of their own or in this one, and remembered."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from .. import progress
-from ..artifact.manifest import MANIFEST
+from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.writing import discard
 from ..config import available_processors
 from ..errors import AccelError, ConfigError, SessionError, StageError, TaskError
+from ..interfaces.protocols import Feeds
 from ..measuring.processes import Helper
 from .candidates import Recipe
-from .jobs import CalibrationData, Facts, build
+from .jobs import CalibrationData, Facts, build, facts_of
 from .store import Store, data_digest
 from .subject import Clock, Made, Subject
 
 logger = logging.getLogger(__name__)
 
 LATE = "not tried: the time limit was near"
+
+
+class _SameThread(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **named))
+        return future
 
 
 class Builder:
@@ -34,27 +44,51 @@ class Builder:
         subject: What is tuned.
         store: What earlier searches made.
         clock: The time limit.
-        calibration: Rows for schemes that need them, which are not offered when `None`.
+        calibration: Rows for schemes that need them, which are not offered when `None`; or batches of inputs, with which nothing
+            is remembered from one search to the next.
+        processes: How many build at a time; 0: this process builds, with calibration data and models that no other can be sent.
 
     Attributes:
         failed: Recipes that could not be made, and why.
+        errors: The errors of recipes that failed in this search.
     """
 
-    def __init__(self, subject: Subject, store: Store, clock: Clock, *, calibration: CalibrationData | None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        store: Store,
+        clock: Clock,
+        *,
+        calibration: CalibrationData | Iterable[Feeds] | None = None,
+        processes: int = 2,
+    ) -> None:
         self._subject, self._store, self._clock = subject, store, clock
         self._calibration = calibration
-        self._helpers = [Helper() for _ in range(min(2, available_processors()))]
+        self._helpers = [Helper() for _ in range(min(processes, available_processors()))]
         self._free: SimpleQueue[Helper] = SimpleQueue()
         for helper in self._helpers:
             self._free.put(helper)
-        self._pool = ThreadPoolExecutor(len(self._helpers))
+        self._pool: Executor = ThreadPoolExecutor(processes) if processes else _SameThread()
         self._turns: dict[str, threading.Lock] = {}
         self._made: dict[str, Made] = {}
+        self._given: dict[str, Artifact] = {}
         self.failed: dict[str, str] = {}
+        self.errors: dict[str, AccelError] = {}
 
     def __getitem__(self, recipe: Recipe) -> Made:
         """The artifact of a recipe that was made."""
         return self._made[str(recipe)]
+
+    def add(self, recipe: Recipe, artifact: Artifact) -> Made:
+        """Start from an artifact that exists."""
+        self._given[str(recipe)] = artifact
+        made = self._made[str(recipe)] = Made(recipe, artifact.path, facts_of(artifact))
+        return made
+
+    def artifact(self, made: Made) -> Artifact:
+        """The artifact of a recipe."""
+        given = self._given.get(str(made.recipe))
+        return given if given is not None else Artifact.load(made.path)
 
     def close(self) -> None:
         """End the processes, in the middle of their work if need be: Ctrl-C does not wait for a build."""
@@ -106,6 +140,8 @@ class Builder:
         Raises:
             SessionError: It cannot be made any more.
         """
+        if str(made.recipe) in self._given:
+            return
         facts = self._with_helper(lambda helper: self._one(helper, made.recipe, 1.0, files=True))
         if isinstance(facts, str):
             raise SessionError(facts)
@@ -117,19 +153,23 @@ class Builder:
             for path in lost if alone else ():
                 discard(path)
 
-    def _with_helper(self, action: Callable[[Helper], Any]) -> Any:
+    def _with_helper(self, action: Callable[[Helper | None], Any]) -> Any:
+        if not self._helpers:
+            return action(None)
         helper = self._free.get()
         try:
             return action(helper)
         finally:
             self._free.put(helper)
 
-    def _ask(self, helper: Helper, share: float, function: Callable[..., Any], *args: Any) -> Any:
+    def _ask(self, helper: Helper | None, share: float, function: Callable[..., Any], *args: Any) -> Any:
+        if helper is None:
+            return function(*args)
         return helper.call(function, *args, timeout_s=self._clock.timeout(share))
 
     def _key(self, recipe: Recipe) -> dict[str, Any]:
         calibration = None
-        if self._calibration is not None and recipe.quantizes:
+        if isinstance(self._calibration, CalibrationData) and recipe.quantizes:
             calibration = {**asdict(self._calibration), "data": data_digest(self._calibration.data)}
         return {
             "source": self._subject.digest,
@@ -139,13 +179,13 @@ class Builder:
             "versions": self._subject.versions,
         }
 
-    def _one(self, helper: Helper, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
+    def _one(self, helper: Helper | None, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
         """What is known about an artifact, or why there is none; `files`: and its folder, made again where it is gone."""
         # Two recipes may start from the same one, and only one of their processes may make it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
             return self._one_alone(helper, recipe, share, files)
 
-    def _one_alone(self, helper: Helper, recipe: Recipe, share: float, files: bool) -> Facts | str:
+    def _one_alone(self, helper: Helper | None, recipe: Recipe, share: float, files: bool) -> Facts | str:
         key = self._key(recipe)
         known = self._known(key, files)
         if known is not None:
@@ -168,10 +208,10 @@ class Builder:
             return Facts(**known)
         return None
 
-    def _build(self, helper: Helper, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
+    def _build(self, helper: Helper | None, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
         out = self._store.artifact(key)
-        parent = None
-        if recipe.parent is not None:
+        parent: Path | Artifact | None = self._given.get(str(recipe.parent))
+        if recipe.parent is not None and parent is None:
             if isinstance(problem := self._one(helper, recipe.parent, share, files=True), str):
                 return problem
             parent = self._store.artifact(self._key(recipe.parent))
@@ -179,6 +219,7 @@ class Builder:
         try:
             facts: Facts = self._ask(helper, share, build, recipe, parent, out, self._subject.model, self._calibration)
         except AccelError as error:
+            self.errors[str(recipe)] = error
             why = f"building it failed: {error.message.splitlines()[0]}"
             # Others are not the candidate's: the process died, the disk was full, a folder was removed under it.
             if isinstance(error, StageError | ConfigError | TaskError):

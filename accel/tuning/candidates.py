@@ -1,4 +1,4 @@
-"""What `accel tune` tries: read from what the installed backends declare, so that a new plugin takes part by itself.
+"""What searches try: read from what the installed backends declare, so that a new plugin takes part by itself.
 
 A candidate is an artifact, made by a chain of steps (export, optimize, quantize), and the way to run it. Nothing here
 names a backend, a format, a level or a scheme.
@@ -13,12 +13,8 @@ from typing import Any, Literal
 from ..backends import registry
 from ..config import SessionOptions, available_processors
 from ..interfaces.specs import BackendSpec, Capability, DeviceSpec
-from ..interfaces.task_registry import task_spec
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_OTHER_SETTINGS: Mapping[str, tuple[Any, ...]] = {"block_size": (128,)}
-"""Settings of a scheme that are worth a try beside the usual ones where tokens are generated. With larger blocks of 4-bit weights a step
-of Qwen2-0.5B's layers takes 20 % less time on a CPU, and a prompt 30 % less, for some accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +77,15 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A recipe and the way to run what it makes."""
+    """A recipe and the way to run what it makes.
+
+    Attributes:
+        recipe: How the artifact is made.
+        backend: The backend that runs it; the automatic choice when empty.
+        device: The device; the backend's choice when empty.
+        options: Session options.
+        provider_options: The backend's own options.
+    """
 
     recipe: Recipe
     backend: str
@@ -98,15 +102,15 @@ class Candidate:
             f"threads {options.threads}" if options.threads is not None else "",
         ]
         how = ", ".join(part for part in parts if part)
-        where = "" if self.device == "cpu" else f" on {self.device}"
-        return f"{self.backend}{where}: {self.recipe}{f' ({how})' if how else ''}"
+        where = "" if self.device in ("", "cpu") else f" on {self.device}"
+        return f"{self.backend or 'chosen'}{where}: {self.recipe}{f' ({how})' if how else ''}"
 
     @property
     def complexity(self) -> tuple[int, ...]:
         """Orders candidates that are equally good; the least wins.
 
         Float comes before quantized, float32 before another dtype, then fewer run options (buckets, threads, the backend's
-        own), then fewer steps.
+        own), fewer steps, fewer settings, fewer layers in float.
         """
         default = SessionOptions()
         changed = [f.name for f in fields(default) if getattr(self.options, f.name) != getattr(default, f.name)]
@@ -116,6 +120,8 @@ class Candidate:
             int(other_dtype),
             len(changed) + len(self.provider_options),
             self.recipe.steps,
+            sum(name != "exclude" for name in self.recipe.settings),
+            len(self.recipe.settings.get("exclude", ())),
         )
 
 
@@ -166,7 +172,6 @@ class Space:
         self, *, task: str, device: str | None, backends: Sequence[str] | None, half_exports: bool, calibrated: bool
     ) -> None:
         self._task = task
-        self._generates = task_spec(task).generates
         self._device = DeviceSpec.parse(device) if device is not None else None
         self._half = half_exports
         self._calibrated = calibrated
@@ -234,24 +239,37 @@ class Space:
         return True
 
     def quantizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
-        """The quantization schemes of an artifact."""
+        """The quantization schemes of an artifact, each also with the other settings that are worth a try."""
         made = []
         for spec, capability in self._offers("quantize", recipe.format):
-            if self._is_detour(spec, capability):
+            if dtype not in capability.dtypes or self._is_detour(spec, capability):
                 continue
-            for scheme in capability.schemes if dtype in capability.dtypes else ():
-                if scheme.startswith("static") and not self._calibrated:
-                    self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
-                    continue
-                step = Recipe(stage="quantize", backend=spec.name, format=capability.produces or recipe.format,
-                              setting=scheme, parent=recipe)  # fmt: skip
-                if spec.capability("run", step.format) is None:
-                    made += self._exports_of(step)
-                    continue
-                made.append(step)
-                for name, values in _OTHER_SETTINGS.items() if self._generates else ():
-                    if name in capability.takes(scheme):
-                        made += [replace(step, settings={name: value}) for value in values]
+            for step in self.schemes(spec, capability, recipe):
+                runs = spec.capability("run", step.format) is not None
+                made += [step] if runs else self._exports_of(step)
+        return made
+
+    def schemes(
+        self, spec: BackendSpec, capability: Capability, parent: Recipe, settings: Mapping[str, Any] | None = None
+    ) -> list[Recipe]:
+        """The schemes of one quantizer, fastest first as it declares them, each also with its trials (`SchemeSettings.trials`).
+
+        Args:
+            spec: The quantizer's backend.
+            capability: What it does.
+            parent: What is quantized.
+            settings: Settings that all recipes share, which are not varied.
+        """
+        chosen = settings or {}
+        made = []
+        for scheme in capability.schemes:
+            if scheme.startswith("static") and not self._calibrated:
+                self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
+                continue
+            step = Recipe(stage="quantize", backend=spec.name, format=capability.produces or parent.format, setting=scheme,
+                          settings=chosen, parent=parent)  # fmt: skip
+            trials = [t for t in capability.scheme_trials(scheme, self._task) if t.name not in chosen]
+            made += [step, *(replace(step, settings={**chosen, t.name: t.value}) for t in trials)]
         return made
 
     def _exports_of(self, recipe: Recipe) -> list[Recipe]:

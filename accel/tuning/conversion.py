@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +18,19 @@ from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..config import ExportConfig, QuantizeConfig
-from ..data.batches import calibration_batches
-from ..errors import AccelError, BackendUnavailableError, ConfigError
+from ..errors import BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import Effort, Load, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark
-from ..measuring.latency.variants import Traffic, Variant
+from ..measuring.latency.variants import Traffic
 from ..measuring.report import write_html
-from ..stages.export import export_resolved
-from ..stages.optimize import optimize
-from ..stages.quantize import quantize
 from ..stages.resolution import original, resolve
+from .builder import Builder
 from .candidates import Recipe, Space
+from .jobs import CalibrationData
+from .store import Store
+from .subject import Clock, Subject
 
 logger = logging.getLogger(__name__)
 
@@ -102,50 +102,53 @@ def convert(
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     target = check_output(out, as_folder(model))
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
-    chosen = resolved.task
-    space = Space(task=chosen, device=None, backends=backends, half_exports=False, calibrated=calibration is not None)
+    space = Space(
+        task=resolved.task, device=None, backends=backends, half_exports=False, calibrated=calibration is not None
+    )
     # PyTorch itself is the baseline and not converted to.
-    recipes = [recipe for recipe in space.exports() if recipe.format != WEIGHTS]
+    recipes = [
+        replace(recipe, settings={"atol": atol} if atol is not None else {})
+        for recipe in space.exports()
+        if recipe.format != WEIGHTS and recipe.setting == "float32"
+    ]
     if not recipes:
         table = "\n".join(f"  {skipped.name}: {skipped.reason}" for skipped in space.skipped)
         raise BackendUnavailableError(
-            f"No backend here exports for {chosen}. Considered:\n{table}",
+            f"No backend here exports for {resolved.task}. Considered:\n{table}",
             fix="run `accel doctor`: it says what each backend lacks.",
         )
     _check_words(recipes, space, level, scheme)
+    subject = Subject(model=resolved, baseline=pytorch_variant(resolved), digest="")
+    rows = CalibrationData(data=calibration) if calibration is not None else None
     failed: dict[str, str] = {}
+    artifacts: dict[str, Artifact] = {}
+    variants = [subject.baseline]
     with staging(target) as folder:
-        made: dict[str, Artifact] = {}
-        variants: list[Variant] = []
-
-        def keep(name: str, artifact: Artifact, recipe: Recipe) -> None:
-            made[name] = artifact
-            for candidate in space.candidates(recipe, artifact.dtype):
-                label = f"{registry.describe(candidate.backend).summary} ({name})"
-                variants.append(
-                    Variant(
-                        name=label, path=artifact.path, task=chosen, backend=candidate.backend,
-                        device=candidate.device, trust_remote_code=trust_remote_code,
-                    )
-                )  # fmt: skip
-
+        builder = Builder(subject, Store(folder / "search"), Clock(limit_s=None), calibration=rows, processes=0)
         for recipe in recipes:
-            name = recipe.format
-            spec = registry.owner("export", recipe.format, recipe.backend)
-            artifact = export_resolved(resolved, folder / name, spec=spec, config=ExportConfig(atol=atol))
-            keep(name, artifact, recipe)
-            rewrites = [r for r in space.optimizations(recipe, artifact.dtype) if r.setting == level]
-            rewrites += [r for r in space.quantizations(recipe, artifact.dtype) if r.setting == scheme]
+            exported = builder.build([recipe], 1.0)
+            if not exported:
+                raise builder.errors[str(recipe)]
+            dtype = exported[0].facts.dtype
+            rewrites = [r for r in space.optimizations(recipe, dtype) if r.setting == level]
+            rewrites += [r for r in space.quantizations(recipe, dtype) if r.setting == scheme and not r.settings]
+            made = [*exported, *builder.build(rewrites, 1.0)]
             for rewrite in rewrites:
-                label = f"{name}-{rewrite.setting.lower()}"
-                try:
-                    keep(label, _rewrite(artifact, folder / label, rewrite, calibration), rewrite)
-                except AccelError as error:
-                    failed[label] = error.message.splitlines()[0]
-                    logger.warning("%s could not be made: %s", label, error.message)
+                if (error := builder.errors.get(str(rewrite))) is not None:
+                    failed[_label(rewrite)] = error.message.splitlines()[0]
+                    logger.warning("%s could not be made: %s", _label(rewrite), error.message)
+            for one in made:
+                label = _label(one.recipe)
+                path = one.path.replace(folder / label)
+                artifacts[label] = Artifact(target / label, Artifact.load(path).manifest)
+                for candidate in space.candidates(one.recipe, one.facts.dtype):
+                    name = f"{registry.describe(candidate.backend).summary} ({label})"
+                    variants.append(replace(subject.variant(candidate, path), name=name, options=None))
+        builder.close()
+        shutil.rmtree(folder / "search")
         rounds = min(12, nb_measures)
         measured = measure_variants(
-            [pytorch_variant(resolved), *variants],
+            variants,
             Load(batch=tuple(batch), sequence=tuple(sequence)),
             Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds), threads=threads),
             Traffic(),
@@ -156,8 +159,12 @@ def convert(
         values = measured.to_dict()
         (folder / "benchmark.json").write_text(json_text(values) + "\n", encoding="utf-8")
         write_html(values, folder / "report.html", title=f"accel convert {model}")
-    artifacts = {name: Artifact(target / name, artifact.manifest) for name, artifact in made.items()}
     return Conversion(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
+
+
+def _label(recipe: Recipe) -> str:
+    """Name of the subfolder of an artifact."""
+    return recipe.format if recipe.parent is None else f"{recipe.parent.format}-{recipe.setting.lower()}"
 
 
 def _check_words(recipes: Sequence[Recipe], space: Space, level: str | None, scheme: str | None) -> None:
@@ -172,11 +179,3 @@ def _check_words(recipes: Sequence[Recipe], space: Space, level: str | None, sch
         )
     if level is not None and levels and level not in levels:
         raise ConfigError(f"No backend here optimizes at {level!r}.", fix=f"use one of {', '.join(sorted(levels))}.")
-
-
-def _rewrite(artifact: Artifact, out: Path, recipe: Recipe, calibration: Any) -> Artifact:
-    if recipe.stage == "optimize":
-        return optimize(artifact, out, backend=recipe.backend, level=recipe.setting)
-    config = QuantizeConfig(scheme=recipe.setting)
-    batches = calibration_batches(artifact, calibration, config=config) if calibration is not None else None
-    return quantize(artifact, out, calibration=batches, backend=recipe.backend, config=config)

@@ -1,4 +1,4 @@
-"""Accuracy of a search: PyTorch float32 first, then the survivors of the screens, all on the same rows.
+"""Accuracy of a search: the baseline first, then candidates, all on the same rows.
 
 Candidates are measured as they will be run: with the workload's rows a call, and with their own run options. Dynamic
 quantization finds its ranges call by call, so its accuracy depends on both.
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import AccelError
 from ..measuring.accuracy.comparing import Comparison
-from ..measuring.accuracy.evaluation import EvaluationData
+from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from .builder import Builder
 from .jobs import Accuracy, accuracy
 from .store import Store, data_digest
@@ -27,7 +27,7 @@ class Grader:
 
     Args:
         subject: What is tuned.
-        data: The rows.
+        data: The rows; or a set made of them, with which nothing is remembered from one search to the next.
         store: What earlier searches measured.
         builder: Its processes do the work.
         work: The calls that are timed: accuracy is measured with as many rows a call, and as many threads.
@@ -37,22 +37,28 @@ class Grader:
         batch_sizes: Rows a call that each candidate is measured with.
     """
 
-    def __init__(self, subject: Subject, data: EvaluationData, store: Store, builder: Builder, work: Work) -> None:
-        # PyTorch float32 answers a row the same in any company: its largest calls are the quickest.
-        data = replace(data, batch_size=max(work.batch))
-        self._subject, self._data, self._store, self._builder = subject, data, store, builder
+    def __init__(
+        self, subject: Subject, data: EvaluationData | EvaluationSet, store: Store, builder: Builder, work: Work
+    ) -> None:
+        self._subject, self._store, self._builder = subject, store, builder
         self.batch_sizes = tuple(sorted(set(work.batch)))
         self._threads = work.threads
-        given = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
-        # With what is remembered of a comparison: what an older version remembered may lack a part.
-        known = [field.name for field in fields(Comparison)]
-        self._data_key = {**given, "data": data_digest(data.data), "comparison": known, "batch_sizes": self.batch_sizes}
+        self._data_key: dict[str, Any] = {}
+        if isinstance(data, EvaluationData):
+            # PyTorch float32 answers a row the same in any company: its largest calls are the quickest.
+            data = replace(data, batch_size=max(work.batch))
+            settings = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
+            # With what is remembered of a comparison: what an older version remembered may lack a part.
+            known = [field.name for field in fields(Comparison)]
+            rows = data_digest(data.data)
+            self._data_key = {**settings, "data": rows, "comparison": known, "batch_sizes": self.batch_sizes}
+        self._data = data
         self._pending: Future[Accuracy] | None = None
         self._reference: Accuracy | None = None
         self.seconds = 0.0
 
     def begin(self) -> None:
-        """Start on PyTorch float32, beside whatever comes next."""
+        """Start on the baseline, while whatever comes next runs."""
         known = self._store.get("accuracy", self._reference_key())
         if known is not None:
             self._reference = Accuracy.from_dict(known)
@@ -60,7 +66,7 @@ class Grader:
             self._pending = self._builder.start(accuracy, self._subject.baseline, self._data, None)
 
     def reference(self) -> Accuracy:
-        """PyTorch float32 on the data.
+        """The baseline on the data.
 
         Raises:
             InputError: Data without rows or labels.
@@ -69,7 +75,7 @@ class Grader:
             assert self._pending is not None, "begin() comes first"
             self._reference = found = self._pending.result()
             self._store.put("accuracy", self._reference_key(), found.to_dict())
-            logger.info("PyTorch float32: %s %.4f on %d rows", found.metric, found.scored.value, found.rows)
+            logger.info("%s: %s %.4f on %d rows", self._subject.reference, found.metric, found.scored.value, found.rows)
         return self._reference
 
     def grade(self, tried: Tried) -> None:
@@ -91,9 +97,10 @@ class Grader:
                 variant = subject.variant(candidate, tried.made.path)
                 options = replace(candidate.options, threads=candidate.options.threads or self._threads)
                 variant = replace(variant, options=options)
-                reference = self.reference().scored
+                reference = (subject.reference, self.reference().scored)
                 tried.found = self._builder.call(accuracy, variant, self._data, reference, self.batch_sizes)
             except AccelError as error:
+                self._builder.errors[str(candidate.recipe)] = error
                 tried.reason = f"measuring its accuracy failed: {error.message.splitlines()[0]}"
                 logger.info("%s: %s", candidate, tried.reason)
                 return

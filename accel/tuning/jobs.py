@@ -1,12 +1,12 @@
-"""The steps of a search that run in a process of their own: building an artifact, opening one, measuring accuracy.
+"""Steps of a search: build an artifact, open one, measure accuracy. `tune` runs them in processes of their own.
 
-What crosses the border to the process and back is a dataclass; what is remembered of it is its JSON form.
+Arguments and answers that cross the border to a process are dataclasses; a store keeps their JSON form.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..backends import registry
 from ..backends.sessions import RunSettings, open_artifact
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches, load_processor
+from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.comparing import Comparison, Scored
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.latency.variants import Variant, resolved_variant
@@ -110,7 +111,11 @@ class Accuracy:
 
 
 def build(
-    recipe: Recipe, parent: Path | None, out: Path, source: Resolved, calibration: CalibrationData | None
+    recipe: Recipe,
+    parent: Path | Artifact | None,
+    out: Path,
+    source: Resolved,
+    calibration: CalibrationData | Iterable[Feeds] | None,
 ) -> Facts:
     """Make the artifact of a recipe's last step.
 
@@ -119,18 +124,24 @@ def build(
         parent: Artifact that it starts from; `None` for an export of the model.
         out: Folder to make.
         source: Model to export.
-        calibration: For schemes that need it.
+        calibration: Rows, or batches of inputs, for schemes that need them.
     """
     started = time.perf_counter()
     discard(out)
     if recipe.stage == "export":
         spec = registry.owner("export", recipe.format, recipe.backend)
-        if parent is not None:
+        if isinstance(parent, Path):
             source = resolve(parent, task=source.task, hub=source.hub, weights=True)
-        artifact = export_resolved(source, out, spec=spec, config=ExportConfig.from_dict({"dtype": recipe.setting}))
+        config = ExportConfig.from_dict({"dtype": recipe.setting, **recipe.settings})
+        artifact = export_resolved(source, out, spec=spec, config=config)
     else:
         assert parent is not None
-        artifact = _rewritten(recipe, Artifact.load(parent), out, calibration)
+        artifact = _rewritten(recipe, Artifact.load(parent) if isinstance(parent, Path) else parent, out, calibration)
+    return facts_of(artifact, time.perf_counter() - started)
+
+
+def facts_of(artifact: Artifact, seconds: float = 0.0) -> Facts:
+    """What a search needs to know about an artifact that took so long to make."""
     component = artifact.components[0]
     return Facts(
         digest=artifact.digest,
@@ -138,23 +149,24 @@ def build(
         dtype=artifact.dtype,
         limits=dict(component.max_sizes),
         masked=any(spec.role == "mask" for spec in component.inputs),
-        seconds=round(time.perf_counter() - started, 2),
+        seconds=round(seconds, 2),
     )
 
 
-def _rewritten(recipe: Recipe, parent: Artifact, out: Path, calibration: CalibrationData | None) -> Artifact:
+def _rewritten(
+    recipe: Recipe, parent: Artifact, out: Path, calibration: CalibrationData | Iterable[Feeds] | None
+) -> Artifact:
     if recipe.stage == "optimize":
         level = OptimizeConfig.from_dict({"level": recipe.setting, **recipe.settings})
         return optimize(parent, out, backend=recipe.backend, config=level)
     scheme = QuantizeConfig.from_dict({"scheme": recipe.setting, **recipe.settings})
-    batches = None
-    if calibration is not None:
+    if isinstance(calibration, CalibrationData):
         scheme = replace(scheme, samples=calibration.samples)
-        batches = calibration_batches(
+        calibration = calibration_batches(
             parent, calibration.data, config=scheme, columns=calibration.columns, split=calibration.split,
             max_length=calibration.max_length,
         )  # fmt: skip
-    return quantize(parent, out, calibration=batches, backend=recipe.backend, config=scheme)
+    return quantize(parent, out, calibration=calibration, backend=recipe.backend, config=scheme)
 
 
 def opens(path: Path, settings: RunSettings) -> None:
@@ -167,25 +179,37 @@ def opens(path: Path, settings: RunSettings) -> None:
 
 
 def accuracy(
-    variant: Variant, data: EvaluationData, reference: Scored | None, batch_sizes: Sequence[int] = ()
+    variant: Variant,
+    data: EvaluationData | EvaluationSet,
+    reference: tuple[str, Scored] | None,
+    batch_sizes: Sequence[int] = (),
 ) -> Accuracy:
     """Measure a model on labelled rows.
 
     Args:
         variant: The model and the way to run it.
-        data: The rows.
-        reference: What PyTorch float32 scored on them, to compare with.
+        data: The rows, or the set that was made of them.
+        reference: Name and scores of the model to compare with.
         batch_sizes: Rows a call, instead of `data.batch_size`. Several are measured one after the other, and the worst one counts.
     """
     resolved, settings = resolved_variant(variant)
     assert resolved.artifact is not None
     model = open_model(resolved, settings)
     try:
-        processor = load_processor(variant.path, variant.task, trust_remote_code=variant.trust_remote_code)
-        found = [
-            _scored(model, replace(data, batch_size=size), reference, variant.task, processor, resolved.artifact)
-            for size in batch_sizes or (data.batch_size,)
-        ]
+        if isinstance(data, EvaluationSet):
+            sets: Iterable[EvaluationSet] = (data,)
+        else:
+            folder = resolved.artifact.path
+            processor = load_processor(folder, variant.task, trust_remote_code=variant.trust_remote_code)
+            limit = positions(resolved.artifact)
+            sets = (
+                EvaluationSet(
+                    replace(data, batch_size=size), task=variant.task, config=model.config, processor=processor,
+                    limit=limit, folder=folder,
+                )
+                for size in batch_sizes or (data.batch_size,)
+            )  # fmt: skip
+        found = [_scored(model, prepared, reference, variant.name) for prepared in sets]
     finally:
         close(model)
     worst = max(found, key=lambda one: one.comparison.drop if one.comparison is not None else 0.0)
@@ -194,15 +218,10 @@ def accuracy(
     return replace(worst, scored=replace(worst.scored, seconds=seconds), by_batch=by_batch)
 
 
-def _scored(
-    model: Any, data: EvaluationData, reference: Scored | None, task: str, processor: Any, artifact: Artifact
-) -> Accuracy:
+def _scored(model: Any, prepared: EvaluationSet, reference: tuple[str, Scored] | None, name: str) -> Accuracy:
     """The accuracy with one number of rows a call."""
-    prepared = EvaluationSet(
-        data, task=task, config=model.config, processor=processor, limit=positions(artifact), folder=artifact.path
-    )
-    scored = prepared.measure(model)
-    compared = None if reference is None else prepared.compare(scored, reference, "PyTorch float32")
+    scored = prepared.measure(model, f"measuring {name}")
+    compared = None if reference is None else prepared.compare(scored, reference[1], reference[0])
     return Accuracy(
         metric=prepared.metric.name,
         higher_is_better=prepared.metric.higher_is_better,

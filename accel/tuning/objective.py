@@ -30,8 +30,9 @@ class Judge:
         self.tried: dict[str, Tried] = {}
 
     def ranked(self) -> list[Tried]:
-        """Best first."""
-        return sorted(self.tried.values(), key=lambda tried: -self.speed(tried))
+        """Timed candidates, best first."""
+        timed = [tried for tried in self.tried.values() if tried.screen is not None or tried.final is not None]
+        return sorted(timed, key=lambda tried: -self.speed(tried))
 
     def speed(self, tried: Tried) -> float:
         """What candidates are ordered by: the objective relative to PyTorch float32, by the last measurement.
@@ -68,10 +69,12 @@ class Judge:
     def best(self, fitting: Sequence[Tried]) -> Tried | None:
         """The survivor to keep, of those that fit, best first: the simplest one that is as good as the best.
 
-        As good is what `Ratio.equal` says of both; `Candidate.complexity` says what is simple.
+        As good is what `Ratio.equal` says of both; `Candidate.complexity` says what is simple. Of equally simple ones the first that
+        was tried is kept.
         """
         equal = [one for one in fitting if one is fitting[0] or self.beside(fitting[0], one).equal]
-        return min(equal, key=lambda one: one.candidate.complexity, default=None)
+        order = list(map(id, self.tried.values()))
+        return min(equal, key=lambda one: (one.candidate.complexity, order.index(id(one))), default=None)
 
     def _screened(self, tried: Tried) -> float:
         """The objective relative to PyTorch float32, by the screen."""
@@ -143,16 +146,14 @@ class Judge:
     def violations(self, tried: Tried) -> dict[str, float]:
         """By how much a candidate misses each constraint."""
         limits, missed = self._constraints, {}
-        shown = tried.final or tried.screen
-        assert shown is not None
-        found = tried.found
+        shown, found = tried.final or tried.screen, tried.found
         if limits.max_drop is not None and found is not None and found.comparison is not None:
             missed["max_drop"] = found.comparison.excess(limits.max_drop)
         if limits.min_accuracy is not None and found is not None:
             missed["min_accuracy"] = limits.min_accuracy - found.scored.value
-        if limits.max_latency_ms is not None:
+        if limits.max_latency_ms is not None and shown is not None:
             missed["max_latency_ms"] = max(c.latency.median for c in shown.cells) - limits.max_latency_ms
-        if limits.max_memory_mb is not None:
+        if limits.max_memory_mb is not None and shown is not None:
             missed["max_memory_mb"] = _memory_mb(shown) - limits.max_memory_mb
         if limits.max_size_mb is not None:
             missed["max_size_mb"] = tried.made.facts.bytes / 1e6 - limits.max_size_mb

@@ -1,4 +1,8 @@
-"""The search behind `accel.tune`: its stages, in order.
+"""The search for the best artifact and the way to run it, inside constraints; `tune`, the accuracy budget of `quantize` and `convert`
+are presets of it.
+
+A search builds recipes, times candidates, measures their accuracy, and keeps the best that fits. `Search.run` holds the stages of
+`tune` in order.
 
 Candidates come from the backends' declared capabilities (`accel.tuning.candidates`). Latency screens are cheap and come first;
 accuracy is measured on all rows, of the survivors only; those are timed again, longer. Building and evaluating happen in
@@ -12,7 +16,7 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +29,9 @@ from ..backends.machine import machine
 from ..backends.sessions import RunSettings
 from ..config import available_processors
 from ..errors import AccelError, BudgetError, SessionError
-from ..measuring.accuracy.evaluation import EvaluationData
+from ..interfaces.protocols import Feeds
+from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
+from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import without_infinity
 from ..measuring.latency.workloads import check_sequences
 from .builder import Builder
@@ -60,26 +66,58 @@ def in_turns(group: Sequence[Tried]) -> list[Tried]:
 
 
 class Search:
-    """One search and what it has found so far."""
+    """One search and what it has found so far.
+
+    Args:
+        subject: What is searched for.
+        data: Labelled rows that accuracy is measured on.
+        calibration: Rows or batches for schemes that need activation ranges.
+        goal: What is best, and what a winner must satisfy.
+        work: The calls to time.
+        store: What earlier searches measured.
+        clock: The time limit.
+        watch: The machine since before anything of ours worked.
+        processes: How many build and measure at a time; 0: this process does.
+
+    Attributes:
+        builder, grader, timer, judge: The parts that build, measure accuracy, time and compare.
+    """
 
     def __init__(
-        self, *, subject: Subject, data: EvaluationData, calibration: CalibrationData | None, goal: Goal, work: Work,
-        store: Store, clock: Clock,
+        self, *, subject: Subject, data: EvaluationData | EvaluationSet, calibration: CalibrationData | Iterable[Feeds] | None,
+        goal: Goal, work: Work, store: Store, clock: Clock, watch: MachineWatch | None = None, processes: int = 2,
     ) -> None:  # fmt: skip
         self._subject, self._goal, self._work, self._store, self._clock = subject, goal, work, store, clock
-        self._builder = Builder(subject, store, clock, calibration=calibration)
+        self.builder = Builder(subject, store, clock, calibration=calibration, processes=processes)
         callers = available_processors() if goal.objective == "throughput" else 1
-        self._timer = Timer(subject, work, store, clock, self._builder, callers=callers)
-        self._grader = Grader(subject, data, store, self._builder, work)
-        self._judge = Judge(goal)
+        self.timer = Timer(subject, work, store, clock, self.builder, callers=callers, watch=watch)
+        self.grader = Grader(subject, data, store, self.builder, work)
+        self.judge = Judge(goal)
         self._failed: dict[str, tuple[Candidate | None, str]] = {}
         self._refusals: dict[tuple[object, ...], str] = {}
         self._stages: dict[str, float] = {}
 
     def close(self) -> None:
         """End every process."""
-        self._builder.close()
-        self._timer.close()
+        self.builder.close()
+        self.timer.close()
+
+    def attempt(self, recipe: Recipe, backend: str | None) -> Tried | None:
+        """Build a recipe and measure its accuracy on a backend, its own choice when `None`; `None` where either failed."""
+        made = self.builder.build([recipe], 1.0)
+        if not made:
+            return None
+        tried = Tried(Candidate(recipe=recipe, backend=backend or "", device=""), made[0])
+        self.grader.grade(tried)
+        if tried.found is None:
+            self.builder.failed[str(recipe)] = tried.reason
+            return None
+        self.judge.tried[str(tried.candidate)] = tried
+        return tried
+
+    def fits(self, tried: Tried) -> bool:
+        """Whether a candidate satisfies all constraints."""
+        return not self.judge.violations(tried)
 
     def run(self, space: Space, target: Path) -> Tuning:
         """Search, and write the winner into `target`.
@@ -87,28 +125,28 @@ class Search:
         Raises:
             BudgetError: No candidate fits.
         """
-        self._grader.begin()
+        self.grader.begin()
         with self._stage("export"):
-            begun = self._builder.begin(space.exports(), self._clock.until(_EXPORT))
+            begun = self.builder.begin(space.exports(), self._clock.until(_EXPORT))
             # Before the exports are waited for: data that cannot be used is found out in seconds.
             self._reference()
             # A search that knows how fast everything is and how accurate nothing is has found nothing.
-            passes = _TIMES * len(self._grader.batch_sizes)
-            self._clock.keep(_LOAD_S + passes * self._grader.reference().scored.seconds)
-            exports = self._builder.finish(begun)
+            passes = _TIMES * len(self.grader.batch_sizes)
+            self._clock.keep(_LOAD_S + passes * self.grader.reference().scored.seconds)
+            exports = self.builder.finish(begun)
         if not exports:
-            reasons = {**{one.name: one.reason for one in space.skipped}, **self._builder.failed}
+            reasons = {**{one.name: one.reason for one in space.skipped}, **self.builder.failed}
             why = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
             raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
         if self._work.texts is None:
             check_sequences(self._work.sequence, exports[0].facts.limits)
         with self._stage("optimize and quantize"):
-            made = [*exports, *self._builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
+            made = [*exports, *self.builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
         with self._stage("screen"):
             self._screen(self._runs(space, made), self._clock.until(_SCREEN), first=True)
         with self._stage("compose"):
             share = self._clock.until(_COMPOSE)
-            more = self._builder.build(self._compositions(space), share)
+            more = self.builder.build(self._compositions(space), share)
             self._screen(self._runs(space, more), share)
         with self._stage("vary run options"):
             self._vary(space)
@@ -116,12 +154,12 @@ class Search:
             self._clock.keep(0.0)
             survivors = self._survivors()
         with self._stage("time survivors"):
-            self._timer.finals(survivors)
+            self.timer.finals(survivors)
         return self._conclude(space, target)
 
     def _reference(self) -> None:
         try:
-            self._grader.reference()
+            self.grader.reference()
         except SessionError as error:
             if self._clock.left() > 0:
                 raise
@@ -159,19 +197,23 @@ class Search:
     def _compositions(self, space: Space) -> list[Recipe]:
         """The two best schemes of a format again, on the best optimized artifact of that format."""
         recipes = []
-        ranking = self._judge.ranked()
+        ranking = self.judge.ranked()
         for format in dict.fromkeys(t.made.recipe.format for t in ranking):
             ranked = [t for t in ranking if t.made.recipe.format == format]
             best = next((t.made for t in ranked if t.made.recipe.stage == "optimize"), None)
             done = [t.made.recipe for t in ranked if t.made.recipe.stage == "quantize"]
             if best is None:
                 continue
-            offered = {
-                (recipe.backend, recipe.setting): recipe
-                for recipe in space.quantizations(best.recipe, best.facts.dtype)
-            }
-            top = list(dict.fromkeys((r.backend, r.setting) for r in done))[:2]
-            recipes += [offered[key] for key in top if key in offered]
+            offered = space.quantizations(best.recipe, best.facts.dtype)
+            top: dict[tuple[str, str], Recipe] = {}
+            for recipe in done:
+                top.setdefault((recipe.backend, recipe.setting), recipe)
+            recipes += [
+                other
+                for recipe in list(top.values())[:2]
+                for other in offered
+                if replace(other, parent=None) == replace(recipe, parent=None)
+            ]
         return recipes
 
     def _vary(self, space: Space) -> None:
@@ -180,7 +222,7 @@ class Search:
         changes: dict[str, list[Candidate]] = {}
         for base in bases:
             facts = base.made.facts
-            lengths = self._timer.lengths(facts.limits)
+            lengths = self.timer.lengths(facts.limits)
             changes[str(base.candidate)] = space.variations(
                 base.candidate, dtype=facts.dtype, lengths=lengths, masked=facts.masked,
                 threads=self._work.threads,
@@ -191,11 +233,11 @@ class Search:
             helped = [
                 tried
                 for c in changes[str(base.candidate)]
-                if (tried := self._judge.tried.get(str(c))) is not None
-                and self._judge.speed(tried) > _HELPS * self._judge.speed(base)
+                if (tried := self.judge.tried.get(str(c))) is not None
+                and self.judge.speed(tried) > _HELPS * self.judge.speed(base)
             ]
             if len(helped) > 1:
-                together.append(combined([t.candidate for t in sorted(helped, key=self._judge.speed)]))
+                together.append(combined([t.candidate for t in sorted(helped, key=self.judge.speed)]))
         self._screen(together, share)
 
     def _bases(self) -> list[Tried]:
@@ -204,7 +246,7 @@ class Search:
         The latter lose less by another compute dtype than quantized ones lost already: they win when the budget is tight.
         """
         best: dict[str, Tried] = {}
-        for tried in self._judge.ranked():
+        for tried in self.judge.ranked():
             best.setdefault(str(tried.made.recipe), tried)
         exact: dict[str, Tried] = {}
         for tried in best.values():
@@ -219,11 +261,11 @@ class Search:
         """Short measurements of candidates that are new; the same artifact made in two ways is measured once. The `first` ones
         are measured in another order than they come in, see `in_turns`.
         """
-        seen = {t.identity: str(t.candidate) for t in self._judge.tried.values()}
+        seen = {t.identity: str(t.candidate) for t in self.judge.tried.values()}
         fresh = []
         for candidate in candidates:
-            tried = Tried(candidate, self._builder[candidate.recipe])
-            if str(candidate) in self._judge.tried or str(candidate) in self._failed:
+            tried = Tried(candidate, self.builder[candidate.recipe])
+            if str(candidate) in self.judge.tried or str(candidate) in self._failed:
                 continue
             if refusal := self._refusal(tried):
                 self._failed[str(candidate)] = (candidate, refusal)
@@ -232,11 +274,11 @@ class Search:
             else:
                 seen[tried.identity] = str(candidate)
                 fresh.append(tried)
-        self._timer.screen(in_turns(fresh) if first else fresh, share, hopeless=self._hopeless())
+        self.timer.screen(in_turns(fresh) if first else fresh, share, hopeless=self._hopeless())
         for tried in fresh:
             if tried.screen is not None and tried.screen.error is None:
-                self._judge.tried[str(tried.candidate)] = tried
-                logger.info("%s: %s times PyTorch float32", tried.candidate, self._judge.speedup(tried))
+                self.judge.tried[str(tried.candidate)] = tried
+                logger.info("%s: %s times PyTorch float32", tried.candidate, self.judge.speedup(tried))
             else:
                 why = tried.reason or (tried.screen.error if tried.screen else None) or "it was not measured"
                 self._failed[str(tried.candidate)] = (tried.candidate, why.splitlines()[0])
@@ -265,7 +307,7 @@ class Search:
             }
             known = self._store.get("opens", key)
             if known is None:
-                self._builder.files(tried.made)
+                self.builder.files(tried.made)
                 try:
                     settings = RunSettings(
                         backend=c.backend,
@@ -273,7 +315,7 @@ class Search:
                         options=c.options,
                         provider_options=c.provider_options or None,
                     )
-                    self._builder.call(opens, tried.made.path, settings)
+                    self.builder.call(opens, tried.made.path, settings)
                     known = {"refusal": ""}
                 except AccelError as error:
                     known = {"refusal": error.message.splitlines()[0]}
@@ -284,8 +326,8 @@ class Search:
     def _survivors(self) -> list[Tried]:
         """The accuracy of the best candidates, a few at a time, until one fits."""
         ranked = []
-        for tried in self._judge.ranked():
-            tried.reason = self._judge.cheap_violation(tried) or tried.reason
+        for tried in self.judge.ranked():
+            tried.reason = self.judge.cheap_violation(tried) or tried.reason
             if not tried.reason:
                 ranked.append(tried)
         measured: list[Tried] = []
@@ -293,50 +335,47 @@ class Search:
         for i in range(0, len(ranked), _SURVIVORS):
             for tried in progress.track(ranked[i : i + _SURVIVORS], "measuring accuracy"):
                 # The first ones are measured in any case, and more until one fits.
-                if self._clock.left(share) < self._grader.seconds and any(map(self._fits, measured)):
+                if self._clock.left(share) < self.grader.seconds and any(map(self.fits, measured)):
                     tried.reason = "its accuracy was not measured: the time limit was near"
                     continue
-                self._grader.grade(tried)
+                self.grader.grade(tried)
                 if tried.found is not None:
                     measured.append(tried)
-            if any(map(self._fits, measured)):
+            if any(map(self.fits, measured)):
                 break
         return measured
-
-    def _fits(self, tried: Tried) -> bool:
-        return not self._judge.violations(tried)
 
     # The end
 
     def _alone(self, winner: Tried) -> bool:
         """Time the winner once more, alone beside PyTorch: its own numbers everywhere; whether there was time for that."""
-        found, anchor, disturbance = self._timer.alone(winner)
+        found, anchor, disturbance = self.timer.alone(winner)
         again = found is not winner.final
         winner.final, winner.final_anchor, winner.disturbance = found, anchor, disturbance
         return again
 
     def _conclude(self, space: Space, target: Path) -> Tuning:
-        finals = self._judge.finals()
-        winner = self._judge.best([tried for tried in finals if self._fits(tried)])
-        failed = {**{name: (None, why) for name, why in self._builder.failed.items()}, **self._failed}
+        finals = self.judge.finals()
+        winner = self.judge.best([tried for tried in finals if self.fits(tried)])
+        failed = {**{name: (None, why) for name, why in self.builder.failed.items()}, **self._failed}
         if winner is None:
-            ranked = self._judge.ranked()
-            missed = [(str(t.candidate), self._judge.violations(t), t.found is not None) for t in ranked]
+            ranked = self.judge.ranked()
+            missed = [(str(t.candidate), self.judge.violations(t), t.found is not None) for t in ranked]
             reasons = {name: why for name, (_, why) in failed.items()}
             raise no_fit(missed, asdict(self._goal.constraints), self._clock.limit_s, reasons)
         assert winner.final is not None
         assert winner.final_anchor is not None
-        trials = self._judge.trials(winner, failed, space)
+        trials = self.judge.trials(winner, failed, space)
         side_by_side = winner.final_anchor
         alone = self._alone(winner)
-        trials = [self._judge.measured_again(one, winner) if one.winner else one for one in trials]
+        trials = [self.judge.measured_again(one, winner) if one.winner else one for one in trials]
         facts = machine()
         del facts["home"], facts["executable"]
         blocks = winner.final.cells[0].milliseconds
         settings = {**self._work.key(), "threads": self._work.threads or available_processors(),
-                    "callers": self._timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
-        reference = self._grader.reference()
-        self._builder.files(winner.made)
+                    "callers": self.timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
+        reference = self.grader.reference()
+        self.builder.files(winner.made)
         made = Tuning(
             artifact=Artifact.load(winner.made.path),
             winner=next(trial for trial in trials if trial.winner),
@@ -354,8 +393,8 @@ class Search:
             stages=self._stages,
             seconds=round(self._clock.spent(), 1),
             resumed=self._store.hits,
-            batch_sizes=self._grader.batch_sizes,
-            disturbance=self._judge.disturbance(winner),
+            batch_sizes=self.grader.batch_sizes,
+            disturbance=self.judge.disturbance(winner),
             side_by_side=side_by_side if alone else None,
         )
         if made.disturbance.signs:
@@ -364,7 +403,7 @@ class Search:
                 "; ".join(made.disturbance.signs),
             )
         artifact = _write(winner, made, target)
-        self._builder.tidy({t.made.path for t in finals})
+        self.builder.tidy({t.made.path for t in finals})
         return replace(made, artifact=artifact)
 
 

@@ -1,4 +1,4 @@
-"""What searches remember: results as JSON under `ACCEL_HOME/tune`, by a digest of everything that they depend on."""
+"""Results that searches remember, as JSON by a digest of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from ..artifact.writing import held
 
 
 class Store:
-    """What earlier searches measured, under `ACCEL_HOME/tune`, by everything that it depends on.
+    """What earlier searches measured, by everything that it depends on.
 
     Args:
+        root: Folder; `ACCEL_HOME/tune` when `None`.
         fresh: Forget what was there before.
     """
 
-    def __init__(self, *, fresh: bool = False) -> None:
-        self._root = accel_home() / SEARCHES
+    def __init__(self, root: Path | None = None, *, fresh: bool = False) -> None:
+        self._root = root or accel_home() / SEARCHES
         self._fresh = fresh
         self._running: Path | None = None
         self._written: set[Path] = set()

@@ -1,4 +1,4 @@
-"""What the stages of a search pass along: what is tuned, the calls to time, what was made and what was tried."""
+"""What the parts of a search share: the model, the calls to time, what was made and tried, and the time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from .store import digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is tuned, and where: everything that a measurement depends on and no candidate changes.
+    """What is searched for, and where: everything that a measurement depends on and no candidate changes.
 
     Attributes:
-        model: The PyTorch model.
-        baseline: PyTorch float32 on it, which everything is compared with.
+        model: The PyTorch model, or the artifact to quantize.
+        baseline: How it runs unchanged; every candidate is compared with it.
+        reference: Name of the baseline in messages.
         digest: Of its files.
         machine: Processors and devices.
         versions: Of every tool.
@@ -35,8 +36,9 @@ class Subject:
     model: Resolved
     baseline: Variant
     digest: str
-    machine: Mapping[str, Any]
-    versions: Mapping[str, str]
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    reference: str = "PyTorch float32"
 
     @property
     def task(self) -> str:
@@ -51,7 +53,7 @@ class Subject:
     def variant(self, candidate: Candidate, path: Path) -> Variant:
         """A candidate's artifact and the way to run it."""
         return Variant(
-            name=str(candidate), path=path, task=self.task, backend=candidate.backend, device=candidate.device,
+            name=str(candidate), path=path, task=self.task, backend=candidate.backend or None, device=candidate.device or None,
             options=candidate.options, provider_options=candidate.provider_options or None,
             trust_remote_code=self.model.hub.trust_remote_code,
         )  # fmt: skip
@@ -59,14 +61,20 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The calls to be timed, before anything is loaded."""
+    """The calls to be timed, before anything is loaded.
+
+    Attributes:
+        batch, sequence, texts, max_length, threads, seed: As in `accel.tune`.
+        call: Inputs by name of the one call that is timed instead.
+    """
 
     batch: tuple[int, ...]
-    sequence: tuple[int, ...]
-    texts: tuple[str, ...] | None
-    max_length: int | None
-    threads: int | None
-    seed: int
+    sequence: tuple[int, ...] = (128,)
+    texts: tuple[str, ...] | None = None
+    max_length: int | None = None
+    threads: int | None = None
+    seed: int = 0
+    call: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
@@ -76,7 +84,8 @@ class Work:
 
     def key(self) -> dict[str, Any]:
         """What identifies the calls."""
-        values = asdict(self)
+        values = asdict(replace(self, call=None))
+        del values["call"]
         values["texts"] = digest(self.texts) if self.texts is not None else None
         return values
 
@@ -92,7 +101,7 @@ class Made:
 
 @dataclass(slots=True)
 class Tried:
-    """A candidate and what was measured of it, beside PyTorch float32 (`anchor`).
+    """A candidate and what was measured of it, next to the baseline (`anchor`).
 
     Attributes:
         candidate: Recipe and run options.

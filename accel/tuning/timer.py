@@ -1,4 +1,4 @@
-"""Latencies of a search: short heats of a few candidates beside PyTorch float32, and a long one of the survivors."""
+"""Latencies of a search: short heats of a few candidates next to the baseline, and a long one of the survivors."""
 
 from __future__ import annotations
 
@@ -62,25 +62,34 @@ class Timer:
         clock: The time limit.
         builder: Makes files again that an earlier search removed.
         callers: Threads that call at once.
+        watch: The machine since before anything of ours worked.
 
     Attributes:
         traffic: How calls arrive.
     """
 
     def __init__(
-        self, subject: Subject, work: Work, store: Store, clock: Clock, builder: Builder, *, callers: int
+        self,
+        subject: Subject,
+        work: Work,
+        store: Store,
+        clock: Clock,
+        builder: Builder,
+        *,
+        callers: int,
+        watch: MachineWatch | None = None,
     ) -> None:
         self._subject, self._work, self._store, self._clock, self._builder = subject, work, store, clock, builder
         self.traffic = Traffic(callers=callers)
         self._search = secrets.token_hex(8)
-        self._watch = MachineWatch()
+        self._watch = watch or MachineWatch()
         self._anchor: Measured | None = None
         self._workloads: list[Workload] = []
         # A guess until the first heat: processes start, import and load within it.
         self._heat_s, self._load_s = 10.0, 5.0
 
     def close(self) -> None:
-        """End the process of PyTorch."""
+        """End the baseline's process."""
         if self._anchor is not None:
             self._anchor.close()
 
@@ -242,7 +251,7 @@ class Timer:
         if anchor.error is not None:
             if self._clock.left() <= 0:
                 raise _LateError
-            raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
+            raise self._no_anchor(anchor)
         disturbance = asdict(self._watch.judge({cell["workload"]: _round_ms(cell) for cell in base["cells"]}))
         return [
             (tried, {"result": one_result, "anchor": base, "disturbance": disturbance}, one.lost)
@@ -257,12 +266,19 @@ class Timer:
         anchor = self._anchor = Measured(variant, Worker(variant, self._work.threads, self._until()))
         anchor.loaded = anchor.attempt(lambda worker: worker.load())
         if anchor.worker is None or anchor.loaded is None:
-            raise SessionError(f"PyTorch failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
-        if self._work.texts is None:
+            raise self._no_anchor(anchor)
+        if self._work.call is not None:
+            call = Workload(name="rows", batch=self._work.batch[0], sequence=None, cases=(self._work.call,))
+            self._workloads = [call]
+        elif self._work.texts is None:
             self._workloads = workloads.grid(anchor.worker, anchor.loaded, self._work.batch, self._work.sequence)
         else:
             self._workloads = self._text_workloads(anchor.loaded.limits)
         return anchor
+
+    def _no_anchor(self, anchor: Measured) -> SessionError:
+        name = self._subject.reference
+        return SessionError(f"{name} failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
 
     def _text_workloads(self, limits: Mapping[str, int]) -> list[Workload]:
         assert self._work.texts is not None

@@ -1,12 +1,14 @@
 """ONNX Runtime on the CPU."""
 
-from accel.interfaces.specs import BackendSpec, Capability, SchemeSettings
+from accel.interfaces.specs import GENERATING, BackendSpec, Capability, OptionTrial, SchemeSettings
 
 from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS
 
 # No bfloat16: ONNX Runtime has no CPU kernels for it.
 _DTYPES = ("float32", "float16", "int8")
 _COMMON = ("preset", "symmetric", "operators", "exclude")
+# Larger blocks of 4-bit weights: a step of Qwen2-0.5B's layers takes 20 % less time, a prompt 30 % less, for some accuracy.
+_BLOCKS = (OptionTrial("block_size", 128, tasks=GENERATING),)
 
 SPEC = BackendSpec(
     name="cpu",
@@ -42,9 +44,10 @@ SPEC = BackendSpec(
                 SchemeSettings(
                     "static-int8",
                     (*_COMMON, "per_channel", "calibration", "percentile", "format", "smooth_quant"),
+                    (OptionTrial("calibration", "percentile"),),
                 ),
-                SchemeSettings("weight-int8", (*_COMMON, "block_size")),
-                SchemeSettings("weight-int4", (*_COMMON, "block_size", "algorithm", "ratio")),
+                SchemeSettings("weight-int8", (*_COMMON, "block_size"), _BLOCKS),
+                SchemeSettings("weight-int4", (*_COMMON, "block_size", "algorithm", "ratio"), _BLOCKS),
             ),
         ),
         Capability(stage="run", consumes="onnx", dtypes=_DTYPES, thread_safe=True),

@@ -1,6 +1,12 @@
 """OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
 
-from accel.interfaces.specs import GENERATING, BackendSpec, Capability, SchemeSettings
+from accel.interfaces.specs import (
+    GENERATING,
+    BackendSpec,
+    Capability,
+    OptionTrial,
+    SchemeSettings,
+)
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -8,9 +14,17 @@ _DEVICES = ("cpu", "gpu", "npu", "auto")
 _SCHEMES = ("static-int8", "weight-int8", "weight-int4")
 _COMMON = ("preset", "operators", "exclude")
 _SETTINGS = (
-    SchemeSettings("static-int8", (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant", "max_drop")),
+    SchemeSettings(
+        "static-int8",
+        (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant", "max_drop"),
+        (OptionTrial("calibration", "percentile"),),
+    ),
     SchemeSettings("weight-int8", (*_COMMON, "symmetric")),
-    SchemeSettings("weight-int4", (*_COMMON, "symmetric", "block_size", "algorithm", "ratio", "scale_estimation")),
+    SchemeSettings(
+        "weight-int4",
+        (*_COMMON, "symmetric", "block_size", "algorithm", "ratio", "scale_estimation"),
+        (OptionTrial("block_size", 128, tasks=GENERATING),),
+    ),
 )
 
 SPEC = BackendSpec(

@@ -1,6 +1,6 @@
 """What this kit does to graphs, as specs declare it; imports nothing but `accel.interfaces.specs`."""
 
-from accel.interfaces.specs import Capability, SchemeSettings
+from accel.interfaces.specs import Capability, OptionTrial, SchemeSettings
 
 ONNX_LAYOUTS = ("*.onnx", "onnx/*.onnx", "genai_config.json")
 ONNX_FOLDERS = "accel_plugins.ortkit.foreign.reader:OnnxFolderReader"
@@ -24,7 +24,10 @@ NVIDIA = (
         devices=("cuda",),
         dtypes=("float32", "float16"),
         schemes=("static-fp8", "static-int8"),
-        settings=(SchemeSettings("static-fp8", _PAIRS), SchemeSettings("static-int8", _PAIRS)),
+        settings=tuple(
+            SchemeSettings(name, _PAIRS, (OptionTrial("calibration", "percentile"),))
+            for name in ("static-fp8", "static-int8")
+        ),
     ),
 )
 """Rewriting and quantizing graphs for NVIDIA GPUs. Eight bits are computed in floating point by ONNX Runtime's CUDA provider,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +21,13 @@ from accel.cli import app
 from accel.config import QuantizeConfig
 from accel.errors import BudgetError, ConfigError, InputError, QuantizeError
 from accel.measuring.accuracy.evaluation import EvaluationSet
-from accel.measuring.latency.rounds import Timing
+from accel.measuring.latency.results import Cell, VariantResult
+from accel.measuring.statistics import summarize
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
-from accel.tuning import attempts
-from accel.tuning.float_layers import Attempt
+from accel.tuning.accuracy_budget import Attempt
+from accel.tuning.subject import Tried
+from accel.tuning.timer import Timer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
 SENSITIVE = "bert.encoder.layer.1.attention.output.dense"
@@ -68,17 +71,32 @@ def sensitive(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     )
 
 
+def _result(rounds: Sequence[float]) -> VariantResult:
+    cell = Cell(
+        workload="rows", batch=1, sequence=None, latency=summarize(rounds), throughput=1.0, processor_ms=1.0, ratio=None,
+        milliseconds=tuple((ms,) for ms in rounds),
+    )  # fmt: skip
+    return VariantResult(name="", cells=(cell,))
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Sequence[float]) -> list[int]:
+    """Latencies without processes, by round: of the float artifact, and of the candidates in order; the rows of the call."""
+    sizes: list[int] = []
+
+    def finals(self: Timer, group: Sequence[Tried]) -> None:
+        sizes.append(len(self._work.call["input_ids"]))
+        base = _result(anchor)
+        for tried, rounds in zip(group, itertools.cycle(others)):
+            tried.final, tried.final_anchor = _result(rounds), base
+
+    monkeypatch.setattr(Timer, "finals", finals)
+    return sizes
+
+
 @pytest.fixture
-def no_timing(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
-    """Latencies without processes: the float artifact 3 ms, then 2, 1, 2, 1, ... in the order of the trials."""
-    asked: list[list[Path]] = []
-
-    def timings(paths: Sequence[Path], *args: Any) -> list[Timing]:
-        asked.append(list(paths))
-        return [Timing("", ((ms,),) * 6) for ms in (3.0, *(2.0 - i % 2 for i in range(len(paths) - 1)))]
-
-    monkeypatch.setattr(attempts, "_timings", timings)
-    return asked
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float artifact takes 3 ms, the candidates 2, 1, 2, 1, ..."""
+    timed(monkeypatch, [3.0] * 6, [2.0] * 6, [1.0] * 6)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *schemes: str) -> None:
@@ -135,7 +153,7 @@ class TestBudget:
 
         def measure(self: Any, model: Any, what: str = "") -> Any:
             found = real(self, model, what)
-            return found if "float" in what else replace(found, value=found.value - 0.5)
+            return found if "float artifact" in what else replace(found, value=found.value - 0.5)
 
         monkeypatch.setattr(EvaluationSet, "measure", measure)
         with pytest.raises(BudgetError, match="The best found is dynamic-int8") as error:
@@ -152,7 +170,7 @@ class TestBudget:
         rows: list[dict[str, Any]],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        no_timing: list[list[Path]],
+        no_timing: None,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "weight-int8")
         made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows, columns={"text": "text"})
@@ -170,7 +188,7 @@ class TestBudget:
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
         tmp_path: Path,
-        no_timing: list[list[Path]],
+        no_timing: None,
     ) -> None:
         made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
         assert made.path == tmp_path / "out"
@@ -198,13 +216,7 @@ class TestMeasuredAsRun:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        timed: list[int] = []
-
-        def timings(paths: Sequence[Path], task: str, feeds: Mapping[str, torch.Tensor], *args: Any) -> list[Timing]:
-            timed.append(len(feeds["input_ids"]))
-            return [Timing("", ((1.0,),) * 6) for _ in paths]
-
-        monkeypatch.setattr(attempts, "_timings", timings)
+        sizes = timed(monkeypatch, [1.0] * 6, [1.0] * 6)
         how: dict[str, Any] = {"scheme": "dynamic-int8", "max_drop": 100, "data": rows}
         for size, given in ((1, {}), (8, {"batch_size": 8})):
             made = accel.quantize(tiny_artifact(), tmp_path / f"out-{size}", **how, **given)
@@ -212,7 +224,7 @@ class TestMeasuredAsRun:
             assert step.validation["accuracy"]["batch_size"] == step.report["search"]["batch_size"] == size
             found = accel.evaluate(made, rows)
             assert (found.batch_size, found.value) == (size, step.validation["accuracy"]["value"])
-        assert timed == [1, 8]
+        assert sizes == [1, 8]
 
     def test_without_a_record_dynamic_quantization_is_measured_row_by_row(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
@@ -232,9 +244,7 @@ class TestMeasuredAsRun:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "weight-int8")
-        fast = ((1.0,), (0.97,), (1.02,), (0.96,), (1.01,), (0.98,))
-        times = [((1.0,),) * 6, ((1.0,),) * 6, fast]
-        monkeypatch.setattr(attempts, "_timings", lambda *args: [Timing("", one) for one in times])
+        timed(monkeypatch, [1.0] * 6, [1.0] * 6, [1.0, 0.97, 1.02, 0.96, 1.01, 0.98])
         made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows)
         assert made.manifest.quantization is not None
         assert made.manifest.quantization.scheme == "dynamic-int8", "it is declared first, and no slower"
@@ -356,9 +366,7 @@ class TestCommands:
         assert found.exit_code == 2
         assert "Did you mean 'accuracy'" in json.loads(found.stdout)["error"]
 
-    def test_quantize_inside_a_budget(
-        self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: list[list[Path]]
-    ) -> None:
+    def test_quantize_inside_a_budget(self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: None) -> None:
         found = self.run(
             "quantize", sensitive.path, tmp_path / "out", "--scheme", "dynamic-int8", "--max-drop", 4, "--data", data,
             "--column", "text=phrase", "--column", "label=outcome",

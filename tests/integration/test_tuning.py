@@ -22,7 +22,7 @@ from accel.backends import registry
 from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
 from accel.measuring.report import html_page
 from accel.testing.models import save_tiny
-from accel.tuning import timing
+from accel.tuning import timer
 from accel.tuning.store import Store
 from accel.tuning.trials import Tuning, render
 
@@ -204,16 +204,16 @@ def test_a_time_limit_that_is_too_short_is_an_error_at_once(
 def test_a_time_limit_that_ends_in_a_long_measurement_leaves_the_short_ones(
     what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heat = timing.Timer._heat
+    heat = timer.Timer._heat
 
-    def late(self: timing.Timer, group: Any, amount: Any, kind: str) -> Any:
+    def late(self: timer.Timer, group: Any, amount: Any, kind: str) -> Any:
         if kind == what:
-            raise timing._LateError
+            raise timer._LateError
         return heat(self, group, amount, kind)
 
     # Kept results of long measurements would be taken instead.
     how = {**HOW, "backends": ["toy"], "seed": 7}
-    monkeypatch.setattr(timing.Timer, "_heat", late)
+    monkeypatch.setattr(timer.Timer, "_heat", late)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.backend == "toy"
     assert again.artifact.manifest.run is not None

@@ -9,7 +9,16 @@ import pytest
 
 from accel.backends import registry
 from accel.config import SessionOptions
-from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, OptionTrial, Probe, Reason, SchemeSettings
+from accel.interfaces.specs import (
+    GENERATING,
+    BackendSpec,
+    Capability,
+    DeviceSpec,
+    OptionTrial,
+    Probe,
+    Reason,
+    SchemeSettings,
+)
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
 from accel.tuning.search import in_turns
 from accel.tuning.subject import Tried
@@ -49,10 +58,12 @@ def test_every_declared_step_is_a_recipe(space: Space) -> None:
     assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
 
 
-def test_blocks_of_generators_come_in_two_sizes(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_worth_a_try_for_a_task_are_recipes_of_their_own(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = Capability(
         stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
-        settings=(SchemeSettings("weight-4", ("block_size",)),),
+        settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=GENERATING),)),),
     )  # fmt: skip
     vendor = replace(VENDOR, capabilities=(*VENDOR.capabilities, weights))
     monkeypatch.setattr(registry, "describe_all", lambda: ((vendor,), {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -86,9 +87,16 @@ def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload(
 
 def test_of_several_numbers_of_rows_the_worst_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {1: scored(0.94, 1, drop=1.0), 4: scored(0.92, 4, drop=3.0), 8: scored(0.93, 8, drop=2.0)}
-    artifact = type("Opened", (), {"artifact": object(), "folder": Path()})
-    monkeypatch.setattr(jobs, "resolved_variant", lambda variant: (artifact, None))
-    monkeypatch.setattr(jobs, "open_model", lambda *args: None)
+
+    class Prepared:
+        def __init__(self, data: EvaluationData, **named: Any) -> None:
+            self.batch_size = data.batch_size
+
+    opened = SimpleNamespace(artifact=SimpleNamespace(path=Path()))
+    monkeypatch.setattr(jobs, "EvaluationSet", Prepared)
+    monkeypatch.setattr(jobs, "positions", lambda artifact: None)
+    monkeypatch.setattr(jobs, "resolved_variant", lambda variant: (opened, None))
+    monkeypatch.setattr(jobs, "open_model", lambda *args: SimpleNamespace(config=None))
     monkeypatch.setattr(jobs, "close", lambda model: None)
     monkeypatch.setattr(jobs, "load_processor", lambda *args, **named: None)
     monkeypatch.setattr(jobs, "_scored", lambda model, data, *args: answers[data.batch_size])
