@@ -17,8 +17,9 @@ from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
 from ..errors import ConfigError, InputError
 from ..interfaces.description import SessionDescription
-from ..interfaces.protocols import Feeds, Names, Session, State
+from ..interfaces.protocols import Feeds, Names, Session
 from ..interfaces.session_contract import check_readable, no_state, wrong_names
+from ..interfaces.state import State
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
-from ..interfaces.protocols import JoinableState, Session, State
+from ..interfaces.protocols import Session
+from ..interfaces.state import State
 from ..upstream.cache_names import CACHE_NAME
 
 # What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
@@ -139,7 +140,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     @property
     def is_joinable(self) -> bool:
         """Whether rows of another cache of the model can join (`join`), while others stay."""
-        return isinstance(self.state if self.state is not None else self.session.new_state(1), JoinableState)
+        return (self.state if self.state is not None else self.session.new_state(1)).joinable
 
     @property
     def is_initialized(self) -> bool:
@@ -192,7 +193,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises:
             InputError: The runtime's states cannot, it is of another model, it holds nothing, or what an encoder made is in it.
         """
-        if not isinstance(self.state, JoinableState) or other.state is None or self.constants or other.constants:
+        if self.state is None or not self.is_joinable or other.state is None or self.constants or other.constants:
             raise InputError(
                 "Rows join rows that hold tokens, of a backend whose states can, and of a decoder alone.",
                 fix="ask is_joinable, and run a prompt through both caches first.",
@@ -206,7 +207,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises:
             InputError: The runtime's states cannot, or nothing would be left.
         """
-        if not isinstance(self.state, JoinableState):
+        if self.state is None or not self.is_joinable:
             raise InputError("No columns can be taken from the front of this cache.", fix="ask is_joinable.")
         self.state.drop(columns)
 

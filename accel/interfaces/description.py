@@ -1,13 +1,11 @@
-"""What sessions and their states say about themselves: bases that spare a plugin some properties. None need have them."""
+"""What sessions say about themselves: a base that spares a plugin some properties. No session need have it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..artifact.tensors import TensorSpec
-from ..errors import InputError
 from .session_contract import ShapeCheck, ValueCheck, read_feeds, tensor_dtypes
 from .specs import DeviceSpec
 
@@ -15,14 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from .protocols import Feeds
-
-_KEYS_OR_VALUES = re.compile(r"(\d+)[._](key|value)\Z")
-
-
-def kept_name(name: str) -> str:
-    """What a tensor of a state is called outside: `0.key` or `0.value` for a layer's keys or values, or its name."""
-    match = _KEYS_OR_VALUES.search(name)
-    return f"{match[1]}.{match[2]}" if match else name
 
 
 class SessionDescription:
@@ -84,46 +74,3 @@ class SessionDescription:
     def compute_dtype(self) -> str:
         """What the kernels really compute in."""
         return self._compute_dtype
-
-
-class StateDescription:
-    """The described part of `accel.interfaces.protocols.State`.
-
-    Args:
-        batch: Rows held.
-    """
-
-    def __init__(self, batch: int) -> None:
-        self._batch, self._length = batch, 0
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self._length
-
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-        return self._batch
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`.
-
-        Raises:
-            InputError: This runtime keeps it in a form of its own.
-        """
-        raise InputError(
-            "The keys and values of this backend are in a form of its own.",
-            fix="read them with another backend=..., such as 'cpu'.",
-        )
-
-    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
-        """Hold these instead; as `read` returns them, for `length` tokens.
-
-        Raises:
-            InputError: Other names or sizes than the graph has, or a runtime that keeps them in a form of its own.
-        """
-        raise InputError(
-            "This backend takes no keys and values that were computed elsewhere.",
-            fix="start with the whole text, or load the model with another backend=..., such as 'cpu'.",
-        )

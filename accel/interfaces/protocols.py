@@ -16,6 +16,7 @@ from ..artifact.tensors import TensorSpec
 from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig, SessionOptions
 from . import forks  # noqa: F401  # lets go of torch's threads before a process forks, for whoever implements a session
 from .specs import DeviceSpec, Probe
+from .state import State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,45 +52,6 @@ class OpenRequest:
     shapes: Shapes = field(default_factory=dict)
     trust_remote_code: bool = False
     few_calls: bool = False
-
-
-@runtime_checkable
-class State(Protocol):
-    """What a session keeps between calls: a KV cache. Used by one thread at a time."""
-
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (batch,) int64`); beam search."""
-
-    def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-
-    def clone(self) -> State:
-        """An independent copy."""
-
-
-@runtime_checkable
-class JoinableState(State, Protocol):
-    """A state whose rows come and go while others stay (continuous batching); rows leave by `reorder`. A plugin need not have it.
-
-    The last token of every row stands in the last column. A row of fewer tokens has columns in front that hold none: the masks
-    of later calls have to hide them.
-    """
-
-    def join(self, other: State) -> None:
-        """The rows of another state of the same session behind these; that one is not used any more. Both hold tokens; the rows
-        of whichever has fewer columns get some in front.
-        """
-
-    def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid; fewer than are held."""
 
 
 @runtime_checkable

@@ -30,15 +30,14 @@ from accel.config import PrepareConfig
 from accel.errors import ConfigError, InputError, SessionClosedError
 from accel.interfaces.protocols import (
     Backend,
-    JoinableState,
     OpenRequest,
     Preparer,
     PreparingBackend,
     Session,
-    State,
     SteppingSession,
 )
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe
+from accel.interfaces.state import State
 from accel.stages.export import export
 
 from .models import tiny_model
@@ -534,12 +533,12 @@ class BackendConformance:
         one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
         return self._continue(session, session.new_state(1), one, slice(0, length))
 
-    def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> JoinableState:
+    def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> State:
         """A state whose rows hold so many of their first tokens; each was read in a state of its own."""
         states = []
         for row, length in enumerate(lengths):
             state = session.new_state(1)
-            if not isinstance(state, JoinableState):
+            if not state.joinable:
                 pytest.skip(f"{self.backend} offers no states that can be joined")
             one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
             self._continue(session, state, one, slice(0, length))

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from accel.errors import SessionError
-from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session_contract import check_state, wanted_outputs
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 from ..ortkit.runtime.nvidia import on_gpu
 from .runtime import RUN_ERRORS, DecoderRuntime
@@ -86,7 +87,7 @@ class DecoderSession(CudaSession):
 
     def new_state(self, batch: int) -> State:
         """An empty cache. Memory is taken at the first call."""
-        return CudaState(self, batch)
+        return CudaState(self, self.component, batch)
 
     def close(self) -> None:
         """Give ONNX Runtime's memory and that of all caches back."""

@@ -20,8 +20,8 @@ from accel.capture.graph_forms import FormChecks, FormVerdict
 from accel.config import SessionOptions
 from accel.errors import SessionError
 from accel.interfaces.protocols import Feeds
-from accel.interfaces.session_contract import grows
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import growing_axes
 
 from ..ortkit.graph.editing import read_graph
 from ..ortkit.optimization.causal import NoCausalFormError, causal_form
@@ -419,7 +419,7 @@ class DecoderRuntime(Runtime):
         checks: FormChecks,
     ) -> None:
         kept = [spec for spec in component.inputs if spec.pair is not None]
-        if not all(map(grows, kept)):
+        if len(growing_axes(component)) < len(kept):
             raise NoCausalFormError(
                 f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
                 fix="open it on the CPU: backend='cpu'.",

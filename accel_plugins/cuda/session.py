@@ -11,7 +11,7 @@ import torch
 from accel.capture.graph_forms import FormVerdict
 from accel.errors import InputError, SessionError
 from accel.interfaces.description import SessionDescription
-from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
@@ -23,6 +23,7 @@ from accel.interfaces.session_contract import (
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.runtime.values import ort_value_as_tensor

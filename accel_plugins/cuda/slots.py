@@ -100,11 +100,6 @@ class Slot:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the cache."""
-        return sum(block.nbytes for block in self.blocks)
-
-    @property
     def captured(self) -> bool:
         """Whether a step is one CUDA graph."""
         return self._graph is not None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from accel.artifact import Component
 from accel.errors import InputError
-from accel.interfaces.description import StateDescription
 from accel.interfaces.protocols import Feeds
-from accel.interfaces.session_contract import StepCheck, ValueCheck, check_crop, check_rows
+from accel.interfaces.session_contract import ValueCheck
+from accel.interfaces.state import State, StateOwner
 
 from ..ortkit.optimization.causal import LENGTHS, TOTAL
 from .forms.rows import Added, Rows
@@ -20,16 +20,14 @@ from .runtime import DecoderRuntime, on_device
 from .slots import Slot, Slots, capacity_for
 
 
-class Decoder(Protocol):
-    """What a cache needs of the session that it belongs to.
+class Decoder(StateOwner, Protocol):
+    """The session of a state.
 
     Attributes:
-        component: What the artifact says about the graph.
-        slots: Buffers of caches, those that nobody uses any more among them.
-        check_values: Holds ids against what the model has.
+        slots: Buffers of caches, free ones among them.
+        check_values: Checks ids against the model's vocabulary.
     """
 
-    component: Component
     slots: Slots
     check_values: ValueCheck
 
@@ -45,87 +43,74 @@ class Decoder(Protocol):
         """The GPU as torch's current one."""
 
 
-class CudaState(StateDescription):
+class CudaState(State):
     """Keys and values of one batch of sequences.
 
     Each row's tokens stand at the beginning of its buffers, whatever padding the caller's mask has (`Rows`). Several tokens
-    behind a past go row by row, as the attention operator wants it.
+    after a past go row by row, as the attention operator wants it.
 
     Args:
         session: The decoder's.
+        component: Its graph.
         batch: Rows.
     """
 
-    def __init__(self, session: Decoder, batch: int) -> None:
-        check_rows(batch)
-        self.session = session
-        component = self._component = session.component
-        self._check_step = StepCheck(component)
-        super().__init__(batch)
-        assert self._check_step.mask is not None
-        self._mask = self._check_step.mask
-        self._tokens = next(spec.name for spec in component.inputs if spec.shape[1:2] == ("sequence",))
-        self._kept = next((spec.name for spec in component.inputs if spec.shape == ("kept",)), None)
+    session: Decoder
+    joinable = False
+    readable = False
+
+    def __init__(self, session: Decoder, component: Component, batch: int) -> None:
+        super().__init__(session, component, batch)
+        assert self.check_step.mask is not None
+        self._mask, self._tokens, self._kept = self.check_step.mask, self.check_step.tokens, self.check_step.kept
         self._rows_held = Rows(batch)
         self._slot: Slot | None = None
         self._limit = component.max_sizes.get("total", 0)
         self._each = [spec.name for spec in component.inputs if spec.shape[:2] == ("batch", "sequence")]
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the buffers, with the room that they have."""
-        return self._slot.nbytes if self._slot is not None else 0
-
-    @property
     def captured(self) -> bool:
         """Whether a step is one CUDA graph."""
         return self._slot is not None and self._slot.captured
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine. Waits
-        for the indices.
-        """
-        chosen = check_rows(self._batch, index)
-        if chosen == list(range(self._batch)):
-            return
-        rows = torch.tensor(chosen)
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row `i` become what row `rows[i]` was. Waits for the indices."""
         with self.session.runtime.lock, self.session.on_device():
-            self._batch = rows.numel()
-            slot = self._slot
+            self._batch = len(rows)
+            slot, index = self._slot, torch.tensor(rows)
             longest = int(self._rows_held.lengths.max())
-            self._rows_held.select(rows)
+            self._rows_held.select(index)
             if slot is None:
                 return
             self.session.runtime.follow()
-            rows = rows.to(slot.lengths.device)
+            index = index.to(slot.lengths.device)
             if self._batch == slot.batch:
-                slot.take(slot, longest, rows)
+                slot.take(slot, longest, index)
             else:
-                self._move(slot.capacity, longest, rows)
+                self._move(slot.capacity, longest, index)
             self._set_lengths()
 
-    def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-        check_crop(length, self._length, croppable=self.session.component.croppable)
-        self._length = length
-        self._rows_held.crop(length)
+    def keep_columns(self, start: int, stop: int) -> None:
+        """Forget all tokens from column `stop` on; `start` is 0."""
+        self._rows_held.crop(stop)
         if self._slot is not None:
             with self.session.runtime.lock, self.session.on_device():
                 self.session.runtime.follow()
                 self._set_lengths()
 
-    def clone(self) -> CudaState:
-        """An independent copy."""
-        copy = CudaState(self.session, self._batch)
-        copy._length, copy._rows_held = self._length, self._rows_held.clone()
-        slot = self._slot
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.keep_columns(0, 0)
+
+    def copy_from(self, other: Self) -> None:
+        """Hold a copy of what another state holds."""
+        self._rows_held, slot = other._rows_held.clone(), other._slot
         if slot is not None:
             with self.session.runtime.lock, self.session.on_device():
                 self.session.runtime.follow()
-                copy._slot = copy._new_slot(slot.capacity)
-                copy._slot.take(slot, int(self._rows_held.lengths.max()))
-                copy._set_lengths()
-        return copy
+                self._slot = self._new_slot(slot.capacity)
+                self._slot.take(slot, int(self._rows_held.lengths.max()))
+                self._set_lengths()
 
     def run(self, feeds: Feeds) -> torch.Tensor:
         """Logits `(batch, kept, vocabulary)` behind the next tokens, whose keys and values are kept.
@@ -136,7 +121,7 @@ class CudaState(StateDescription):
         Raises:
             InputError: A mask that does not continue the earlier ones.
         """
-        new = self._check_step(feeds, self._batch, self._length)
+        new = self.check_step(feeds, self._batch, self._length)
         mask = feeds[self._mask]
         slot = self._slot
         if slot is not None and slot.mask_was_odd:
@@ -271,7 +256,7 @@ class CudaState(StateDescription):
 
     def _new_slot(self, capacity: int) -> Slot:
         session = self.session
-        return session.slots.acquire(self, session.runtime, self._component, self._batch, capacity)
+        return session.slots.acquire(self, session.runtime, self.component, self._batch, capacity)
 
     def _grown(self, tokens: int) -> Slot:
         """Buffers with room for so many tokens, and what was held in them."""

@@ -17,7 +17,7 @@ import torch
 from accel.artifact import Component
 from accel.errors import SessionClosedError, SessionError
 from accel.interfaces.description import SessionDescription
-from accel.interfaces.protocols import Feeds, Names, State, TokenStep
+from accel.interfaces.protocols import Feeds, Names, TokenStep
 from accel.interfaces.session_contract import (
     FiniteCheck,
     MaskCheck,
@@ -31,6 +31,7 @@ from accel.interfaces.session_contract import (
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 from accel.interfaces.stepping import SingleTokens
 
 from .runtime import one_line, port_order

@@ -1,9 +1,9 @@
-"""What a decoder keeps as variables inside an OpenVINO graph, and a session's hold on them."""
+"""A decoder's state as variables inside an OpenVINO graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import openvino as ov
@@ -13,9 +13,8 @@ from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
 from accel.errors import InputError
-from accel.interfaces.description import StateDescription, kept_name
-from accel.interfaces.protocols import Feeds, State
-from accel.interfaces.session_contract import StepCheck, check_crop, check_drop, check_held, check_join, check_rows
+from accel.interfaces.protocols import Feeds
+from accel.interfaces.state import State, StateOwner, kept_name
 from accel.interfaces.stepping import SingleTokens
 
 BEAM_INDEX = "beam_idx"
@@ -83,19 +82,19 @@ def _restore_broadcasts(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class CompiledDecoder(Protocol):
-    """What a state asks of its session."""
+class CompiledDecoder(StateOwner, Protocol):
+    """The session of a state."""
 
     @property
     def runtime(self) -> ov.CompiledModel:
         """The compiled model that calls go to now."""
 
     def renew(self, failed: ov.CompiledModel) -> None:
-        """Compile again, unless another call has done so, behind a call of that model that failed."""
+        """Compile again, unless another call has done so, after a call of that model failed."""
 
 
-class OpenVinoState(StateDescription):
-    """What is kept of one batch of sequences, in the variables of an infer request of their own.
+class OpenVinoState(State):
+    """The state of one batch of sequences, in the variables of an infer request of its own.
 
     Args:
         session: Has the compiled model, which is another one after a call that failed.
@@ -103,112 +102,89 @@ class OpenVinoState(StateDescription):
         batch: Sequences.
     """
 
+    session: CompiledDecoder
+
     def __init__(self, session: CompiledDecoder, component: Component, batch: int) -> None:
-        check_rows(batch)
-        self._session = session
+        super().__init__(session, component, batch)
         self._compiled = session.runtime
-        self._component = component
-        self._check_step = StepCheck(component)
         self._request = self._compiled.create_infer_request()
-        super().__init__(batch)
         # The rows of the variables that the next call starts from.
         self._order = np.arange(batch, dtype=np.int32)
-        self._outputs = {spec.name: spec for spec in component.outputs}
-        # An encoder's keys and values, and for each row the first one with the same.
-        names = [state.name for state in self._request.query_state()]
+        names = self.loaded_names()
+        # An encoder's keys and values, and for each row the first row with the same.
         self._encoded = [name for name in names if not _is_cache(name)]
-        self._recurrent = any(_is_cache(name) and not _token_axis(name) for name in names)
+        self._recurrent = any(_is_cache(name) and not self.growing_axis(name) for name in names)
         self._alike: np.ndarray | None = None
+        # OpenVINO (2026.4) would compute later texts with another number of rows.
+        self.joinable = not self._encoded
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine.
+    def loaded_names(self) -> list[str]:
+        """The cache inputs that the variables were: a variable is called as its tensors before and after a call."""
+        return list(self._variables())
+
+    def growing_axis(self, name: str) -> int | None:
+        """The axis of tokens of a variable: of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys."""
+        if not _is_cache(name) or "_indexer" in name:
+            return 1 if _is_cache(name) else None
+        return 2 if kept_name(name).endswith((".key", ".value")) else None
+
+    def _variables(self) -> dict[str, Any]:
+        return {state.name.partition("present")[0]: state for state in self._request.query_state()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of the variables, their rows in order."""
+        held = {}
+        for name, variable in self._variables().items():
+            values, axis = variable.state.data, self.growing_axis(name)
+            tensor = torch.from_numpy(values[self._order] if _is_cache(name) else values.copy())
+            # A call that failed may have left more tokens.
+            held[name] = tensor.narrow(axis, 0, self._length) if axis else tensor
+        return held
+
+    def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors into the variables."""
+        for name, variable in self._variables().items():
+            tensor = tensors[name].cpu()
+            values = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+            variable.state = ov.Tensor(np.ascontiguousarray(values.astype(variable.state.data.dtype, copy=False)))
+            self._order = np.arange(len(values), dtype=np.int32)
+
+    def clear(self) -> None:
+        """Reset the variables."""
+        self._request.reset_state()
+        self._order, self._alike = np.arange(self._batch, dtype=np.int32), None
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let the next call read row `rows[i]` as row `i`.
 
         Raises:
-            InputError: Another number of rows, of a graph that keeps its encoder's keys and values: OpenVINO (2026.4) would
-                compute later texts with this number of rows.
+            InputError: Another number of rows, of a graph that keeps its encoder's keys and values.
         """
-        chosen = check_rows(self._batch, index)
-        if self._length and self._encoded and chosen != list(range(self._batch)):
-            if len(chosen) != self._batch:
+        if not self._length:
+            self._order = np.arange(len(rows), dtype=np.int32)
+            return
+        if self._encoded:
+            if len(rows) != self._batch:
                 raise InputError(
-                    f"The graph keeps its encoder's keys and values for {self._batch} rows, not {len(chosen)}.",
+                    f"The graph keeps its encoder's keys and values for {self._batch} rows, not {len(rows)}.",
                     fix="begin a new cache with the rows wanted.",
                 )
-            self._move_encoded(chosen)
-        self._order = self._order[chosen]
-        self._batch = len(chosen)
+            self._move_encoded(list(rows))
+        self._order = self._order[list(rows)]
 
-    def _move_encoded(self, chosen: list[int]) -> None:
+    def _move_encoded(self, rows: list[int]) -> None:
         """Put an encoder's keys and values in order, which a graph of another tool does not do; beams of one text have the same."""
-        if self._alike is None or (self._alike[chosen] != self._alike).any():
-            values = self._values()
-            if self._alike is None:
-                rows = [[values[name][row].tobytes() for name in self._encoded] for row in range(self._batch)]
-                self._alike = np.array([rows.index(row) for row in rows])
-            if (self._alike[chosen] != self._alike).any():
-                self._set({name: values[name][chosen] for name in self._encoded})
-                self._alike = self._alike[chosen]
-
-    def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-        check_crop(length, self._length, croppable=self._component.croppable)
-        if not length:
-            self._request.reset_state()
-            self._order, self._alike = np.arange(self._batch, dtype=np.int32), None
-        elif length < self._length:
-            cut = {n: _shortened(n, value, length) for n, value in self._values().items() if _is_cache(n)}
-            self._set(cut)
-        self._length = length
-
-    def join(self, other: State) -> None:
-        """The rows of another state of the session behind these, the shorter ones moved to the right. Copies all variables.
-
-        Raises:
-            InputError: A graph that keeps its encoder's keys and values, whose number of rows cannot change.
-        """
-        check_join(self, other, same=getattr(other, "_session", None) is self._session)
-        assert isinstance(other, OpenVinoState)
-        if self._encoded:
-            raise InputError(
-                "The graph keeps its encoder's keys and values for the rows that it began with.",
-                fix="begin a new cache with all rows wanted.",
-            )
-        length = max(self._length, other._length)
-        mine, theirs = self._values(), other._values()
-        self._set(
-            {
-                name: np.concatenate(
-                    [
-                        _behind(name, value[self._order], length - self._length),
-                        _behind(name, theirs[name][other._order], length - other._length),
-                    ]
-                )
-                for name, value in mine.items()
-            }
-        )
-        self._batch, self._length = self._batch + other._batch, length
-        self._order = np.arange(self._batch, dtype=np.int32)
-
-    def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid. Copies all keys and values."""
-        check_drop(columns, self._length)
-        if columns:
-            self._set(
-                {
-                    name: value.take(range(columns, self._length), axis)
-                    for name, value in self._values().items()
-                    if (axis := _token_axis(name))
-                }
-            )
-            self._length -= columns
-
-    def clone(self) -> OpenVinoState:
-        """An independent copy."""
-        copy = OpenVinoState(self._session, self._component, self._batch)
-        if self._length:
-            copy._set(self._values())
-        copy._length, copy._order, copy._alike = self._length, self._order.copy(), self._alike
-        return copy
+        if self._alike is not None and (self._alike[rows] == self._alike).all():
+            return
+        variables = self._variables()
+        values = {name: np.array(variables[name].state.data) for name in self._encoded}
+        if self._alike is None:
+            found = [[value[row].tobytes() for value in values.values()] for row in range(self._batch)]
+            self._alike = np.array([found.index(row) for row in found])
+        if (self._alike[rows] != self._alike).any():
+            for name, value in values.items():
+                variables[name].state = ov.Tensor(np.ascontiguousarray(value[rows]))
+            self._alike = self._alike[rows]
 
     def run(self, tensors: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Compute the outputs `names` for the next tokens, and keep their keys and values.
@@ -217,7 +193,7 @@ class OpenVinoState(StateDescription):
             tensors: The graph's inputs `(batch, new, ...)`, contiguous, on the host, of the declared types.
             names: Outputs wanted.
         """
-        new = self._check_step(tensors, self._batch, self._length)
+        new = self.check_step(tensors, self._batch, self._length)
         request = self._present_request()
         if self._recurrent and not self._length:
             self._begin()
@@ -232,69 +208,35 @@ class OpenVinoState(StateDescription):
         """Let the keys and values hold no tokens, in so many words: beside recurrent states OpenVINO (2026.4) may begin with the tokens
         of another request of the compiled model (Kimi Linear's and Bailing's).
         """
-        for state in self._request.query_state():
-            axis = _token_axis(state.name)
-            if axis and _is_cache(state.name):
-                held = state.state
+        for name, variable in self._variables().items():
+            if axis := self.growing_axis(name):
+                held = variable.state
                 sizes = [self._batch if i == 0 else 0 if i == axis else n for i, n in enumerate(held.shape)]
-                state.state = ov.Tensor(held.element_type, sizes)
+                variable.state = ov.Tensor(held.element_type, sizes)
 
     def _infer(self, new: int) -> None:
         """Compute what is set, for so many tokens; a request that failed is no more asked."""
         try:
             self._request.infer()
         except RuntimeError:
-            self._session.renew(self._compiled)
+            self.session.renew(self._compiled)
             self._move()
             raise
         self._length += new
 
     def _present_request(self) -> ov.InferRequest:
         """Of the session's present model."""
-        if self._compiled is not self._session.runtime:
+        if self._compiled is not self.session.runtime:
             self._move()
         return self._request
 
     def _move(self) -> None:
         """A request of the session's present model, with what was held before the call that failed, of this state or of another."""
-        held = self._values() if self._length else {}
-        self._compiled = self._session.runtime
+        held = self.tensors() if self._length else {}
+        self._compiled = self.session.runtime
         self._request = self._compiled.create_infer_request()
-        self._set(
-            {
-                name: value.take(range(self._length), axis)
-                if (axis := _token_axis(name)) and _is_cache(name)
-                else value
-                for name, value in held.items()
-            }
-        )
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """Copies of what is held, as `kept_name` has it: keys and values `(batch, heads, tokens, size)`."""
-        values = self._values() if self._length else {}
-        return {_kept_name(name): torch.from_numpy(value[self._order]) for name, value in values.items()}
-
-    def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
-        """Hold these instead; as `read` returns them, for `length` tokens.
-
-        Raises:
-            InputError: Other names than the graph has, or other sizes than it was compiled for.
-        """
-        states = {_kept_name(state.name): state for state in self._request.query_state()}
-        check_held(values, dict.fromkeys(states, (None, None)), self._batch, length)
-        for name, state in states.items():
-            value = values[name].detach().cpu().float().numpy().astype(state.state.data.dtype)
-            state.state = ov.Tensor(np.ascontiguousarray(value))
-        self._length, self._order = length, np.arange(self._batch, dtype=np.int32)
-
-    def _values(self) -> dict[str, np.ndarray]:
-        """Copies of the variables; rows as they are before the next call changes their order."""
-        return {state.name: np.array(state.state.data) for state in self._request.query_state()}
-
-    def _set(self, values: Mapping[str, np.ndarray]) -> None:
-        for state in self._request.query_state():
-            if state.name in values:
-                state.state = ov.Tensor(np.ascontiguousarray(values[state.name]))
+        if held:
+            self.store(held)
 
 
 class OpenVinoSteps:
@@ -315,7 +257,7 @@ class OpenVinoSteps:
         failed: Callable[[Exception, Mapping[str, tuple[int, ...]]], Exception],
     ) -> None:
         self._state, self._failed = state, failed
-        self._inputs = SingleTokens(state._component, feeds, calls, _shared)
+        self._inputs = SingleTokens(state.component, feeds, calls, _shared)
         self._request: ov.InferRequest | None = None
 
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:
@@ -347,26 +289,3 @@ def _shared(tensor: torch.Tensor) -> ov.Tensor:
 def _is_cache(variable: str) -> bool:
     """Whether a variable holds the keys and values of the tokens so far, by its name: ours, optimum-intel's, transformers'."""
     return "past" in variable
-
-
-def _shortened(name: str, value: np.ndarray, length: int) -> np.ndarray:
-    """The first tokens of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys `(batch, tokens, size)`."""
-    return value[:, :length] if "_indexer" in name else value[:, :, :length]
-
-
-def _token_axis(name: str) -> int:
-    """The axis of the tokens in a variable: of keys and values, or of an indexer's keys; 0 for a state of one size."""
-    if "_indexer" in name:
-        return 1
-    return 2 if _kept_name(name).endswith((".key", ".value")) else 0
-
-
-def _behind(name: str, value: np.ndarray, columns: int) -> np.ndarray:
-    """A variable's tokens with so many columns in front."""
-    axis = _token_axis(name)
-    return np.pad(value, [(columns if axis and i == axis else 0, 0) for i in range(value.ndim)])
-
-
-def _kept_name(variable: str) -> str:
-    """A variable is called as the two tensors that it was made of, before and after a call."""
-    return kept_name(variable.partition("present")[0])

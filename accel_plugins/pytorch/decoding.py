@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -12,113 +12,84 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from accel.artifact import Component
 from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
 from accel.errors import AccelError, InputError
-from accel.interfaces.continuation import moved_right
-from accel.interfaces.description import StateDescription
-from accel.interfaces.protocols import Feeds, Names, State
-from accel.interfaces.session_contract import (
-    StepCheck,
-    check_crop,
-    check_drop,
-    check_join,
-    check_rows,
-    check_state,
-    wanted_outputs,
-)
+from accel.interfaces.protocols import Feeds, Names
+from accel.interfaces.session_contract import check_state, wanted_outputs
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State, StateOwner
 
 from .cuda_graphs import on_device
 from .session import RUN_ERRORS, ModuleSession, failed
 
 _ENCODER_MASK = "encoder_attention_mask"
+_TOKEN_AXES = {"keys": 2, "values": 2, "indexer_keys": 1}
+"""Tensors of a layer with an entry for each token, by the axis of tokens."""
 
 
-class CacheState(StateDescription):
-    """transformers' own cache, the number of its rows and that of its tokens.
+class CacheState(State):
+    """transformers' own cache.
 
     Args:
-        batch: Rows.
-        new_cache: Makes an empty one.
+        session: Made it.
         component: What the artifact says of the decoder.
+        batch: Rows.
+        new_cache: Makes an empty cache.
+        joinable: Whether the cache holds nothing but a tensor of each token, so that rows can come and go.
     """
 
-    def __init__(self, batch: int, new_cache: Callable[[], DynamicCache], component: Component) -> None:
-        check_rows(batch)
-        super().__init__(batch)
+    readable = False
+
+    def __init__(
+        self,
+        session: StateOwner,
+        component: Component,
+        batch: int,
+        new_cache: Callable[[], DynamicCache],
+        *,
+        joinable: bool,
+    ) -> None:
+        super().__init__(session, component, batch)
         self._new_cache = new_cache
-        self._component = component
+        self.joinable = joinable
         self.cache = new_cache()
 
-    def advance(self, new: int) -> None:
-        """Count tokens that the cache has taken."""
-        self._length += new
+    def growing_axis(self, name: str) -> int | None:
+        """The axis of tokens: of keys and values, or of an indexer's keys."""
+        return _TOKEN_AXES[name.partition(".")[2]]
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (rows,)` of integers)."""
-        rows = check_rows(self._batch, index)
-        self._batch = len(rows)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of each token in the layers."""
+        return {
+            f"{i}.{name}": tensor
+            for i, layer in enumerate(self.cache.layers)
+            for name in _TOKEN_AXES
+            if layer.is_initialized and (tensor := getattr(layer, name, None)) is not None
+        }
+
+    def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors into the layers."""
+        for key, tensor in tensors.items():
+            place, _, name = key.partition(".")
+            setattr(self.cache.layers[int(place)], name, tensor)
+
+    def copy_from(self, other: Self) -> None:
+        """Hold a copy of another cache."""
+        self.cache = copy.deepcopy(other.cache)
+
+    def clear(self) -> None:
+        """Begin with an empty cache."""
+        self.cache = self._new_cache()
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row `i` become what row `rows[i]` was, in states of one size as well."""
         if self._length:
             self.cache.reorder_cache(torch.tensor(rows))
 
-    def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-        check_crop(length, self._length, croppable=self._component.croppable)
-        if length < self._length:
-            self._cut(length)
-        self._length = length
-
     def take_back(self) -> None:
         """Forget what a call that failed left in the first layers, where tokens can be taken out of them."""
-        if self._component.croppable or not self._length:
-            self._cut(self._length)
-
-    def _cut(self, length: int) -> None:
-        if length == 0:
-            self.cache = self._new_cache()
-            return
-        for layer in self.cache.layers:
-            if not layer.is_initialized:
-                continue
-            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-            if getattr(layer, "indexer_keys", None) is not None:
-                layer.indexer_keys = layer.indexer_keys[:, :length]
-
-    def clone(self) -> CacheState:
-        """An independent copy."""
-        held = copy.deepcopy(self.cache)
-        made = copy.copy(self)
-        made.cache = held
-        return made
-
-
-class KeysAndValues(CacheState):
-    """A cache that holds nothing but a tensor of each token, so that rows can come and go."""
-
-    def join(self, other: State) -> None:
-        """The rows of another state of the model behind these, the shorter ones moved to the right."""
-        check_join(self, other, same=getattr(other, "_component", None) is self._component)
-        assert isinstance(other, KeysAndValues)
-        length = max(self._length, other._length)
-        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
-            for name, axis in _token_axes(mine).items():
-                parts = [moved_right(getattr(layer, name), axis, length) for layer in (mine, theirs)]
-                setattr(mine, name, torch.cat(parts))
-        self._batch, self._length = self._batch + other._batch, length
-
-    def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid."""
-        check_drop(columns, self._length)
-        self._length -= columns
-        for layer in self.cache.layers:
-            for name, axis in _token_axes(layer).items():
-                setattr(layer, name, getattr(layer, name).narrow(axis, columns, self._length))
-
-
-def _token_axes(layer: Any) -> dict[str, int]:
-    """What a layer keeps of each token, and along which axis."""
-    if not layer.is_initialized:
-        return {}
-    indexer = {"indexer_keys": 1} if getattr(layer, "indexer_keys", None) is not None else {}
-    return {"keys": 2, "values": 2, **indexer}
+        if not self._length:
+            self.clear()
+        elif self.component.croppable:
+            self.keep_columns(0, self._length)
 
 
 class DecoderSession(ModuleSession):
@@ -134,7 +105,6 @@ class DecoderSession(ModuleSession):
 
     def __init__(self, model: Any, part: Source, component: Component, device: DeviceSpec, dtype: str) -> None:
         super().__init__(model, component, device, dtype, {})
-        self._check_step = StepCheck(component)
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
         kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
@@ -155,7 +125,7 @@ class DecoderSession(ModuleSession):
             wanted_outputs(outputs, list(self._output_dtypes))
         # Which logits are asked for is read where the caller has it: what a GPU gathers beyond the end ends the process.
         read = self._read(feeds, self._dtypes)
-        new = self._check_step(read, state.batch, state.length)
+        new = state.check_step(read, state.batch, state.length)
         tensors = self._moved(read)
         try:
             with on_device(self._where), torch.inference_mode():
@@ -191,17 +161,11 @@ class DecoderSession(ModuleSession):
                 "Tokens behind others are padded; PyTorch's functions for one token take it for a real one.",
                 fix="pass turns of one length, or use a backend that runs graphs (backend='cpu').",
             )
-        found = []
-        for i in range(new):
-            step = {
-                name: tensor[:, i : i + 1] if name in ("input_ids", "position_ids") else tensor
-                for name, tensor in tensors.items()
-                if name != "logits_to_keep"
-            }
-            step["attention_mask"] = mask[:, : length + i + 1]
-            found.append(self._call(model, step, state))
-        logits = torch.cat(found, dim=1)
-        return logits.index_select(1, tensors["logits_to_keep"]) if "logits_to_keep" in tensors else logits
+
+        def run(part: Feeds) -> dict[str, torch.Tensor]:
+            return {"logits": self._call(model, part, state)}
+
+        return state.one_by_one(tensors, new, run)["logits"]
 
     def _call(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
         inputs: dict[str, Any] = dict(tensors)
@@ -240,5 +204,9 @@ class DecoderSession(ModuleSession):
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
-        kind = KeysAndValues if self._component.croppable and not self._cross else CacheState
-        return kind(batch, lambda: DynamicCache(config=self._config), self._component)
+        return CacheState(
+            self, self._component, batch, self._new_cache, joinable=self._component.croppable and not self._cross
+        )
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._config)

@@ -13,7 +13,7 @@ from accel.artifact import Component
 from accel.capture import graph_name, named_tensors
 from accel.errors import AccelError, SessionError
 from accel.interfaces.description import SessionDescription
-from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
@@ -24,6 +24,7 @@ from accel.interfaces.session_contract import (
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 from .cuda_graphs import Turns, captured, on_device
 

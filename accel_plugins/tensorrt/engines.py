@@ -18,7 +18,7 @@ import torch
 from accel.artifact import TensorSpec
 from accel.errors import BackendUnavailableError, InputError, SessionError
 from accel.interfaces.description import SessionDescription
-from accel.interfaces.protocols import Feeds, Names, State
+from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
@@ -29,6 +29,7 @@ from accel.interfaces.session_contract import (
 )
 from accel.interfaces.shape_profiles import Shape
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 INSTALL = 'pip install "accel-transformers[tensorrt]"'
 # TensorRT's words for types, as `DataType` has them.

@@ -16,7 +16,7 @@ from .feeds import (
     wanted_outputs,
     wrong_names,
 )
-from .states import StepCheck, check_crop, check_drop, check_held, check_join, check_rows, check_state, grows, no_state
+from .states import StepCheck, check_state, no_state
 from .values import FiniteCheck, MaskCheck, ValueCheck, check_filled
 
 __all__ = [
@@ -27,16 +27,10 @@ __all__ = [
     "ValueCheck",
     "check_buffer_shape",
     "check_buffers",
-    "check_crop",
-    "check_drop",
     "check_filled",
     "check_fits",
-    "check_held",
-    "check_join",
     "check_readable",
-    "check_rows",
     "check_state",
-    "grows",
     "no_state",
     "read_feeds",
     "session_closed",

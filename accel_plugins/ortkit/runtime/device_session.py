@@ -10,9 +10,10 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component
-from accel.interfaces.protocols import Feeds, State
+from accel.interfaces.protocols import Feeds
 from accel.interfaces.session_contract import no_state
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 from .nvidia import on_gpu
 from .session import OrtSession
@@ -73,7 +74,7 @@ class DeviceSession(OrtSession):
         """
         if not self._component.stateful:
             raise no_state()
-        return OrtState(self.runtime, self._component, batch, self._where)
+        return OrtState(self, self._component, batch, self._where)
 
     def close(self) -> None:
         """Give ONNX Runtime's memory back."""

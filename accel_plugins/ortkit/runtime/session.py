@@ -19,7 +19,7 @@ from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
 from accel.interfaces.description import SessionDescription
 from accel.interfaces.forks import kept_in_children
-from accel.interfaces.protocols import Feeds, Names, State, TokenStep
+from accel.interfaces.protocols import Feeds, Names, TokenStep
 from accel.interfaces.session_contract import (
     check_buffers,
     check_state,
@@ -30,6 +30,7 @@ from accel.interfaces.session_contract import (
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec
+from accel.interfaces.state import State
 
 from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
@@ -473,7 +474,7 @@ class OrtSession(SessionDescription):
         """
         if not self._component.stateful:
             raise no_state()
-        return OrtState(self.runtime, self._component, batch, lengths=self._own_lengths)
+        return OrtState(self, self._component, batch, lengths=self._own_lengths)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
         """See `accel.interfaces.protocols.SteppingSession`: on the host, for graphs that write keys and values in place."""

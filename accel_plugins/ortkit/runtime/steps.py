@@ -34,7 +34,7 @@ class OrtSteps:
         self, state: OrtState, feeds: Feeds, calls: int, failed: Callable[[Exception, Feeds], Exception]
     ) -> None:
         self._state, self._failed = state, failed
-        self._inputs = SingleTokens(state._component, feeds, calls, native_value)
+        self._inputs = SingleTokens(state.component, feeds, calls, native_value)
         sizes = {"batch": state._batch, **_ONE}
         self._results = {
             spec.name: torch.empty(_shape(spec, sizes), dtype=getattr(torch, spec.dtype)) for spec in state._results
@@ -52,7 +52,7 @@ class OrtSteps:
             and not state._replaced
             and state._front is None
             and all(isinstance(axis, int) or axis in ("batch", *_ONE) for spec in state._results for axis in spec.shape)
-            and SingleTokens.fits(state._component, feeds, calls, state._length)
+            and SingleTokens.fits(state.component, feeds, calls, state._length)
         )
 
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:

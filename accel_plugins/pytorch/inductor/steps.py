@@ -18,11 +18,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from accel.artifact import Component
 from accel.capture import CACHE_NAME, Source, first_lines
 from accel.capture.graph_forms import relative_tolerance
-from accel.interfaces.session_contract import check_crop, check_rows
 from accel.interfaces.specs import DeviceSpec
 
 from ..cuda_graphs import Turns, captured
-from ..decoding import CacheState, DecoderSession, KeysAndValues
+from ..decoding import CacheState, DecoderSession
 from .comparison import difference
 from .compilation import compiled, compiling
 from .packing import sharing_copy
@@ -201,13 +200,11 @@ def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
     return tensor.new_zeros((*tensor.shape[:2], capacity, tensor.shape[3]))
 
 
-class StepState(KeysAndValues):
+class StepState(CacheState):
     """A cache that grows, or the slot that it is in."""
 
-    def __init__(self, batch: int, new_cache: Callable[[], DynamicCache], component: Component, home: Any) -> None:
-        self._home = home
-        self.slot: Slot | None = None
-        super().__init__(batch, new_cache, component)
+    session: SteppingSession
+    slot: Slot | None = None
 
     @property
     def cache(self) -> DynamicCache:
@@ -230,23 +227,19 @@ class StepState(KeysAndValues):
         """Give the slot back; what it holds is no longer this state's."""
         slot, self.slot = self.slot, None
         if slot is not None:
-            self._home.give_back(slot)
+            self.session.give_back(slot)
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was; within the slot where as many rows stay."""
-        rows = check_rows(self._batch, index)
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row `i` become what row `rows[i]` was; within the slot where as many rows stay."""
         if self.slot is None or len(rows) != self._batch:
-            super().reorder(index)
+            super().select_rows(rows)
         else:
-            self.slot.reorder(torch.tensor(rows, device=self._home.where))
+            self.slot.reorder(torch.tensor(rows, device=self.session.where))
 
-    def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on; the slot's mask hides them."""
-        if self.slot is None or not length:
-            super().crop(length)
-            return
-        check_crop(length, self._length, croppable=self._component.croppable)
-        self._length = length
+    def keep_columns(self, start: int, stop: int) -> None:
+        """Forget all tokens but those of the columns from `start` to `stop`; a slot's mask hides the last ones."""
+        if self.slot is None or start:
+            super().keep_columns(start, stop)
 
     def __del__(self) -> None:
         self.leave()
@@ -280,7 +273,7 @@ class SteppingSession(DecoderSession):
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
-        return StepState(batch, lambda: DynamicCache(config=self._config), self._component, self)
+        return StepState(self, self._component, batch, self._new_cache, joinable=True)
 
     def close(self) -> None:
         """Let the model and its memory go."""

@@ -23,6 +23,7 @@ from accel.interfaces.session_contract import (
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec, Probe
+from accel.interfaces.state import State
 
 GRAPH = "model.pt2"
 
@@ -95,41 +96,23 @@ def _spec(name: str, tensor: torch.Tensor, axes: Mapping[int, str]) -> TensorSpe
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, role=role)
 
 
-class History:
+class History(State):
     """The state: every token seen so far. A real backend keeps keys and values instead."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self.seen: dict[str, torch.Tensor] = {}
+    readable = False
 
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return next((int(tensor.shape[1]) for tensor in self.seen.values()), 0)
-
-    def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes row `index[i]`."""
-        self.seen = {name: tensor[index] for name, tensor in self.seen.items()}
-
-    def crop(self, length: int) -> None:
-        """Forget everything from `length` on."""
-        self.seen = {name: tensor[:, :length] for name, tensor in self.seen.items()}
-
-    def clone(self) -> History:
-        """An independent copy."""
-        copy = History(self.batch)
-        copy.seen = dict(self.seen)
-        return copy
+    def growing_axis(self, name: str) -> int | None:
+        """Tokens are along the second axis of each input."""
+        return 1
 
     def extended(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All tokens with these behind them. The state itself stays as it is until the step has run."""
+        """All tokens, these after the others. The state itself stays as it is until the step has run."""
         if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
             raise InputError(f"The state is for {self.batch} rows.")
+        held = self.tensors()
+        # The mask covers the whole sequence already.
         return {
-            # The mask covers the whole sequence already.
-            name: torch.cat([self.seen[name], tensor], dim=1)
-            if name in self.seen and name != "attention_mask"
-            else tensor
+            name: torch.cat([held[name], tensor], dim=1) if name in held and name != "attention_mask" else tensor
             for name, tensor in feeds.items()
         }
 
@@ -192,12 +175,13 @@ class ToySession:
             check_buffer_shape(name, buffer, result[name].shape)
             result[name] = buffer.copy_(result[name])
         if state is not None:
-            state.seen = tensors
+            state.store(tensors)
+            state.advance(tensors["attention_mask"].shape[1] - state.length)
         return result
 
     def new_state(self, batch: int) -> History:
         """An empty history."""
-        return History(batch)
+        return History(self, self._component, batch)
 
     def close(self) -> None:
         """Free the program."""
