@@ -347,7 +347,7 @@ def test_a_step_that_failed_leaves_the_state_as_it_was(
     cache.reorder_cache(torch.tensor([1, 0]))
     state = cache.state
     with monkeypatch.context() as patch:
-        patch.setattr(state, "_check_step", lambda *given: 1)
+        patch.setattr(state, "check_step", lambda *given: 1)
         wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
         with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
@@ -370,7 +370,7 @@ def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
     single = model(input_ids=ids[:1]).past_key_values
     compiled = session.runtime
     with monkeypatch.context() as patch:
-        patch.setattr(failing.state, "_check_step", lambda *given: 1)
+        patch.setattr(failing.state, "check_step", lambda *given: 1)
         wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
         with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
