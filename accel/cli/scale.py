@@ -115,11 +115,11 @@ def batch(
             "session_options": SessionOptions(threads=threads) if threads is not None else None,
         }  # fmt: skip
         if wants_ray(ray, address, replicas, cpus, gpus):
-            from ..serving.batch.on_ray import batch_on_ray
+            from ..serving.batch.ray_batch import batch_on_ray
 
             done = batch_on_ray(model, data, out, address=address, replicas=replicas, cpus=cpus, gpus=gpus, **arguments)
         else:
-            from ..serving.batch.running import batch as run
+            from ..serving.batch.batch_run import batch as run
 
             done = run(model, data, out, **arguments)
         speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""

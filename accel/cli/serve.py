@@ -90,8 +90,8 @@ def serve(
     with command(False, verbose):
         try:
             from ..serving.http.app import create_app
-            from ..serving.http.running import serve as run
-            from ..serving.http.settings import ServerSettings
+            from ..serving.http.server_process import serve as run
+            from ..serving.http.server_settings import ServerSettings
         except ImportError as error:
             raise BackendUnavailableError(
                 f"Serving needs {error.name}.", fix='install the extra: pip install "accel-transformers[serve]".'
@@ -117,7 +117,7 @@ def serve(
                 raise ConfigError(
                     "Ray's proxies speak no TLS.", fix="put a proxy with TLS in front, without --ssl-certfile."
                 )
-            from ..serving.ray.deploying import Replicas, Served, serve_on_ray
+            from ..serving.ray.ray_deployment import Replicas, Served, serve_on_ray
 
             served = Served(models=_absolute(_named(models)), engine=arguments, settings=limits, traces=traces)
             wanted = Replicas(count=replicas, cpus=cpus, gpus=gpus, drain_s=drain)
@@ -144,7 +144,7 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
     """`NAME=MODEL` as names."""
     if not any("=" in one and not Path(one).exists() for one in models):
         return models
-    from ..serving.opening import name_of
+    from ..serving.worker_models import name_of
 
     found: dict[str, str] = {}
     for one in models:
@@ -158,7 +158,7 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
 
 def _absolute(models: dict[str, str] | list[str]) -> dict[str, str]:
     """Models by name, folders as other processes find them."""
-    from ..serving.opening import named
+    from ..serving.worker_models import named
 
     found = named(models if isinstance(models, dict) else list(models))
     return {name: str(Path(str(one)).resolve()) if Path(str(one)).exists() else str(one) for name, one in found.items()}

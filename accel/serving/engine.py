@@ -14,9 +14,9 @@ from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
-from .lane import Lane, Observer
 from .limits import Limits
-from .opening import Opening, Source, close_all, named, open_all
+from .model_queue import ModelQueue, Observer
+from .worker_models import Opening, Source, close_all, named, open_all
 
 
 class Engine:
@@ -83,7 +83,7 @@ class Engine:
         )  # fmt: skip
         self._observer = observer
         self._opened: dict[str, list[ORTModel]] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._queues: dict[str, ModelQueue] = {}
         self._generators: dict[str, GenerationEngine] = {}
         self._making = threading.Lock()
         self._closed = False
@@ -100,15 +100,15 @@ class Engine:
         """Open the models and start the threads: what `with` does."""
         if self._closed:
             raise EngineClosedError("The engine was closed.", fix="make another one.")
-        if not self._lanes:
+        if not self._queues:
             try:
                 for name, source in self._sources.items():
                     self._opened[name] = open_all(source, self._how)
-                    self._lanes[name] = Lane(name, self._opened[name], self.limits, self._observer)
+                    self._queues[name] = ModelQueue(name, self._opened[name], self.limits, self._observer)
             except BaseException:
                 # Those before the one that fails are open, and nobody else closes them.
                 self._release(drain=False)
-                self._lanes.clear()
+                self._queues.clear()
                 raise
         return self
 
@@ -122,8 +122,8 @@ class Engine:
         self._release(drain=drain)
 
     def _release(self, *, drain: bool) -> None:
-        for lane in self._lanes.values():
-            lane.close(drain=drain)
+        for queue in self._queues.values():
+            queue.close(drain=drain)
         for name, models in self._opened.items():
             close_all(self._sources[name], models)
         self._opened.clear()
@@ -149,20 +149,20 @@ class Engine:
         if self._observer not in (None, observer):
             raise ConfigError("The engine has an observer.", fix="make the engine without one.")
         self._observer = observer
-        for lane in self._lanes.values():
-            lane.observer = observer
+        for queue in self._queues.values():
+            queue.observer = observer
 
     # What there is
 
     @property
     def models(self) -> Mapping[str, ORTModel]:
         """The opened models by name."""
-        return {name: lane.model for name, lane in self._lanes.items()}
+        return {name: queue.model for name, queue in self._queues.items()}
 
     def operations(self, model: str | None = None) -> tuple[str, ...]:
         """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
-        lane = self._lane(model)
-        return (*lane.operations, "generate") if lane.generates else lane.operations
+        queue = self._queue(model)
+        return (*queue.operations, "generate") if queue.generates else queue.operations
 
     def generator(self, model: str | None = None) -> GenerationEngine:
         """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
@@ -170,43 +170,43 @@ class Engine:
         Raises:
             InputError: The model does not continue text.
         """
-        lane = self._lane(model)
+        queue = self._queue(model)
         with self._making:
             if self._closed:
                 raise EngineClosedError("The engine was closed.", fix="make another one.")
-            if lane.name not in self._generators:
+            if queue.name not in self._generators:
                 limits = GenerationLimits(
                     rows=min(self.limits.max_batch, 16),
                     queue=self.limits.max_queue,
                     max_new_tokens=self.limits.max_new_tokens,
                 )
-                self._generators[lane.name] = GenerationEngine(lane.model, limits=limits)
-            return self._generators[lane.name]
+                self._generators[queue.name] = GenerationEngine(queue.model, limits=limits)
+            return self._generators[queue.name]
 
     def pending(self, model: str | None = None) -> int:
         """Inputs that wait or are computed."""
-        return self._lane(model).pending
+        return self._queue(model).pending
 
     @property
     def wait_s(self) -> float:
         """How long a request that comes now waits at least, as it looks: in the shortest queue."""
-        return min((lane.wait_s for lane in self._lanes.values()), default=0.0)
+        return min((queue.wait_s for queue in self._queues.values()), default=0.0)
 
-    def _lane(self, model: str | None) -> Lane:
-        if not self._lanes:
+    def _queue(self, model: str | None) -> ModelQueue:
+        if not self._queues:
             raise EngineClosedError("The engine was not started.", fix="use `with accel.Engine(...) as engine`.")
         if model is None:
-            if len(self._lanes) > 1:
+            if len(self._queues) > 1:
                 raise ConfigError(
-                    f"The engine has several models: {', '.join(self._lanes)}.", fix="say which: model=..."
+                    f"The engine has several models: {', '.join(self._queues)}.", fix="say which: model=..."
                 )
-            return next(iter(self._lanes.values()))
-        if model not in self._lanes:
+            return next(iter(self._queues.values()))
+        if model not in self._queues:
             raise ConfigError(
-                f"There is no model {model!r}.{did_you_mean(model, self._lanes)}",
-                fix=f"use one of {', '.join(self._lanes)}.",
+                f"There is no model {model!r}.{did_you_mean(model, self._queues)}",
+                fix=f"use one of {', '.join(self._queues)}.",
             )
-        return self._lanes[model]
+        return self._queues[model]
 
     # Asking
 
@@ -267,9 +267,9 @@ class Engine:
             QueueFullError: Too much is waiting.
             TaskError: The model does not do the operation.
         """
-        lane = self._lane(model)
-        operation = operation or lane.operations[0]
-        return lane.submit(operation, inputs, options, _size(operation, inputs))
+        queue = self._queue(model)
+        operation = operation or queue.operations[0]
+        return queue.submit(operation, inputs, options, _size(operation, inputs))
 
     async def answer(self, job: Job, timeout_s: float | None = None) -> Any:
         """Wait for a request that was submitted."""

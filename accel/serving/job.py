@@ -74,7 +74,7 @@ class Job:
     """One request.
 
     Attributes:
-        operation: What is done: a word of `work`.
+        operation: What is done: a word of `pipeline_work`.
         inputs: Of the operation.
         options: Likewise.
         arrived: When, by `time.perf_counter`.

@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError
 from ..models.base import ORTModel
 from .job import Prepared, Row
-from .work import Options, can_pad
+from .pipeline_work import Options, can_pad
 
 _SEQUENCE = "sequence"
 

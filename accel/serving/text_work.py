@@ -14,7 +14,7 @@ from ..errors import InputError, did_you_mean
 from ..models.ranking import activation_of
 from ..models.texts import COUNTED, Embedder, PairScorer, TextRows, TokenRow
 from .job import Prepared, Row, UnknownOptionError
-from .work import Options, can_pad
+from .pipeline_work import Options, can_pad
 
 
 class Embedding:

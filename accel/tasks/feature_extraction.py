@@ -19,6 +19,6 @@ class FeatureExtraction(Task):
         return Similarities
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import EMBEDDINGS
+        from ..deploying.triton.text_fronts import EMBEDDINGS
 
         return {"feature-extraction": EMBEDDINGS, "sentence-similarity": EMBEDDINGS}

@@ -29,6 +29,6 @@ class QuestionAnswering(Task):
         return QuestionAnsweringPipeline
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import ANSWERS
+        from ..deploying.triton.text_fronts import ANSWERS
 
         return {"question-answering": ANSWERS}

@@ -24,6 +24,6 @@ class TextClassification(Task):
         return classifier(config)
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import CLASSIFICATION, ZERO_SHOT
+        from ..deploying.triton.text_fronts import CLASSIFICATION, ZERO_SHOT
 
         return {"text-classification": CLASSIFICATION, "zero-shot-classification": ZERO_SHOT}

@@ -19,6 +19,6 @@ class TextGeneration(Task):
         return NextTokens
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import GENERATION
+        from ..deploying.triton.text_fronts import GENERATION
 
         return {"text-generation": GENERATION}

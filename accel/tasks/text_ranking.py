@@ -26,6 +26,6 @@ class TextRanking(Task):
         return Rankings
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import CLASSIFICATION, RANKING
+        from ..deploying.triton.text_fronts import CLASSIFICATION, RANKING
 
         return {"text-ranking": RANKING, "text-classification": CLASSIFICATION}

@@ -24,6 +24,6 @@ class TokenClassification(Task):
         return Tags
 
     def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.services import TAGS
+        from ..deploying.triton.text_fronts import TAGS
 
         return {"token-classification": TAGS}

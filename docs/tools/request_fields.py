@@ -13,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-from accel.serving.http.absent import UNSUPPORTED
 from accel.serving.http.app import endpoints
 from accel.serving.http.bodies import Body
+from accel.serving.http.unserved_paths import UNSUPPORTED
 
 PAGE = Path(__file__).parents[1] / "guides" / "serve.md"
 PATHS = (

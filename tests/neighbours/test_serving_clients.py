@@ -15,7 +15,7 @@ import uvicorn
 
 import accel
 from accel.serving.http.app import create_app
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.server_settings import ServerSettings
 
 TEXTS = ["where is my card", "the bank is closed"]
 

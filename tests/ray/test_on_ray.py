@@ -18,11 +18,11 @@ import pytest
 
 from accel.decoding.generation_options import GenerationOptions
 from accel.errors import ConfigError, InputError
-from accel.serving.batch.on_ray import batch_on_ray
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
+from accel.serving.batch.ray_batch import batch_on_ray
 from accel.serving.engine import Engine
 from accel.serving.ray.cluster import connected
-from accel.serving.ray.deploying import Replicas, Served, build, serve_on_ray
+from accel.serving.ray.ray_deployment import Replicas, Served, build, serve_on_ray
 from accel.testing.generators import save_generator
 
 pytest.importorskip("ray", reason="the extra ray is not installed: see `make test-ray`")

@@ -14,8 +14,8 @@ import torch
 from starlette.testclient import TestClient
 
 import accel
-from accel.serving.http.absent import UNSUPPORTED
 from accel.serving.http.app import create_app, endpoints
+from accel.serving.http.unserved_paths import UNSUPPORTED
 from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 

@@ -22,7 +22,7 @@ import accel
 from accel.artifact.writing import held
 from accel.cli import app
 from accel.errors import ConfigError, InputError, IntegrityError, OutputFolderError
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
 from accel.serving.engine import Engine
 from accel.testing.generators import save_generator
 
@@ -322,7 +322,7 @@ def test_the_command_says_what_it_did(tiny_folder: Callable[..., Path], rows: Pa
 KILLED = """
 import os, signal, sys
 from accel.serving.batch import ledger
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
 import accel.models.pipelines.pipeline, transformers.models.bert.modeling_bert
 
 model, data, out = sys.argv[1:]

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 import accel
 from accel.errors import ConfigError
 from accel.serving.http.app import create_app
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.server_settings import ServerSettings
 from accel.testing.generators import save_generator
 
 Served = Callable[[str], accel.ORTModel]

@@ -16,7 +16,7 @@ import accel
 from accel.artifact import Artifact
 from accel.serving.continuous_batching.running_rows import RunningRows
 from accel.serving.http.app import create_app
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.server_settings import ServerSettings
 
 PROMPT = "where is my card"
 MESSAGES = [{"role": "user", "content": PROMPT}]

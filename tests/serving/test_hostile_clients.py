@@ -19,9 +19,9 @@ import pytest
 
 import accel
 from accel.serving.http.app import create_app
-from accel.serving.http.front import Front
-from accel.serving.http.running import serve
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.middleware import Front
+from accel.serving.http.server_process import serve
+from accel.serving.http.server_settings import ServerSettings
 from accel.testing.generators import save_generator
 from tests.serving.conftest import Gate
 

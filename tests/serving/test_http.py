@@ -26,7 +26,7 @@ import accel
 from accel.errors import ConfigError
 from accel.serving.http.app import create_app
 from accel.serving.http.endpoints import Call, Endpoint
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.server_settings import ServerSettings
 from tests.serving.conftest import Gate
 
 Served = Callable[[str], accel.ORTModel]

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from accel.serving.http.app import endpoints
-from accel.serving.http.settings import ServerSettings
+from accel.serving.http.server_settings import ServerSettings
 from accel.serving.limits import Limits
-from accel.serving.ray.deploying import ARGUMENTS, Replicas
+from accel.serving.ray.ray_deployment import ARGUMENTS, Replicas
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale-out.md"
 
@@ -58,7 +58,7 @@ def test_ray_is_given_arguments_that_exist() -> None:
     (service,) = [one for one in documents() if one["kind"] == "RayService"]
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert (module, name) == ("accel.serving.ray.deploying", "build")
+    assert (module, name) == ("accel.serving.ray.ray_deployment", "build")
     arguments = application["args"]
     assert set(arguments) <= set(ARGUMENTS)
     assert Replicas(count=arguments["replicas"], cpus=arguments["cpus"]).options(256)["autoscaling_config"]

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.errors import InputError, NotFiniteError
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
 from accel.serving.http.app import create_app
 from accel.serving.non_finite import find_non_finite
 from accel.testing.generators import save_generator

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from accel.errors import ConfigError, InputError, TaskError
-from accel.serving.asking import find_columns, inputs_of
-from accel.serving.tables import Broken, scan
+from accel.serving.batch.row_inputs import find_columns, inputs_of
+from accel.serving.batch.table_files import Broken, scan
 
 VALUES = ["plain", 'a "quoted", one', "two\nlines", "Zürich 你好", "x" * 200_000, "", "last"]
 

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.errors import ArtifactNotFoundError, IntegrityError, TaskError
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
 from accel.serving.http.app import create_app
 
 from .folders import FOREIGN, questions, same, stored

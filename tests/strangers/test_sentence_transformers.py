@@ -22,7 +22,7 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.sentence_settings import FIELDS, GENERAL, sentence_settings
 from accel.errors import AccelError, ConfigError, TaskError
-from accel.serving.batch.running import batch
+from accel.serving.batch.batch_run import batch
 from accel.serving.engine import Engine
 from accel.stages.export import export
 
@@ -253,7 +253,7 @@ DOORS = ["prompt-excluded", "two-poolings", "truncated"]
 def test_the_server_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
     starlette = pytest.importorskip("starlette.testclient", reason="the extra serving is not installed")
     from accel.serving.http.app import create_app
-    from accel.serving.http.settings import ServerSettings
+    from accel.serving.http.server_settings import ServerSettings
 
     expected = answers(version, name)
     with accel.ORTModel.from_pretrained(root / version / name) as model:
@@ -363,7 +363,7 @@ def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list
     import onnxruntime
 
     from accel.deploying.triton import deploy
-    from accel.deploying.triton.served.batches import Batches, Request
+    from accel.deploying.triton.served.text_batches import Batches, Request
 
     with accel.ORTModel.from_pretrained(folder) as model:
         artifact = model.artifact

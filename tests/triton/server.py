@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from accel.deploying.triton.messages import CONFIG, kind, read, write
+from accel.deploying.triton.model_config import CONFIG, kind, read, write
 from accel.deploying.triton.repository import SERVED, SETTINGS
 from accel.errors import ConfigError, SessionError
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from accel.cli import app
 from accel.deploying.triton import check, deploy
-from accel.deploying.triton.graph_tensors import read_graph
-from accel.deploying.triton.messages import CONFIG, read, write
+from accel.deploying.triton.graph_files import read_graph
+from accel.deploying.triton.model_config import CONFIG, read, write
 
 FRONT, GRAPH, DECODER = "text_classification", "text_classification_graph", "decoder"
 Change = Callable[[Path], Any]
@@ -159,7 +159,7 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
         "text", lambda r: (r / GRAPH / "1" / "model.onnx").write_bytes(b"no graph"), GRAPH, "file-unreadable", "model.onnx",
     ),
     "no weights": ("text", external_weights, GRAPH, "file-missing", "weights.bin"),
-    "no code": ("text", lambda r: (r / FRONT / "1" / "batches.py").unlink(), FRONT, "file-missing", "batches.py"),
+    "no code": ("text", lambda r: (r / FRONT / "1" / "text_batches.py").unlink(), FRONT, "file-missing", "text_batches.py"),
     "no tokenizer": (
         "text", lambda r: (r / FRONT / "1" / "tokenizer.json").unlink(), FRONT, "file-missing", "tokenizer.json",
     ),
@@ -189,7 +189,7 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
         "text", text(f"{FRONT}/1/tokenizer.json", '"[CLS]"', '"[SEP]"'), FRONT, "changed", "tokenizer.json",
     ),
     "a changed letter of code": (
-        "text", text(f"{FRONT}/1/batches.py", "max_rows", "max_row"), FRONT, "changed", "batches.py",
+        "text", text(f"{FRONT}/1/text_batches.py", "max_rows", "max_row"), FRONT, "changed", "text_batches.py",
     ),
     "half the weights": ("text", short_weights, GRAPH, "file-unreadable", "100 bytes"),
     "a graph beside code by another name": (

@@ -24,8 +24,8 @@ from .made import make_artifact
 pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 
 from accel.deploying.triton import deploy
-from accel.deploying.triton.served.batches import Batches, Request
-from accel.deploying.triton.served.calls import Calls
+from accel.deploying.triton.served.call_costs import Calls
+from accel.deploying.triton.served.text_batches import Batches, Request
 from accel.deploying.triton.served.tokens import NotFinite, Refused
 
 TEXTS = [
@@ -466,7 +466,7 @@ def test_the_front_answers_triton(front: Callable[..., Front], backend: Any, mon
             return Response([Tensor(name, values) for name, values in here.call(self.feeds).items()])
 
     backend.InferenceRequest = InferenceRequest
-    served = model("front", here.folder, monkeypatch)
+    served = model("text_model", here.folder, monkeypatch)
     served.initialize({"model_config": json.dumps({"input": [{"name": "TEXT"}, {"name": "TEXT_PAIR"}]})})
     responses = served.execute([Asked([Tensor("TEXT", texts(TEXTS[0]))]), Asked([Tensor("TEXT", texts("pay " * 99))])])
     wanted = here.ask({"TEXT": [TEXTS[0]]})

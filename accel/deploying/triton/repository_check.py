@@ -11,9 +11,9 @@ from typing import Any
 from ...artifact.checksums import sha256
 from ...artifact.reading import read_json
 from ...errors import ArtifactNotFoundError, ConfigError, IntegrityError
-from .graph_tensors import Tensors, read_graph
-from .graphs import BACKENDS
-from .messages import CONFIG, TYPES, read, type_name
+from .graph_files import Tensors, read_graph
+from .graph_models import BACKENDS
+from .model_config import CONFIG, TYPES, read, type_name
 from .repository import SETTINGS
 
 AGAIN = "deploy again: accel deploy triton ARTIFACT OUT."

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from ...artifact.json_text import json_text
 from ...decoding.generation_options import GenerationOptions
 from ...errors import ConfigError, InputError, NotFiniteError, TaskError
-from ..asking import check_options, inputs_of
 from ..engine import Engine
 from ..job import UnknownOptionError
-from ..tables import Broken, Part, Table
-from .answers import shape_of, table
+from .answer_columns import shape_of, table
 from .ledger import Done, write_whole
+from .row_inputs import check_options, inputs_of
+from .table_files import Broken, Part, Table
 
 Format = Literal["parquet", "jsonl"]
 OnError = Literal["stop", "record"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import QueueFullError
 from ..engine import Engine
-from ..metrics import Metrics
+from ..server_metrics import Metrics
 
 _BEAT_S = 0.01
 _MOST_LATE_S = 1.0

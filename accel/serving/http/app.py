@@ -21,19 +21,28 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine import Engine
-from ..metrics import Metrics
-from .absent import absent, shape_of
+from ..server_metrics import Metrics
 from .admission import Admission, ended
 from .bodies import parse
 from .endpoints import Call, Endpoint, Server
-from .front import Front, Serve
+from .middleware import Front, Serve
 from .replies import HttpError, error_reply
-from .settings import ServerSettings
+from .server_settings import ServerSettings
+from .unserved_paths import absent, shape_of
 
 if TYPE_CHECKING:
-    from .tracing import Tracer
+    from .request_traces import Tracer
 
-PROTOCOLS = ("health", "tasks", "openai", "generation", "cohere", "inference_protocol", "sagemaker", "page")
+PROTOCOLS = (
+    "health",
+    "tasks",
+    "openai",
+    "generation_endpoints",
+    "cohere",
+    "inference_protocol",
+    "sagemaker",
+    "api_page",
+)
 """Modules beside this one, each with a table `ENDPOINTS`."""
 
 _EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x-inference-ms")
@@ -150,7 +159,7 @@ class _Traced:
 def _tracer(traces: Any) -> Tracer | None:
     if traces is False:
         return None
-    from .tracing import Tracer
+    from .request_traces import Tracer
 
     return Tracer(None if traces is True else traces)
 

@@ -15,10 +15,10 @@ from ...errors import RequestTimeoutError, did_you_mean
 from ..engine import Engine
 from ..job import Timing
 from .replies import ErrorShape, HttpError, plain_error
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 if TYPE_CHECKING:
-    from ..metrics import Metrics
+    from ..server_metrics import Metrics
 
 _PATIENCE_S = 0.05
 """Until a caller that waits so long is watched, for it may hang up: watching costs a task."""

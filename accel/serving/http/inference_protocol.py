@@ -18,7 +18,7 @@ from .bodies import Body, parse
 from .endpoints import Call, Endpoint
 from .health import ready
 from .replies import HttpError, Json, error_text
-from .tensors import (
+from .tensor_formats import (
     DATATYPES,
     array_to_binary,
     from_binary,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from .bodies import Body, invalid
 from .endpoints import Call, Endpoint
-from .generation import GENERATE
+from .generation_endpoints import GENERATE
 from .health import ready
 from .replies import HttpError
 from .tasks import ENDPOINTS as TASKS

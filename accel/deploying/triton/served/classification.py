@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .batches import option, sigmoid, softmax
+from .text_batches import option, sigmoid, softmax
 from .tokens import Array, Row, Tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import option
+from .text_batches import option
 from .tokens import Array, Row, Tokens
 
 

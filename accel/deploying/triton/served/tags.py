@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import option, softmax
+from .text_batches import option, softmax
 from .tokens import Array, NotFinite, Refused, Row, Tokens
 
 STRATEGIES = ("none", "simple", "first", "average", "max")

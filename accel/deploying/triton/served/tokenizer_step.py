@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .batches import Batches
-from .front import read_request, respond
+from .text_batches import Batches
+from .text_model import read_request, respond
 from .tokens import Refused
 
 

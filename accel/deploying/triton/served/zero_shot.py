@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import option, softmax
+from .text_batches import option, softmax
 from .tokens import Array, Refused, Row, Tokens
 
 

@@ -25,7 +25,7 @@ from .continuous_batching.scheduler import continues_text
 from .job import Job, Row
 from .limits import Limits
 from .non_finite import check_answer, check_outputs, find_nan
-from .work import Work, operations, tokenizer_of, work_of
+from .pipeline_work import Work, operations, tokenizer_of, work_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _Bench:
         return self._works[operation]
 
 
-class Lane:
+class ModelQueue:
     """A model's queue and threads.
 
     Args:
@@ -124,7 +124,7 @@ class Lane:
         """Put a request into the queue.
 
         Args:
-            operation: See `work`.
+            operation: See `pipeline_work`.
             inputs: Of the operation.
             options: Likewise.
             size: How many inputs it holds.

@@ -15,10 +15,10 @@ from typing import Any
 from ...errors import AccelError, ConfigError
 from ..engine import Engine
 from ..ray.cluster import connected, replicas_of
-from ..tables import Part, Table, scan
+from .batch_run import UNLIMITED, BatchReport, identify, plan, work
 from .ledger import Done
 from .parts import Asking, Format, OnError, compute
-from .running import UNLIMITED, BatchReport, identify, plan, work
+from .table_files import Part, Table, scan
 
 
 class _Actor:

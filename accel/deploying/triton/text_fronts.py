@@ -217,7 +217,7 @@ TAGS = TextService(
     one_row=True,
 )
 ANSWERS = TextService(
-    module="answers",
+    module="answer_spans",
     inputs=(Tensor(name="QUESTION", dtype=TEXT), Tensor(name="CONTEXT", dtype=TEXT)),
     outputs=lambda _: (
         Tensor(name="ANSWER", dtype=TEXT, dims=(-1,)),
@@ -240,7 +240,7 @@ EMBEDDINGS = TextService(
     one_row=True,
 )
 RANKING = TextService(
-    module="ranking",
+    module="document_scores",
     inputs=(Tensor(name="QUERY", dtype=TEXT), Tensor(name="DOCUMENTS", dtype=TEXT, dims=(-1,), ragged=True)),
     outputs=lambda _: (
         Tensor(name="SCORES", dtype="float32", dims=(-1,)),

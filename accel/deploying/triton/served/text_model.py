@@ -9,7 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .batches import Batches, Request
+from .text_batches import Batches, Request
 from .tokens import Array, NotFinite, Refused
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...artifact.companions import open_generation_config
 from ...errors import ConfigError, TaskError
-from .services import Facts
-from .settings import TritonConfig
+from .text_fronts import Facts
+from .triton_config import TritonConfig
 
 logger = logging.getLogger(__name__)
 

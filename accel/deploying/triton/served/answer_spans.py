@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import option
+from .text_batches import option
 from .tokens import Array, Refused, Row, Tokens
 
 

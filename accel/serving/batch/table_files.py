@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from ..errors import ConfigError, InputError
+from ...errors import ConfigError, InputError
 
 _LONGEST_CELL = 1 << 28
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")

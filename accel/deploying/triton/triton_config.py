@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...config import JsonConfig
 from ...errors import ConfigError
-from .messages import check_name
+from .model_config import check_name
 
 Layout = Literal["auto", "text", "ensemble", "graph"]
 Server = Literal["auto", "onnxruntime", "openvino", "tensorrt", "python"]

@@ -89,7 +89,7 @@ def application(served: Served, replicas: Replicas) -> Any:
     def build() -> Any:
         from ..engine import Engine
         from ..http.app import create_app
-        from ..http.settings import ServerSettings
+        from ..http.server_settings import ServerSettings
 
         return create_app(Engine(served.models, **engine), ServerSettings(**served.settings), traces=served.traces)
 
@@ -98,7 +98,7 @@ def application(served: Served, replicas: Replicas) -> Any:
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """The application for Ray's own tools: `serve run accel.serving.ray.deploying:build models=...`, a config file, a RayService.
+    """The application for Ray's own tools: `serve run accel.serving.ray.ray_deployment:build models=...`, a config file, a RayService.
 
     Args:
         arguments: `models` (an id, a folder, or a mapping of names to them), `replicas`, `cpus`, `gpus`, `target`, `drain_s`,

@@ -13,12 +13,12 @@ from typing import Any
 from ... import progress
 from ..._version import __version__
 from ...errors import ConfigError
-from ..asking import ASKED, find_columns
 from ..engine import Engine
-from ..opening import Source
-from ..tables import Part, Table, scan
+from ..worker_models import Source
 from .ledger import Done, Ledger
 from .parts import Asking, Format, OnError, compute
+from .row_inputs import ASKED, find_columns
+from .table_files import Part, Table, scan
 
 UNLIMITED = 1 << 40
 """Inputs that may wait: parts limit them."""

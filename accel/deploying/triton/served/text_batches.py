@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .calls import Calls
+from .call_costs import Calls
 from .tokens import Array, NotFinite, Refused, Row, Tokens
 
 Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]

@@ -22,7 +22,7 @@ from types import FrameType
 import uvicorn
 
 from ...errors import ConfigError
-from .front import Front
+from .middleware import Front
 
 logger = logging.getLogger(__name__)
 

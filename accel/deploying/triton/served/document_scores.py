@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import sigmoid
+from .text_batches import sigmoid
 from .tokens import Array, Refused, Row, Tokens
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, InputError, TaskError, did_you_mean
-from .tables import Broken, Row
+from ...errors import ConfigError, InputError, TaskError, did_you_mean
+from .table_files import Broken, Row
 
 _KNOWN: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "content", "prompt", "input", "query", "question"),

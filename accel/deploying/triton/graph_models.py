@@ -14,9 +14,9 @@ from ...capture import usual_sizes_in
 from ...errors import ConfigError, TaskError
 from ...interfaces.shape_profiles import Profile, shapes_text
 from ...interfaces.specs import DeviceSpec
-from .messages import data_type, kind, model_config
+from .model_config import data_type, kind, model_config
 from .profiles import profile_of
-from .settings import TritonConfig
+from .triton_config import TritonConfig
 
 Fields = dict[str, Any]
 
