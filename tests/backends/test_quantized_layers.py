@@ -26,7 +26,7 @@ from accel.capture import (
     unpack,
     with_record,
 )
-from accel.capture import quantized as quantized_module
+from accel.capture import quantized_linears as quantized_module
 from accel.capture.quantized_linears import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
 from accel.testing.generators import tiny_generator

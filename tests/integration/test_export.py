@@ -33,7 +33,7 @@ from accel.errors import (
     UnknownBackendError,
     ValidationError,
 )
-from accel.models import companions
+from accel.models import processors
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import FAMILIES, rescale, save_tiny, tiny_model
@@ -264,7 +264,7 @@ def test_texts_one_by_one_do_not_open_the_tokenizer_again(
     tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    opens = companions.open_companion
+    opens = processors.open_companion
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         opened.append(threading.get_ident())

@@ -22,7 +22,6 @@ from accel.compat import optimum
 from accel.errors import ArtifactNotFoundError, ConfigError
 from accel.measuring.latency.benchmark import Baselines, variants_of
 from accel.measuring.latency.variants import resolved_variant
-from accel.stages import resolving
 from accel.stages.resolution import resolve
 from accel.testing.folders import unmark
 

@@ -16,7 +16,6 @@ import accel
 from accel.artifact import Artifact, HubOptions, Location, Step
 from accel.config import ExportConfig
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, TaskError
-from accel.stages import resolving
 from accel.stages.resolution import original, recorded_export, resolve
 from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import save_tiny, tiny_model

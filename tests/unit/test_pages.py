@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from accel.capture import pages, release_pages
+from accel.capture import mapped_memory as pages
+from accel.capture import release_pages
 from accel_plugins.ortkit.export.writing import release_when_written
 from tests.pages import TELLS, resident
 
