@@ -270,7 +270,7 @@ def test_texts_one_by_one_do_not_open_the_tokenizer_again(
         opened.append(threading.get_ident())
         return opens(*args, **kwargs)
 
-    monkeypatch.setattr(companions, "open_companion", counted)
+    monkeypatch.setattr(processors, "open_companion", counted)
     model = accel.ORTModelForFeatureExtraction.from_pretrained(tiny_artifact(task="feature-extraction").path)
     texts = ["where is my card", "a bank account"]
     alone = [model.encode(text) for text in texts]

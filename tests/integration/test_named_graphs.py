@@ -118,7 +118,7 @@ def test_a_file_of_a_repository_on_the_hub(repository: Path, monkeypatch: pytest
         asked.append((name, options.subfolder))
         return Location(name, repository / options.subfolder, "abc", repository)
 
-    monkeypatch.setattr(resolving, "locate", locate)
+    monkeypatch.setattr(resolution, "locate", locate)
     found = resolve("org/name/onnx/model_quantized.onnx")
     assert asked == [("org/name", "onnx")]
     assert found.artifact is not None

@@ -36,7 +36,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Path], list[HubOptio
         folder = folders.get(str(name), Path(str(name)))
         return Location(str(name), folder, options.revision if str(name) in folders else None)
 
-    monkeypatch.setattr(resolving, "locate", locate)
+    monkeypatch.setattr(resolution, "locate", locate)
     return folders, asked
 
 
