@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ..interfaces.description import SessionDescription
 from ..interfaces.protocols import Feeds, Names, Session
 from ..interfaces.session_contract import check_readable, no_state, wrong_names
@@ -155,12 +155,7 @@ class BucketedSession(_PaddedSession):
             open_shapes: Opens its components with fixed sizes for some axes, or with dynamic ones for `None`.
             buckets: Lengths, rising.
             versions: Of what runs it.
-
-        Raises:
-            ConfigError: Its sequences cannot be padded.
         """
-        if (reason := why_unpadded(artifact)) is not None:
-            raise ConfigError(f"Buckets pad the sequence, and {reason}.", fix="leave buckets out.")
         opened: dict[int | None, Mapping[str, Session]] = {}
 
         def open_bucket(name: str, bucket: int | None) -> Session:
@@ -246,15 +241,7 @@ class RoundedSession(_PaddedSession):
     def open_all(
         cls, artifact: Artifact, sessions: Mapping[str, Session], multiple: int, versions: Mapping[str, str]
     ) -> dict[str, Session]:
-        """An artifact's sessions, rounding.
-
-        Raises:
-            ConfigError: Its sequences cannot be padded.
-        """
-        if (reason := why_unpadded(artifact)) is not None:
-            raise ConfigError(
-                f"pad_to_multiple_of pads the sequence, and {reason}.", fix="leave pad_to_multiple_of out."
-            )
+        """An artifact's sessions, rounding."""
         return {
             c.name: cls(c, multiple, sessions[c.name], _checks(artifact, c, versions, sessions[c.name]))
             for c in artifact.components

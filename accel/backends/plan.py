@@ -1,27 +1,62 @@
-"""Chooses the backend that runs an artifact: a pure function, with the table of everything that it considered."""
+"""Decides how a model runs: which artifact, backend, device and options, or why it cannot.
+
+`make_plan` is a function of its arguments alone: the model that was found, what the caller asked for, and the backends that
+are installed. Nothing is opened or written. `export` makes the artifact that a plan lacks, and `sessions` opens a plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
-from ..interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
+from ..artifact.manifest import Artifact, RunRecord
+from ..artifact.resolved_model import Resolved
+from ..config import ExportConfig, SessionOptions, available_processors
+from ..errors import BackendUnavailableError, ConfigError, InputError
+from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec, Probe, Reason
+from . import registry
+from .buckets import why_unpadded
+from .registry import Inventory, missing_domains
+
+# Of `SessionOptions`, what an artifact's manifest may set; threads within the machine.
+_RECORDED = (
+    "threads", "inter_op_threads", "compute_dtype", "buckets", "pad_to_multiple_of", "graph_optimization", "spinning"
+)  # fmt: skip
+_MOST_THREADS = 1024
+"""Threads that may be asked for wherever it runs: more than almost every machine has processors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How the caller wants a model run; `None` leaves the choice to the artifact and to what is here.
+
+    Attributes:
+        backend: Name of a backend.
+        device: Where, in `torch.device` words.
+        provider_options: The vendor's own options for the device.
+        options: The same words for every backend.
+    """
+
+    backend: str | None = None
+    device: str | None = None
+    provider_options: Mapping[str, object] | None = None
+    options: SessionOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the selection table.
+class Verdict:
+    """One line of the table of backends that were considered.
 
     Attributes:
         backend: Its name.
-        verdict: `chosen`, `possible` (it would work when named) or `rejected`.
+        verdict: `chosen`, `possible` (it would work when named), `rejected`, or `broken` (the plugin cannot be loaded).
         device: The device it would use.
         reasons: Why it was not chosen.
     """
 
     backend: str
-    verdict: Literal["chosen", "possible", "rejected"]
+    verdict: Literal["chosen", "possible", "rejected", "broken"]
     device: DeviceSpec | None
     reasons: tuple[Reason, ...]
 
@@ -32,7 +67,7 @@ class Selection:
 
     backend: str | None
     device: DeviceSpec | None
-    table: tuple[Row, ...]
+    table: tuple[Verdict, ...]
 
     def __str__(self) -> str:
         width = max((len(row.backend) for row in self.table), default=0)
@@ -44,91 +79,291 @@ class Selection:
         return "\n".join(lines) or "  (no backend is installed)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model runs.
+
+    Attributes:
+        model: The model that was found.
+        settings: What the caller asked for.
+        config: How it is exported, where it is no artifact yet.
+        format: The format that runs.
+        dtype: The dtype of the graph.
+        selection: The backend, the device, and every backend that was considered.
+        backend: The backend that runs it; `None` where there is none.
+        exporter: The backend that exports it first; `None` for an artifact, and for weights that run as they are.
+        artifact: The artifact that runs; `None` until it is exported.
+        run: The part of the manifest that says how the artifact was measured best, where the plan follows it.
+        options: How the sessions are opened; the caller's until there is an artifact.
+        provider_options: The vendor's own options.
+        why_not: Why nothing here runs it; the message has the table.
+    """
+
+    model: Resolved
+    settings: RunSettings
+    config: ExportConfig
+    format: str
+    dtype: str
+    selection: Selection
+    backend: BackendSpec | None
+    exporter: BackendSpec | None = None
+    artifact: Artifact | None = None
+    run: RunRecord | None = None
+    options: SessionOptions = SessionOptions()
+    provider_options: Mapping[str, object] = field(default_factory=dict)
+    why_not: BackendUnavailableError | None = None
+
+    @property
+    def device(self) -> DeviceSpec | None:
+        """The device that it runs on."""
+        return self.selection.device
+
+    @property
+    def task(self) -> str:
+        """The task of the model."""
+        return self.model.task
+
+    def check(self) -> None:
+        """Raise where nothing here runs the model.
+
+        Raises:
+            BackendUnavailableError: The message is the table of everything considered.
+        """
+        if self.why_not is not None:
+            raise self.why_not
+
+    def with_artifact(self, artifact: Artifact, inventory: Inventory | None = None) -> Plan:
+        """The same choice for the artifact that was exported for it, with the options that the artifact asks for.
+
+        Raises:
+            BackendUnavailableError: The backend does not run this graph.
+            ConfigError: Options that do not fit the artifact.
+        """
+        self.check()
+        assert self.backend is not None
+        inventory = inventory or registry.inventory()
+        run = artifact.manifest.run
+        wanted = self.settings.device or (run.device if run is not None else None)
+        question = _Question(artifact.format, artifact.task, artifact.dtype, artifact.domains)
+        device = DeviceSpec.parse(wanted) if wanted is not None else self.device
+        reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, device, inventory)
+        if reasons:
+            raise BackendUnavailableError(
+                f"Backend {self.backend.name!r} cannot run the export in {artifact.path}: "
+                f"{'; '.join(reason.message for reason in reasons)}.",
+                fix=next((reason.remedy for reason in reasons if reason.remedy), None),
+            )
+        made = replace(self, artifact=artifact, dtype=artifact.dtype, selection=replace(self.selection, device=device))
+        return _with_options(made, artifact)
+
+    def with_options(self, options: SessionOptions) -> Plan:
+        """The same choice, opened with other options."""
+        made = replace(self, settings=replace(self.settings, options=options), options=options)
+        return _with_options(made, self.artifact) if self.artifact is not None else made
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan for JSON."""
+        return {
+            "model": self.model.id,
+            "kind": self.model.kind,
+            "task": self.task,
+            "format": self.format,
+            "dtype": self.dtype,
+            "artifact": None if self.artifact is None else str(self.artifact.path),
+            "exporter": None if self.exporter is None else self.exporter.name,
+            "backend": None if self.backend is None else self.backend.name,
+            "device": None if self.device is None else str(self.device),
+            "options": self.options.to_dict(),
+            "provider_options": dict(self.provider_options),
+            "recorded": self.run is not None,
+            "considered": [
+                {
+                    "backend": row.backend,
+                    "verdict": row.verdict,
+                    "device": None if row.device is None else str(row.device),
+                    "reasons": row.reasons,
+                }
+                for row in self.selection.table
+            ],
+        }
+
+
+def make_plan(
+    model: Resolved | Artifact,
+    settings: RunSettings | None = None,
+    config: ExportConfig | None = None,
+    *,
+    inventory: Inventory | None = None,
+) -> Plan:
+    """Decide how a model runs.
+
+    The caller's settings win, then what the artifact was measured with (`run` in its manifest, unless another backend is
+    named), then the artifact's dtype and the defaults.
+
+    Args:
+        model: What was named, as `resolve` found it.
+        settings: What the caller asks for.
+        config: How to export a model that is no artifact yet.
+        inventory: The backends to choose among; those installed here when `None`.
+
+    Returns:
+        The plan. `check` raises where nothing runs the model.
+
+    Raises:
+        UnknownBackendError: A backend that is named does not exist.
+        ConfigError: Settings of an export for a graph that is there already; an option that the backend does not have, or that
+            a manifest may not set; more threads than a machine has.
+        InputError: A module in memory.
+    """
+    settings, config = settings or RunSettings(), config or ExportConfig()
+    if inventory is None:
+        inventory = registry.inventory()
+        if settings.backend is None:
+            registry.tell_broken()
+    found = Resolved.of_artifact(model) if isinstance(model, Artifact) else model
+    artifact, run = found.artifact, None
+    named = inventory.spec(settings.backend) if settings.backend is not None else None
+    makes: list[str] = []
+    if artifact is not None:
+        if config != ExportConfig():
+            raise ConfigError(
+                f"{found.folder} holds an exported graph already, which export settings cannot change.",
+                fix="leave them out, or pass export=True for a folder that also holds PyTorch weights.",
+            )
+        run = artifact.manifest.run
+        if run is not None and named is None:
+            named = inventory.spec(run.backend)
+        elif run is not None and named is not None and named.name != run.backend:
+            run = None
+        question = _Question(artifact.format, artifact.task, artifact.dtype, artifact.domains)
+    elif found.module is not None:
+        raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
+    else:
+        # A backend that only runs a format gets it from the format's owner.
+        stages = named.capabilities if named is not None else ()
+        makes = [c.produces for c in stages if c.stage == "export" and c.produces]
+        runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
+        format = makes[0] if makes else runs[0] if runs and "onnx" not in runs else "onnx"
+        question = _Question(format, found.task, config.dtype, None)
+    wanted = settings.device or (run.device if run is not None else None)
+    device = DeviceSpec.parse(wanted) if wanted is not None else None
+    selection = _select(question, device, named, inventory)
+    made = Plan(
+        model=found, settings=settings, config=config, format=question.format, dtype=question.dtype, selection=selection,
+        backend=inventory.spec(selection.backend) if selection.backend is not None else None, artifact=artifact, run=run,
+        options=settings.options or SessionOptions(), provider_options=settings.provider_options or {},
+    )  # fmt: skip
+    if made.backend is None:
+        return replace(made, why_not=_nothing_runs(question, device, named, selection, inventory))
+    if artifact is not None:
+        return _with_options(made, artifact)
+    if question.format == WEIGHTS:
+        return made
+    exporter = registry.owner("export", question.format, named.name if named is not None and makes else None)
+    return replace(made, exporter=exporter)
+
+
+# The choice of a backend
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is to be run; `domains` are those of the graph's operators, `None` where they are unknown."""
+
+    format: str
+    task: str
+    dtype: str
+    domains: Sequence[str] | None
+
+
 def select(
     *,
     format: str,
     task: str,
     dtype: str,
     device: DeviceSpec | None,
-    specs: Iterable[BackendSpec],
-    probes: Mapping[str, Probe],
+    inventory: Inventory,
     backend: str | None = None,
     domains: Sequence[str] | None = None,
 ) -> Selection:
-    """Choose the backend that runs an artifact. A function of its arguments alone.
+    """Choose the backend that runs a graph. A function of its arguments alone.
 
     A backend that is named is the only candidate. Otherwise the one with the highest priority wins among those whose
-    spec allows automatic choice, which are the ones that do not change numerics. One whose runtime lacks a domain of the
+    spec allows automatic choice, which are the ones that do not change numerics. A backend whose runtime lacks a domain of the
     graph's operators (`domains`; `None` where they are unknown) is rejected.
     """
-    specs = tuple(specs)
-    rows: list[tuple[BackendSpec, DeviceSpec | None, list[Reason]]] = []
-    for spec in specs:
-        reasons, found = _obstacles(spec, probes[spec.name], format=format, task=task, dtype=dtype, device=device)
-        capability = spec.capability("run", format, task=task)
-        if capability is not None and (missing := missing_domains(spec, capability, domains, specs)) is not None:
-            reasons.insert(0, missing)
-        rows.append((spec, found, reasons))
-    fitting = [
-        (spec, found)
-        for spec, found, reasons in rows
-        if not reasons and (spec.name == backend if backend is not None else spec.auto)
-    ]
-    chosen = max(fitting, key=lambda item: item[0].priority, default=None)
-    table = []
-    for spec, found, reasons in rows:
-        if chosen is not None and spec is chosen[0]:
-            table.append(Row(spec.name, "chosen", found, ()))
-        elif reasons:
-            table.append(Row(spec.name, "rejected", None, tuple(reasons)))
+    named = inventory.spec(backend) if backend is not None else None
+    return _select(_Question(format, task, dtype, domains), device, named, inventory)
+
+
+def _select(
+    question: _Question, device: DeviceSpec | None, named: BackendSpec | None, inventory: Inventory
+) -> Selection:
+    chosen: str | None = None
+    where: DeviceSpec | None = None
+    verdicts = {name: Verdict(name, "broken", None, (reason,)) for name, reason in inventory.broken.items()}
+    # Probing imports vendor libraries. Only candidates are probed, the highest priority first, and none after one that fits.
+    for spec in sorted(inventory.specs, key=lambda spec: -spec.priority):
+        candidate = spec is named if named is not None else spec.auto and bool(spec.capability("run", question.format))
+        asked = candidate and chosen is None
+        probe = inventory.probe(spec) if asked else _declared(spec, inventory)
+        reasons, found = _obstacles(spec, probe, question, device, inventory)
+        if reasons:
+            verdicts[spec.name] = Verdict(spec.name, "rejected", None, tuple(reasons))
+        elif asked:
+            chosen, where = spec.name, found
+            verdicts[spec.name] = Verdict(spec.name, "chosen", found, ())
         else:
-            named = backend is not None and spec.name != backend
             why = (
-                Reason("not-named", f"{backend!r} was asked for")
-                if named
+                Reason("not-named", f"{named.name!r} was asked for")
+                if named is not None
                 else Reason("lower-priority", "another one has priority")
                 if spec.auto
                 else Reason("by-name-only", "only used when named", f"backend={spec.name!r}")
             )
-            table.append(Row(spec.name, "possible", found, (why,)))
-    return Selection(chosen[0].name if chosen else None, chosen[1] if chosen else None, tuple(table))
+            verdicts[spec.name] = Verdict(spec.name, "possible", found, (why,))
+    order = [*(spec.name for spec in inventory.specs), *inventory.broken]
+    return Selection(chosen, where, tuple(verdicts[name] for name in order))
 
 
-def missing_domains(
-    spec: BackendSpec, capability: Capability, domains: Sequence[str] | None, specs: Iterable[BackendSpec]
-) -> Reason | None:
-    """Why a backend cannot read a graph with operators of these domains, and what to do instead; `None` when it can.
+def _declared(spec: BackendSpec, inventory: Inventory) -> Probe:
+    """The devices that a spec declares, for a backend that need not be probed."""
+    missing = inventory.missing(spec)
+    if missing:
+        return Probe(reasons=(missing,))
+    types = {device: None for c in spec.capabilities if c.stage == "run" for device in c.devices}
+    return Probe(devices=tuple(DeviceSpec(device) for device in types))
 
-    Args:
-        spec: The backend.
-        capability: What it is to do.
-        domains: Domains of the graph's operators; `None` where they are unknown.
-        specs: All backends, of which the remedy names those that have the operators.
-    """
-    missing = capability.foreign(domains)
-    if not missing:
-        return None
-    format = capability.consumes
-    remedies = []
-    if spec.capability("optimize", format, produces=format) is not None:
-        remedies.append(
-            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
-            "exported"
-        )
-    elif spec.capability("export") is not None:
-        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
+
+def _obstacles(
+    spec: BackendSpec, probe: Probe, question: _Question, device: DeviceSpec | None, inventory: Inventory
+) -> tuple[list[Reason], DeviceSpec | None]:
+    """Everything that keeps a backend from running this, and the device it would use."""
+    reasons: list[Reason] = []
+    task = question.task
+    capability = spec.capability("run", question.format, task=task)
+    if capability is None:
+        formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
+        reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {question.format}"))
     else:
-        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
-    able = [
-        one.name
-        for one in specs
-        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
-    ]
-    if able:
-        remedies.append(f"or use the backend {' or '.join(able)}")
-    return Reason(
-        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
-    )
+        if (missing := missing_domains(spec, capability, question.domains, inventory.specs)) is not None:
+            reasons.append(missing)
+        if question.dtype not in capability.dtypes:
+            what = f"it does not run {question.dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
+            reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
+        if not capability.does(task):
+            reasons.append(_other_format(spec, question.format, task) or Reason("task", f"it does not run {task}"))
+    found = None
+    if not probe.available:
+        reasons.extend(probe.reasons or (Reason("no-device", "it found no device"),))
+    elif device is None:
+        found = probe.devices[0]
+    else:
+        found = next((d for d in probe.devices if (d.type, d.index) == (device.type, device.index)), None)
+        if found is None:
+            have = ", ".join(str(d) for d in probe.devices)
+            reasons.append(Reason("device", f"it has no device {device}, only {have}"))
+    return reasons, found
 
 
 def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
@@ -143,29 +378,119 @@ def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
     return Reason("task", f"it runs {task} from {', '.join(others)}, not from {format}", remedy)
 
 
-def _obstacles(
-    spec: BackendSpec, probe: Probe, *, format: str, task: str, dtype: str, device: DeviceSpec | None
-) -> tuple[list[Reason], DeviceSpec | None]:
-    """Everything that keeps a backend from running this, and the device it would use."""
-    reasons: list[Reason] = []
-    capability = spec.capability("run", format, task=task)
-    if capability is None:
-        formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
-        reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {format}"))
+def _nothing_runs(
+    question: _Question,
+    device: DeviceSpec | None,
+    named: BackendSpec | None,
+    selection: Selection,
+    inventory: Inventory,
+) -> BackendUnavailableError:
+    """The error with the table, and the first remedy of the backend that was named, or of any."""
+    format = question.format
+    what = f"Backend {named.name!r} cannot run" if named is not None else "No backend can run"
+    rows = [row for row in selection.table if row.verdict != "broken" and (named is None or row.backend == named.name)]
+    fix = next((reason.remedy for row in rows for reason in row.reasons if reason.remedy), None)
+    others = [spec.name for spec in inventory.specs if spec.capability("run", format)]
+    if fix is None and named is not None and others and named.name not in others:
+        fix = (
+            f"name a backend that runs {format} ({', '.join(others)}), or make what {named.name} runs of the model's weights: "
+            f"accel.export(model, out, backend={named.name!r}), or export=True in from_pretrained."
+        )
+    return BackendUnavailableError(
+        f"{what} {format} ({question.dtype}, {question.task}){f' on {device}' if device else ''}. Considered:\n{selection}",
+        fix=fix or "run `accel doctor` to see what this machine has.",
+    )
+
+
+# Options
+
+
+def _with_options(plan: Plan, artifact: Artifact) -> Plan:
+    """The plan with the options and provider options that its sessions are opened with."""
+    spec, run, settings = plan.backend, artifact.manifest.run, plan.settings
+    assert spec is not None
+    if run is not None and run.backend != spec.name and run.backend not in spec.aliases:
+        run = None
+    options = settings.options
+    if options is None:
+        options = _recorded_options(run, artifact) if run else SessionOptions()
     else:
-        if dtype not in capability.dtypes:
-            what = f"it does not run {dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
-            reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
-        if not capability.does(task):
-            reasons.append(_other_format(spec, format, task) or Reason("task", f"it does not run {task}"))
-    found = None
-    if not probe.available:
-        reasons.extend(probe.reasons or (Reason("no-device", "it found no device"),))
-    elif device is None:
-        found = probe.devices[0]
-    else:
-        found = next((d for d in probe.devices if (d.type, d.index) == (device.type, device.index)), None)
-        if found is None:
-            have = ", ".join(str(d) for d in probe.devices)
-            reasons.append(Reason("device", f"it has no device {device}, only {have}"))
-    return reasons, found
+        _check_threads(options)
+    provider_options = settings.provider_options
+    if provider_options is None:
+        provider_options = _recorded_provider_options(run, spec, artifact) if run else {}
+    options = replace(options, pad_to_multiple_of=_multiple(options, spec, artifact))
+    _check_padding(options, artifact)
+    return replace(plan, run=run, options=options, provider_options=provider_options)
+
+
+def _check_padding(options: SessionOptions, artifact: Artifact) -> None:
+    """Refuse buckets and multiples for a model whose sequences cannot be padded, and buckets longer than it reads."""
+    setting = "buckets" if options.buckets else "pad_to_multiple_of" if options.pad_to_multiple_of != 1 else None
+    if setting is not None and (reason := why_unpadded(artifact)) is not None:
+        verb = "Buckets pad" if options.buckets else "pad_to_multiple_of pads"
+        raise ConfigError(f"{verb} the sequence, and {reason}.", fix=f"leave {setting} out.")
+    for component in artifact.components:
+        limit = component.max_sizes.get("sequence")
+        if options.buckets and limit is not None and options.buckets[-1] > limit:
+            raise ConfigError(
+                f"The bucket {options.buckets[-1]} is longer than the model's {limit} positions.",
+                fix=f"use buckets up to {limit}.",
+            )
+
+
+def _check_threads(options: SessionOptions) -> None:
+    """Refuse what starting takes a machine down with: runtimes start as many threads as they are told to."""
+    most = max(_MOST_THREADS, available_processors())
+    for name in ("threads", "inter_op_threads"):
+        value = getattr(options, name)
+        if value is not None and value > most:
+            raise ConfigError(
+                f"SessionOptions.{name} is {value}; this process may use {available_processors()} processors.",
+                fix="leave it out, or use no more than there are processors.",
+            )
+
+
+def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
+    """What lengths are padded to a multiple of: as asked, else what the backend prefers, where sequences can be padded."""
+    if options.pad_to_multiple_of is not None:
+        return options.pad_to_multiple_of
+    if options.buckets or why_unpadded(artifact) is not None:
+        return 1
+    runs = [c for c in spec.capabilities if c.stage == "run" and c.consumes == artifact.format]
+    return max((c.preferred_multiple for c in runs), default=1)
+
+
+def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
+    """How an artifact was measured to run best, on this machine's processors.
+
+    An artifact may come from anybody: of its manifest only what cannot write a file, load a library or take the machine is
+    followed.
+
+    Raises:
+        ConfigError: It sets something else.
+    """
+    recorded = SessionOptions.from_dict(run.session)
+    default = SessionOptions()
+    for option in fields(SessionOptions):
+        value = getattr(recorded, option.name)
+        if option.name not in _RECORDED and value != getattr(default, option.name):
+            raise _not_from_a_manifest(artifact, f"session.{option.name}", value)
+    most = available_processors()
+    threads = None if recorded.threads is None else min(recorded.threads, most)
+    return replace(recorded, threads=threads, inter_op_threads=min(recorded.inter_op_threads, most))
+
+
+def _recorded_provider_options(run: RunRecord, spec: BackendSpec, artifact: Artifact) -> Mapping[str, object]:
+    for name, value in run.provider_options.items():
+        if name not in spec.recorded_options:
+            raise _not_from_a_manifest(artifact, f"provider_options.{name}", value)
+    return run.provider_options
+
+
+def _not_from_a_manifest(artifact: Artifact, name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"The manifest of {artifact.path} sets run.{name} = {str(value)[:200]!r}, which a manifest may not.",
+        fix="if you trust it, pass that option yourself (session_options=..., provider_options=...); "
+        "session_options=SessionOptions() runs the artifact without what it recorded.",
+    )

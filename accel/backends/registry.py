@@ -1,4 +1,4 @@
-"""Finds backends and chooses among them.
+"""Finds backends, and the one that does a stage.
 
 Three steps, each costlier than the one before: *list* reads entry-point metadata, *describe* imports a plugin's spec,
 *probe* imports the vendor's library. A plugin that fails in a step is reported and never breaks the others.
@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib import metadata
 from typing import Any
@@ -20,9 +21,8 @@ from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownB
 from ..interfaces.entry_points import BACKENDS, entry_points
 from ..interfaces.folder_reader import FolderReader
 from ..interfaces.protocols import Backend
-from ..interfaces.specs import API_VERSION, BackendSpec, DeviceSpec, Probe, Reason, Stage
+from ..interfaces.specs import API_VERSION, BackendSpec, Capability, Probe, Reason, Stage
 from ..upstream.tested_versions import TESTED, warn_of_untested_versions
-from .plan import missing_domains, select
 
 logger = logging.getLogger(__name__)
 
@@ -73,20 +73,7 @@ def describe(name: str) -> BackendSpec:
         UnknownBackendError: No plugin has that name.
         PluginError: It exists but cannot be loaded, or two distributions claim the name.
     """
-    plugins = installed()
-    if not isinstance(name, str):
-        raise ConfigError(f"A backend is called by its name, not by {name!r}.", fix="`accel doctor` shows the names.")
-    if name in plugins:
-        return _spec(name, plugins[name])
-    specs, broken = describe_all()
-    for spec in specs:
-        if name in spec.aliases:
-            return spec
-    known = [*(s.name for s in specs), *broken, *(alias for s in specs for alias in s.aliases)]
-    raise UnknownBackendError(
-        f"There is no backend {name!r}.{did_you_mean(name, known)} Installed: {', '.join(s.name for s in specs)}.",
-        fix="use one of the names above; `accel doctor` shows what each of them needs.",
-    )
+    return inventory().spec(name)
 
 
 def _spec(name: str, entries: Sequence[metadata.EntryPoint]) -> BackendSpec:
@@ -110,8 +97,54 @@ def describe_all() -> tuple[tuple[BackendSpec, ...], dict[str, Reason]]:
     return tuple(specs), broken
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """The backends to choose among: their specs, and the facts that a choice asks for.
+
+    Attributes:
+        specs: All that can be loaded.
+        probe: What a backend finds on this machine; imports its vendor's library.
+        missing: What a backend requires and is not installed; `None` where all is.
+        broken: Why the other plugins cannot be loaded.
+    """
+
+    specs: tuple[BackendSpec, ...]
+    probe: Callable[[BackendSpec], Probe]
+    missing: Callable[[BackendSpec], Reason | None]
+    broken: Mapping[str, Reason] = field(default_factory=dict)
+
+    def spec(self, name: str) -> BackendSpec:
+        """The spec of one backend, by name or by an alias such as `CUDAExecutionProvider`.
+
+        Raises:
+            UnknownBackendError: No plugin has that name.
+            PluginError: It exists but cannot be loaded, or two distributions claim the name.
+        """
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"A backend is called by its name, not by {name!r}.", fix="`accel doctor` shows the names."
+            )
+        if name in self.broken:
+            raise PluginError(self.broken[name].message, fix=self.broken[name].remedy or None)
+        found = next((spec for spec in self.specs if name == spec.name), None)
+        found = found or next((spec for spec in self.specs if name in spec.aliases), None)
+        if found is not None:
+            return found
+        known = [*(s.name for s in self.specs), *self.broken, *(alias for s in self.specs for alias in s.aliases)]
+        raise UnknownBackendError(
+            f"There is no backend {name!r}.{did_you_mean(name, known)} Installed: {', '.join(s.name for s in self.specs)}.",
+            fix="use one of the names above; `accel doctor` shows what each of them needs.",
+        )
+
+
+def inventory() -> Inventory:
+    """The backends that are installed here."""
+    specs, broken = describe_all()
+    return Inventory(specs=specs, probe=probe, missing=missing, broken=broken)
+
+
 @functools.cache
-def _tell_broken() -> None:
+def tell_broken() -> None:
     """Say once, before something is chosen, which plugins cannot be: another one does their work.
 
     Raises:
@@ -142,9 +175,9 @@ def load(spec: BackendSpec) -> Backend:
     Raises:
         BackendUnavailableError: What it needs is not installed.
     """
-    missing = _missing(spec)
-    if missing:
-        raise BackendUnavailableError(missing.message, fix=missing.remedy)
+    reason = missing(spec)
+    if reason:
+        raise BackendUnavailableError(reason.message, fix=reason.remedy)
     backend: Backend = _imported(spec, spec.impl)
     return backend
 
@@ -168,7 +201,8 @@ def _install(spec: BackendSpec) -> str:
     return f'pip install "{target}"'
 
 
-def _missing(spec: BackendSpec) -> Reason | None:
+def missing(spec: BackendSpec) -> Reason | None:
+    """What a backend requires and is not installed; `None` where all is."""
     absent = [name for name in spec.requires if importlib.util.find_spec(name) is None]
     if not absent:
         return None
@@ -178,9 +212,9 @@ def _missing(spec: BackendSpec) -> Reason | None:
 @functools.cache
 def probe(spec: BackendSpec) -> Probe:
     """What the backend found on this machine; asked once a process, never raises."""
-    missing = _missing(spec)
-    if missing:
-        return Probe(reasons=(missing,))
+    reason = missing(spec)
+    if reason:
+        return Probe(reasons=(reason,))
     try:
         return load(spec).probe()
     # Same as in `_describe`: foreign code.
@@ -189,77 +223,41 @@ def probe(spec: BackendSpec) -> Probe:
         return Probe(reasons=(Reason("probe-failed", message, "report it to the plugin's author"),))
 
 
-def choose(
-    *,
-    format: str,
-    task: str,
-    dtype: str,
-    device: DeviceSpec | None = None,
-    backend: str | None = None,
-    domains: Sequence[str] | None = None,
-) -> tuple[BackendSpec, DeviceSpec]:
-    """`select` over what is installed here.
+def missing_domains(
+    spec: BackendSpec, capability: Capability, domains: Sequence[str] | None, specs: Iterable[BackendSpec]
+) -> Reason | None:
+    """Why a backend cannot read a graph with operators of these domains, and what to do instead; `None` when it can.
 
-    Raises:
-        UnknownBackendError: `backend` names no plugin.
-        BackendUnavailableError: Nothing fits; the message is the table of everything considered.
+    Args:
+        spec: The backend.
+        capability: What it is to do.
+        domains: Domains of the graph's operators; `None` where they are unknown.
+        specs: All backends, of which the remedy names those that have the operators.
     """
-    if backend is not None:
-        wanted = describe(backend)
-        backend = wanted.name
-    specs, broken = describe_all()
-    if backend is None:
-        _tell_broken()
-    # Probing imports vendor libraries: only those that could run this, or the one that was named, are asked, the highest priority
-    # first, and none behind one that can.
-    able = (
-        spec for spec in specs if (spec.name == backend if backend else spec.auto and spec.capability("run", format))
-    )
-    waiting = sorted(able, key=lambda spec: spec.priority)
-    probes = {spec.name: _unprobed(spec) for spec in specs}
-    asked: set[str] = set()
-    while True:
-        selection = select(
-            format=format, task=task, dtype=dtype, device=device, specs=specs, probes=probes, backend=backend,
-            domains=domains,
-        )  # fmt: skip
-        if not waiting or selection.backend in asked:
-            break
-        spec = waiting.pop()
-        probes[spec.name] = probe(spec)
-        asked.add(spec.name)
-    if selection.backend is None or selection.device is None:
-        what = f"Backend {backend!r} cannot run" if backend is not None else "No backend can run"
-        table = str(selection) + "".join(f"\n  {name}  broken: {reason}" for name, reason in broken.items())
-        remedies = [
-            r.remedy for row in selection.table if row.backend == backend or backend is None for r in row.reasons
-        ]
-        fix = next((remedy for remedy in remedies if remedy), None) or _way_out(specs, format, backend)
-        raise BackendUnavailableError(
-            f"{what} {format} ({dtype}, {task}){f' on {device}' if device else ''}. Considered:\n{table}", fix=fix
+    missing = capability.foreign(domains)
+    if not missing:
+        return None
+    format = capability.consumes
+    remedies = []
+    if spec.capability("optimize", format, produces=format) is not None:
+        remedies.append(
+            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
+            "exported"
         )
-    logger.info("backend %s on %s for %s (%s)", selection.backend, selection.device, format, dtype)
-    return next(spec for spec in specs if spec.name == selection.backend), selection.device
-
-
-def _way_out(specs: Sequence[BackendSpec], format: str, backend: str | None) -> str:
-    """What to do about a format that a backend does not run, where another does."""
-    others = [spec.name for spec in specs if spec.capability("run", format)]
-    if backend is None or backend in others or not others:
-        return "run `accel doctor` to see what this machine has."
-    return (
-        f"name a backend that runs {format} ({', '.join(others)}), or make what {backend} runs of the model's weights: "
-        f"accel.export(model, out, backend={backend!r}), or export=True in from_pretrained."
+    elif spec.capability("export") is not None:
+        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
+    else:
+        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
+    able = [
+        one.name
+        for one in specs
+        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
+    ]
+    if able:
+        remedies.append(f"or use the backend {' or '.join(able)}")
+    return Reason(
+        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
     )
-
-
-def _unprobed(spec: BackendSpec) -> Probe:
-    """A stand-in for backends that selection does not need to ask: their devices as declared."""
-    missing = _missing(spec)
-    if missing:
-        return Probe(reasons=(missing,))
-    types = {device: None for c in spec.capabilities if c.stage == "run" for device in c.devices}
-    return Probe(devices=tuple(DeviceSpec(device) for device in types))
 
 
 def owner(
@@ -290,9 +288,9 @@ def owner(
 
     specs = describe_all()[0] if backend is None else (describe(backend),)
     if backend is None:
-        _tell_broken()
+        tell_broken()
     able = [spec for spec in specs if does(spec)]
-    ready = [spec for spec in able if _missing(spec) is None]
+    ready = [spec for spec in able if missing(spec) is None]
     if ready:
         # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
         found = max(
@@ -312,7 +310,7 @@ def owner(
         return found
     subject = f"Backend {backend!r} cannot" if backend is not None else "No backend can"
     if able:
-        why = "; ".join(f"{spec.name}: {_missing(spec)}" for spec in able)
+        why = "; ".join(f"{spec.name}: {missing(spec)}" for spec in able)
         raise BackendUnavailableError(f"{subject} {stage} {format} here. {why}.", fix=_install(able[0]))
     others = (
         [spec.name for spec in describe_all()[0] if does(spec)] if backend is not None and stage == "prepare" else []

@@ -14,7 +14,7 @@ from .. import progress
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output
 from ..backends import registry
-from ..backends.sessions import RunSettings
+from ..backends.plan import RunSettings, make_plan
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
@@ -23,7 +23,6 @@ from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.rounds import measure
 from ..measuring.latency.variants import Variant
 from ..measuring.statistics import Ratio
-from ..models.auto import close, open_model
 from ..models.base import ORTModel
 from ..models.pipelines.pipeline import pipeline
 from ..stages.export import export, weights_of
@@ -157,10 +156,13 @@ def run(out: Path | None = None) -> DemoReport:
             absent |= missing
         texts, labels = read_test_set()
         variants = [case.variant for case in cases]
-        models = [open_model(case.artifact, RunSettings(backend=case.backend, options=case.options)) for case in cases]
+        models = [
+            ORTModel.from_plan(make_plan(case.artifact, RunSettings(backend=case.backend, options=case.options)))
+            for case in cases
+        ]
         sizes = [case.artifact.bytes for case in cases]
         weights = weights_of(resolve(MODEL))
-        models.insert(0, open_model(weights))
+        models.insert(0, ORTModel.from_plan(make_plan(weights)))
         variants.insert(0, replace(pytorch_variant(resolve(MODEL)), name=_PYTORCH))
         # The shipped weights are float16, PyTorch holds them in float32.
         sizes.insert(0, 2 * weights.bytes)
@@ -168,7 +170,7 @@ def run(out: Path | None = None) -> DemoReport:
         dtypes = [model.compute_dtype for model in models]
         feeds = _feeds(models[-1])
         for model in models:
-            close(model)
+            model.close()
         timings = measure(variants, feeds)
         disturbed = watch.judge({timings[0].name: timings[0].round_ms}).signs
         gains = [timing.speedup(timings[0]) for timing in timings]
@@ -239,7 +241,7 @@ def _made(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]
             continue
         options = SessionOptions.from_dict({"compute_dtype": dtype})
         try:
-            close(open_model(artifact, RunSettings(backend=spec.name, options=options)))
+            ORTModel.from_plan(make_plan(artifact, RunSettings(backend=spec.name, options=options))).close()
         except ConfigError as error:
             absent[f"{word}, {dtype}"] = error.message
         else:

@@ -1,6 +1,6 @@
 """Decoders whose graphs cannot take several new tokens after a past, behind the same interface as graphs that can.
 
-`open_artifact` puts these around a backend's sessions, by what the manifest says (`Component.continues`): callers give any
+`open_plan` puts these around a backend's sessions, by what the manifest says (`Component.continues`): callers give any
 number of tokens to any state.
 """
 

@@ -5,16 +5,93 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from ..artifact.hub import HubOptions
+from ..artifact.resolved_model import Resolved
 from ..backends import registry
+from ..backends.plan import RunSettings
 from ..config import ExportConfig, SessionOptions
 from ..errors import ConfigError, did_you_mean
+from ..stages.resolution import resolve
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingArguments:
+    """The arguments of `from_pretrained`, as the stages and the backends take them.
+
+    Attributes:
+        task: The task that was asked for.
+        hub: How the model is reached.
+        settings: How it is run.
+        export_config: How it is exported.
+        file_name, variant, export: As in `from_pretrained`.
+        config, use_cache: Likewise, for the model that is opened.
+    """
+
+    task: str | None
+    hub: HubOptions
+    settings: RunSettings
+    export_config: ExportConfig
+    file_name: str | None
+    variant: str | None
+    export: bool | None
+    config: Any
+    use_cache: bool | None
+
+    def resolve(self, model: Any, *, default_task: str | None = None) -> Resolved:
+        """What a model's name stands for; see `resolution.resolve`."""
+        return resolve(
+            model, task=self.task, default_task=default_task, hub=self.hub, file_name=self.file_name, variant=self.variant,
+            export=self.export,
+        )  # fmt: skip
+
+
+def read_arguments(
+    *,
+    export: bool | None = None,
+    backend: str | None = None,
+    device: str | int | torch.device | None = None,
+    provider: str | None = None,
+    providers: Sequence[str] | None = None,
+    provider_options: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
+    session_options: Any = None,
+    task: str | None = None,
+    config: Any = None,
+    file_name: str | None = None,
+    variant: str | None = None,
+    use_cache: bool | None = None,
+    **others: Any,
+) -> LoadingArguments:
+    """Read the arguments of `from_pretrained`; `others` are those about the Hub, and export settings.
+
+    Raises:
+        ConfigError: An argument that does not exist, or two that disagree.
+        UnknownBackendError: A backend that does not exist.
+    """
+    hub = HubOptions(**{option.name: others.pop(option.name) for option in fields(HubOptions) if option.name in others})
+    settings, device = without_others_words(others, device)
+    return LoadingArguments(
+        task=task,
+        hub=hub,
+        settings=RunSettings(
+            backend=backend_name(backend, provider, providers),
+            device=device_name(device),
+            provider_options=provider_options_of(provider_options),
+            options=session_options_of(session_options),
+        ),
+        export_config=export_config_of(settings),
+        file_name=file_name,
+        variant=variant,
+        export=export,
+        config=config,
+        use_cache=use_cache,
+    )
 
 
 def backend_name(backend: str | None, provider: str | None, providers: Sequence[Any] | None = None) -> str | None:
@@ -38,6 +115,13 @@ def backend_name(backend: str | None, provider: str | None, providers: Sequence[
     if len(names) > 1:
         raise ConfigError(f"backend={backend!r} and provider={provider!r} name two backends.", fix="pass one of them.")
     return names.pop() if names else None
+
+
+ARGUMENTS = (
+    *(name for name, one in inspect.signature(read_arguments).parameters.items() if one.kind is one.KEYWORD_ONLY),
+    *(option.name for option in fields(HubOptions)),
+)
+"""The arguments of `from_pretrained`, export settings excepted."""
 
 
 def provider_options_of(
@@ -137,7 +221,7 @@ def without_others_words(
     return left, device
 
 
-def export_config_of(settings: Mapping[str, Any], method: Any) -> ExportConfig:
+def export_config_of(settings: Mapping[str, Any]) -> ExportConfig:
     """The export settings among the arguments of `from_pretrained`, with transformers' ways of naming a dtype.
 
     Raises:
@@ -148,13 +232,12 @@ def export_config_of(settings: Mapping[str, Any], method: Any) -> ExportConfig:
         values.setdefault("dtype", values.pop("torch_dtype"))
     if isinstance(values.get("dtype"), torch.dtype):
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
-    arguments = [name for name in inspect.signature(method).parameters if name != "settings"]
     known = [field.name for field in fields(ExportConfig)]
     for name in values:
         if name not in known:
             raise ConfigError(
-                f"from_pretrained has no argument {name!r}.{did_you_mean(name, [*arguments, *known])}",
-                fix=f"use one of {', '.join(arguments)}, or an export setting: {', '.join(known)}.",
+                f"from_pretrained has no argument {name!r}.{did_you_mean(name, [*ARGUMENTS, *known])}",
+                fix=f"use one of {', '.join(ARGUMENTS)}, or an export setting: {', '.join(known)}.",
             )
     return ExportConfig.from_dict(values)
 

@@ -20,10 +20,12 @@ from transformers.utils import ModelOutput
 
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.resolved_model import Resolved
 from ..backends import registry
-from ..backends.sessions import RunSettings, open_artifact
+from ..backends.plan import Plan, RunSettings, make_plan
+from ..backends.sessions import open_plan
 from ..config import SessionOptions
-from ..errors import ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
+from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
 from ..interfaces.fork_hooks import at_fork
 from ..interfaces.forks import never_destroyed
 from ..interfaces.protocols import Session
@@ -31,16 +33,8 @@ from ..interfaces.specs import DeviceSpec
 from ..interfaces.task_registry import load_task, missing_config, read_config, specs_for, task_spec
 from ..interfaces.task_spec import LABELS, TaskSpec
 from ..signatures import checked_arguments
-from ..stages.export import opened_for
-from ..stages.resolution import resolve
-from .arguments import (
-    backend_name,
-    device_name,
-    export_config_of,
-    provider_options_of,
-    session_options_of,
-    without_others_words,
-)
+from ..stages.export import folder_identity, was_removed, with_artifact
+from .arguments import LoadingArguments, read_arguments
 from .inputs import Inputs, too_long
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
@@ -50,6 +44,8 @@ from .persistence import Saveable
 
 logger = logging.getLogger(__name__)
 
+# How often an export is made that others remove.
+_TRIES = 3
 _forks = 0
 
 
@@ -80,7 +76,7 @@ class ORTModel(Familiar, Saveable):
 
     def __init__(
         self,
-        artifact: Artifact,
+        artifact: Artifact | Plan,
         *,
         backend: str | None = None,
         device: str | None = None,
@@ -89,17 +85,20 @@ class ORTModel(Familiar, Saveable):
         trust_remote_code: bool = False,
         config: Any = None,
     ) -> None:
-        if not isinstance(artifact, Artifact):
+        if not isinstance(artifact, Artifact | Plan):
             raise ConfigError(
                 f"{type(self).__name__}(...) takes an Artifact, not {artifact!r}.",
                 fix=f"use {type(self).__name__}.from_pretrained({artifact!r}).",
             )
-        self._check_task(artifact)
-        self.artifact = artifact
-        self._settings = RunSettings(
-            backend=backend, device=device, provider_options=provider_options, options=session_options
+        plan = artifact if isinstance(artifact, Plan) else None
+        made = artifact if isinstance(artifact, Artifact) else artifact.artifact
+        assert made is not None, "the plan's artifact is to be exported first"
+        self._check_task(made)
+        self.artifact = made
+        self._trust_remote_code = plan.model.hub.trust_remote_code if plan is not None else trust_remote_code
+        self._plan = plan or self._planned(
+            RunSettings(backend=backend, device=device, provider_options=provider_options, options=session_options)
         )
-        self._trust_remote_code = trust_remote_code
         self.config = config if config is not None else self._load_config()
         logging.getLogger("transformers.pipelines.base").addFilter(FILTER)
         self._open()
@@ -163,51 +162,51 @@ class ORTModel(Familiar, Saveable):
             UnknownBackendError, BackendUnavailableError: With what exists, or every reason.
             ConfigError: An option that does not exist.
         """
-        export_settings, device = without_others_words(export_settings, device)
-        settings = RunSettings(
-            backend=backend_name(backend, provider, providers),
-            device=device_name(device),
-            provider_options=provider_options_of(provider_options),
-            options=session_options_of(session_options),
-        )
-        hub = HubOptions(
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            subfolder=subfolder,
-            trust_remote_code=trust_remote_code,
-        )
-        export_config = export_config_of(export_settings, cls.from_pretrained)
+        arguments = read_arguments(
+            export=export, backend=backend, device=device, provider=provider, providers=providers,
+            provider_options=provider_options, session_options=session_options, task=task, config=config, subfolder=subfolder,
+            file_name=file_name, variant=variant, revision=revision, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only, trust_remote_code=trust_remote_code, use_cache=use_cache, **export_settings,
+        )  # fmt: skip
+        return cls.from_plan(cls.plan(model_id, arguments), config=arguments.config, use_cache=arguments.use_cache)
+
+    @classmethod
+    def plan(cls, model_id: str | os.PathLike[str] | Artifact | Resolved, arguments: LoadingArguments) -> Plan:
+        """How `from_pretrained` would open a model with these arguments; see there for what it raises."""
+        task = arguments.task
         meant = specs_for(task) if task is not None else ()
         if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
             raise TaskError(
                 f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {model_class(task).__name__}."
             )
-        default = None if cls._any_task else cls.task
-        resolved = resolve(
-            model_id, task=task, default_task=default, hub=hub, file_name=file_name, variant=variant, export=export
-        )
+        resolved = arguments.resolve(model_id, default_task=None if cls._any_task else cls.task)
         named_else = cls._any_task and resolved.task not in {spec.name for spec in meant}
         if meant and resolved.kind == "artifact" and named_else:
             raise TaskError(
                 f"{model_id} was made for {resolved.task}, not for {meant[0].name}.",
                 fix="leave task out, or export the model it was made from for that task.",
             )
-        kind: type[Any] = cls._for_task(resolved.task) if cls._any_task else cls
+        return make_plan(resolved, arguments.settings, arguments.export_config)
 
-        def opened(artifact: Artifact) -> Any:
-            return kind(
-                artifact,
-                backend=settings.backend,
-                device=settings.device,
-                provider_options=settings.provider_options,
-                session_options=settings.options,
-                trust_remote_code=trust_remote_code,
-                config=config,
-            )
+    @classmethod
+    def from_plan(cls, plan: Plan, *, config: Any = None, use_cache: bool | None = None) -> Self:
+        """Open a plan; a model that is no artifact yet is exported first. `config` and `use_cache` are those of `from_pretrained`.
 
-        made: Self = opened_for(resolved, settings, export_config, opened)
+        Raises:
+            BackendUnavailableError: Nothing here runs it.
+        """
+        kind: type[Any] = cls._for_task(plan.task) if cls._any_task else cls
+        for tries_left in reversed(range(_TRIES)):
+            ready = with_artifact(plan)
+            assert ready.artifact is not None
+            before = folder_identity(ready.artifact)
+            try:
+                made: Self = kind(ready, config=config)
+                break
+            except (AccelError, OSError):
+                if not tries_left or not was_removed(ready.artifact, before):
+                    raise
+                logger.info("%s was removed while it was opened", ready.artifact.path)
         if use_cache is not None and made.generation_config is not None:
             made.generation_config.use_cache = use_cache
         return made
@@ -253,8 +252,13 @@ class ORTModel(Familiar, Saveable):
                 fix = "put the config.json of the original model there, or pass config=...; graphs of other models have task='custom'."
             raise IntegrityError(f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix=fix) from error
 
+    def _planned(self, settings: RunSettings) -> Plan:
+        """How the model's artifact is opened with other settings."""
+        hub = HubOptions(trust_remote_code=self._trust_remote_code)
+        return make_plan(Resolved.of_artifact(self.artifact, hub), settings)
+
     def _open(self) -> None:
-        self._opened = open_artifact(self.artifact, self._settings, trust_remote_code=self._trust_remote_code)
+        self._opened = open_plan(self._plan)
         self._forks = _forks
         self._closed = False
         self._reopening = threading.Lock()
@@ -379,7 +383,7 @@ class ORTModel(Familiar, Saveable):
         spec = DeviceSpec.parse(str(wanted))
         have = registry.probe(self._opened.backend).devices
         if any((d.type, d.index) == (spec.type, spec.index) for d in have):
-            self._settings = replace(self._settings, device=str(spec))
+            self._plan = self._planned(replace(self._plan.settings, device=str(spec)))
             self.close()
             self._open()
         else:
@@ -483,7 +487,7 @@ class ORTModel(Familiar, Saveable):
         return {
             "path": self.artifact.path,
             "artifact": self.artifact,
-            "settings": self._settings,
+            "settings": self._plan.settings,
             "config": self.config,
             "generation_config": self.generation_config,
             "trust_remote_code": self._trust_remote_code,
@@ -499,8 +503,9 @@ class ORTModel(Familiar, Saveable):
         # A graph that was named may lie beside an artifact.
         same = [one.file for one in there.components] == [one.file for one in held.components]
         self.artifact = there if same else held
-        self._settings, self._trust_remote_code = state["settings"], state["trust_remote_code"]
+        self._trust_remote_code = state["trust_remote_code"]
         self.config, self.generation_config = state["config"], state["generation_config"]
+        self._plan = self._planned(state["settings"])
         self._open()
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..artifact.manifest import Artifact
+from ..backends.plan import make_plan
 from ..errors import QuantizeError
 from ..interfaces.protocols import Feeds, Session
-from .auto import close, open_model
+from .base import ORTModel
 from .encoder_decoder import EncoderDecoder
 
 # Enough for ranges: what a decoder computes does not grow with its position.
@@ -41,12 +42,12 @@ class PartBatches:
     @cached_property
     def parts(self) -> dict[str, list[dict[str, torch.Tensor]]]:
         """Batches by component, each with all tokens that the decoder read behind an empty cache."""
-        model = open_model(self._artifact)
+        model = ORTModel.from_plan(make_plan(self._artifact))
         assert isinstance(model, EncoderDecoder), "asked for models with an encoder alone"
         try:
             return inputs_by_part(model, self._batches, self._new_tokens)
         finally:
-            close(model)
+            model.close()
 
 
 def inputs_by_part(

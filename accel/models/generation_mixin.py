@@ -57,7 +57,7 @@ class Generator(ORTModel, GenerateHooks):
 
     def __init__(self, artifact: Artifact, **settings: Any) -> None:
         super().__init__(artifact, **settings)
-        self.generation_config = open_generation_config(artifact.path, self.config)
+        self.generation_config = open_generation_config(self.artifact.path, self.config)
         if self.generation_config.cache_implementation == "quantized":
             logger.warning(
                 "The checkpoint's generation_config.json asks for a quantized cache of keys and values, which PyTorch rounds; this model "

@@ -12,7 +12,7 @@ from ..errors import InputError
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Artifact
-    from ..backends.sessions import Opened
+    from ..backends.sessions import OpenSessions
     from ..interfaces.protocols import Session
 
 
@@ -21,7 +21,7 @@ class Familiar:
 
     artifact: Artifact
     generation_config: Any
-    _opened: Opened
+    _opened: OpenSessions
     _session: Session
 
     @abstractmethod

@@ -13,11 +13,10 @@ import transformers
 from transformers.generation.streamers import TextStreamer
 
 from ..artifact.hub import HubOptions
-from ..backends.sessions import RunSettings
+from ..backends.plan import RunSettings, make_plan
 from ..errors import AccelError, ConfigError, InputError, TaskError
 from ..interfaces.task_registry import task_spec
 from ..stages.resolution import resolve
-from .auto import open_model
 from .base import ORTModel
 from .generation_mixin import ORTModelForCausalLM
 from .processors import companion_of
@@ -85,7 +84,7 @@ def open_generator(
         raise TaskError(
             f"{model} does not generate.", fix="name a model for text-generation or another generating task."
         )
-    return open_model(resolved, RunSettings(backend=backend, device=device))
+    return ORTModel.from_plan(make_plan(resolved, RunSettings(backend=backend, device=device)))
 
 
 def prompt_inputs(

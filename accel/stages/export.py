@@ -7,25 +7,24 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
 from ..artifact.checksums import folder_digest
 from ..artifact.home import accel_home
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
+from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.sessions import RunSettings
+from ..backends.plan import Plan
 from ..config import ExportConfig
 from ..errors import (
-    AccelError,
     ConfigError,
     ExportError,
-    InputError,
     IntegrityError,
     OutputFolderError,
     SchemaError,
@@ -35,21 +34,17 @@ from ..errors import (
     did_you_mean,
 )
 from ..interfaces.protocols import Exporter, OpenRequest
-from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec
+from ..interfaces.specs import BackendSpec, DeviceSpec
 from ..interfaces.task_registry import is_adapter, task_spec
 from ..signatures import checked_arguments
 from .adoption import adopt_weights
 from .graph_comparison import check_rows, compare, compare_whole, merged
-from .resolution import Resolved, resolve
+from .resolution import resolve
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-_Model = TypeVar("_Model")
-# How often an export is made that others remove.
-_TRIES = 3
 
 
 @checked_arguments
@@ -311,69 +306,33 @@ def _check(
             opened.close()
 
 
-def artifact_for(resolved: Resolved, run: RunSettings, config: ExportConfig | None = None) -> Artifact:
-    """What a backend opens: the artifact itself, the weights where PyTorch was named, or an export, which is kept.
-
-    The backend is chosen before anything is exported.
+def with_artifact(plan: Plan) -> Plan:
+    """The plan with its artifact: the artifact itself, the weights where PyTorch was named, or an export, which is kept.
 
     Raises:
         BackendUnavailableError: Nothing here runs the export; the message is the table of everything considered.
-        ConfigError: Settings of an export for a graph that is there already.
-        InputError: A module in memory.
     """
-    config = config or ExportConfig()
-    if resolved.artifact is not None:
-        if config != ExportConfig():
-            raise ConfigError(
-                f"{resolved.folder} holds an exported graph already, which export settings cannot change.",
-                fix="leave them out, or pass export=True for a folder that also holds PyTorch weights.",
-            )
-        return resolved.artifact
-    if resolved.module is not None:
-        raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
-    # A backend that only runs a format gets it from the format's owner.
-    named = registry.describe(run.backend) if run.backend is not None else None
-    made = [c.produces for c in named.capabilities if c.stage == "export" and c.produces] if named is not None else []
-    runs = [c.consumes for c in named.capabilities if c.stage == "run" and c.consumes] if named is not None else []
-    format = made[0] if made else runs[0] if runs and "onnx" not in runs else "onnx"
-    # Fails now, with every reason, rather than after the export.
-    registry.choose(
-        format=format,
-        task=resolved.task,
-        dtype=config.dtype,
-        device=DeviceSpec.parse(run.device) if run.device else None,
-        backend=run.backend,
-    )
-    if format == WEIGHTS:
-        return adopt_weights(resolved.location, task=resolved.task, config=config, hub=resolved.hub)
-    spec = registry.owner("export", format, run.backend if made else None)
-    return cached_export(resolved, spec=spec, config=config)
+    if plan.artifact is not None:
+        return plan
+    plan.check()
+    if plan.exporter is None:
+        return plan.with_artifact(weights_of(plan.model, plan.config))
+    return plan.with_artifact(cached_export(plan.model, spec=plan.exporter, config=plan.config))
 
 
-def opened_for(
-    resolved: Resolved, run: RunSettings, config: ExportConfig | None, open_: Callable[[Artifact], _Model]
-) -> _Model:
-    """Open what `artifact_for` finds; again where a kept export went away meanwhile (`accel cache clear` in another process)."""
-    for _ in range(_TRIES - 1):
-        artifact = artifact_for(resolved, run, config)
-        before = _identity(artifact.path)
-        try:
-            return open_(artifact)
-        except (AccelError, OSError):
-            there = before is not None and _identity(artifact.path) == before
-            if there or artifact.path.parent != accel_home() / "exports":
-                raise
-            logger.info("%s was removed while it was opened", artifact.path)
-    return open_(artifact_for(resolved, run, config))
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
+def folder_identity(artifact: Artifact) -> tuple[int, int] | None:
     """Which folder it is, of those that have had its name; `None` where there is none."""
     try:
-        found = folder.stat()
+        status = artifact.path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
+
+
+def was_removed(artifact: Artifact, before: tuple[int, int] | None) -> bool:
+    """Whether a kept export went away (`accel cache clear` in another process) since its folder was the one `before`."""
+    there = before is not None and folder_identity(artifact) == before
+    return not there and artifact.path.parent == accel_home() / "exports"
 
 
 def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifact:

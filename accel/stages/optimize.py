@@ -13,7 +13,8 @@ from ..artifact.manifest import Artifact, Component
 from ..artifact.tensors import TensorSpec
 from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.sessions import open_artifact
+from ..backends.plan import make_plan
+from ..backends.sessions import open_plan
 from ..config import OptimizeConfig
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
@@ -108,7 +109,7 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
     # A graph in 16 bits rounds as such a graph does, whatever the level. PyTorch's own half precision is up to 1.4 % of an encoder's
     # largest hidden state off (a small BART).
     rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
-    opened = open_artifact(made)
+    opened = open_plan(make_plan(made))
     try:
         return merged(
             {
@@ -126,7 +127,7 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
 
 def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
     """Inputs of several shapes for every graph of an artifact, and what it answers."""
-    opened = open_artifact(parent)
+    opened = open_plan(make_plan(parent))
     try:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:

@@ -11,15 +11,15 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.resolved_model import Kind, Resolved
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
-from ..interfaces.specs import WEIGHTS
 from ..interfaces.task_registry import (
     fitting_task,
     infer_adapter_task,
@@ -32,64 +32,10 @@ from ..interfaces.task_registry import (
 from .adoption import adopt, graphs_to_fetch, holds_graphs, subfolder_of_graphs, with_config
 from .libraries import check_heads, no_model
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
 _GRAPHS = (".onnx", ".xml")
 _SUBFOLDER = "onnx"
-Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A model, and how it was named.
-
-    Attributes:
-        kind: `artifact`, a folder with our manifest; `foreign`, graphs of another tool; `weights`, a transformers folder;
-            `adapter`, a PEFT adapter; `module`, a PyTorch model in memory.
-        id: What the user called it.
-        task: Its task.
-        folder: Where it is; `None` for a module.
-        revision: Its commit, if it came from the Hub.
-        artifact: For an artifact, and for foreign graphs, whose manifest was read from them.
-        module: For a module.
-        hub: How it is reached, and whether its code may run; for whatever is loaded on its behalf.
-    """
-
-    kind: Kind
-    id: str
-    task: str
-    folder: Path | None = None
-    revision: str | None = None
-    artifact: Artifact | None = None
-    module: torch.nn.Module | None = None
-    hub: HubOptions = HubOptions()
-
-    @property
-    def format(self) -> str:
-        """The artifact's format; PyTorch's for what is none yet."""
-        return self.artifact.format if self.artifact is not None else WEIGHTS
-
-    @property
-    def name(self) -> str:
-        """The last part of its id, for tables."""
-        return Path(self.id).name
-
-    @property
-    def location(self) -> Location:
-        """Where its files are."""
-        assert self.folder is not None, "a module has no folder"
-        return Location(self.id, self.folder, self.revision)
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether PyTorch can load it."""
-        if self.kind in ("adapter", "module"):
-            return True
-        assert self.folder is not None
-        return bool(checkpoint_weights(self.folder))
 
 
 def resolve(
@@ -126,7 +72,7 @@ def resolve(
         return model
     held = getattr(model, "artifact", model)
     if isinstance(held, Artifact):
-        return Resolved(kind="artifact", id=str(held.path), task=held.task, folder=held.path, artifact=held, hub=hub)
+        return Resolved.of_artifact(held, hub)
     if not isinstance(model, str | os.PathLike):
         if not hasattr(model, "forward"):
             raise ConfigError(f"{model!r} is not a model.", fix="pass a Hub id, a folder, or a torch.nn.Module.")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from .. import capture, progress
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
-from ..backends.sessions import RunSettings, open_artifact
+from ..artifact.resolved_model import Resolved
+from ..backends.plan import RunSettings, make_plan
+from ..backends.sessions import open_plan
 from ..capture.graph_forms import FormVerdict, HasForms
 from ..config import ExportConfig, check_tolerance
 from ..errors import ArtifactNotFoundError
@@ -96,9 +98,8 @@ def validate(
         name: _for_graph(artifact, source, of_part) if len(artifact.components) == 1 else of_part
         for name, of_part in capture.cases_by_part(source).items()
     }
-    opened = open_artifact(
-        artifact, RunSettings(backend=backend, device=device), trust_remote_code=hub.trust_remote_code
-    )
+    plan = make_plan(Resolved.of_artifact(artifact, hub), RunSettings(backend=backend, device=device))
+    opened = open_plan(plan)
     progress.report("comparing", 1, 2)
     rounding = recorded_rounding(artifact)
     try:

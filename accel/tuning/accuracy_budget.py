@@ -22,6 +22,7 @@ import torch
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
+from ..backends.plan import make_plan
 from ..config import QuantizeConfig
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError, SessionError
@@ -32,7 +33,7 @@ from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, posit
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import ratio_of, without_infinity
 from ..measuring.latency.variants import Variant
-from ..models.auto import close, open_model
+from ..models.base import ORTModel
 from ..models.decoder_batches import PartBatches
 from ..signatures import checked_arguments
 from ..stages.quantize import quantizable
@@ -259,7 +260,7 @@ def _recipes(
 
 
 def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
-    model = open_model(artifact)
+    model = ORTModel.from_plan(make_plan(artifact))
     try:
         return EvaluationSet(
             data,
@@ -270,7 +271,7 @@ def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
             folder=artifact.path,
         )
     finally:
-        close(model)
+        model.close()
 
 
 def _subject(artifact: Artifact) -> Subject:

@@ -15,11 +15,11 @@ import torch
 
 from .. import progress
 from ..artifact.manifest import Artifact
-from ..backends.sessions import RunSettings
+from ..backends.plan import RunSettings, make_plan
 from ..errors import AccelError
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.evaluation import EvaluationSet
-from ..models.auto import close, open_model
+from ..models.base import ORTModel
 from .candidates import Recipe
 from .jobs import build
 from .search import Search
@@ -143,7 +143,7 @@ class FloatLayers:
 
     def _outputs(self, artifact: Artifact, backend: str | None, rows: Sequence[int]) -> list[torch.Tensor]:
         """All floating-point outputs on some rows, without what belongs to padding."""
-        model = open_model(artifact, RunSettings(backend=backend))
+        model = ORTModel.from_plan(make_plan(artifact, RunSettings(backend=backend)))
         outputs: list[torch.Tensor] = []
         try:
             for _, feeds, output in self._prepared.predictor.batches(model, "ranking layers", rows):
@@ -155,7 +155,7 @@ class FloatLayers:
                         value = value[mask.bool()]
                     outputs.append(value.double().cpu().flatten())
         finally:
-            close(model)
+            model.close()
         return outputs
 
 

@@ -12,20 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.manifest import Artifact
+from ..artifact.resolved_model import Resolved
 from ..artifact.writing import discard
 from ..backends import registry
-from ..backends.sessions import RunSettings, open_artifact
+from ..backends.plan import RunSettings, make_plan
+from ..backends.sessions import open_plan
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches, load_processor
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.comparing import Comparison, Scored
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
-from ..measuring.latency.variants import Variant, resolved_variant
-from ..models.auto import close, open_model
+from ..measuring.latency.variants import Variant, planned_variant
+from ..models.base import ORTModel
 from ..stages.export import export_resolved
 from ..stages.optimize import optimize
 from ..stages.quantize import quantize
-from ..stages.resolution import Resolved, resolve
+from ..stages.resolution import resolve
 from .candidates import Recipe
 
 
@@ -175,7 +177,7 @@ def opens(path: Path, settings: RunSettings) -> None:
     Raises:
         AccelError: The backend refuses.
     """
-    open_artifact(Artifact.load(path), settings).close()
+    open_plan(make_plan(Artifact.load(path), settings)).close()
 
 
 def accuracy(
@@ -192,16 +194,14 @@ def accuracy(
         reference: Name and scores of the model to compare with.
         batch_sizes: Rows a call, instead of `data.batch_size`. Several are measured one after the other, and the worst one counts.
     """
-    resolved, settings = resolved_variant(variant)
-    assert resolved.artifact is not None
-    model = open_model(resolved, settings)
+    model = ORTModel.from_plan(planned_variant(variant))
     try:
         if isinstance(data, EvaluationSet):
             sets: Iterable[EvaluationSet] = (data,)
         else:
-            folder = resolved.artifact.path
+            folder = model.artifact.path
             processor = load_processor(folder, variant.task, trust_remote_code=variant.trust_remote_code)
-            limit = positions(resolved.artifact)
+            limit = positions(model.artifact)
             sets = (
                 EvaluationSet(
                     replace(data, batch_size=size), task=variant.task, config=model.config, processor=processor,
@@ -211,7 +211,7 @@ def accuracy(
             )  # fmt: skip
         found = [_scored(model, prepared, reference, variant.name) for prepared in sets]
     finally:
-        close(model)
+        model.close()
     worst = max(found, key=lambda one: one.comparison.drop if one.comparison is not None else 0.0)
     seconds = sum(one.scored.seconds for one in found)
     by_batch = {str(one.batch_size): one.scored.value for one in found}

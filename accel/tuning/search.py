@@ -26,7 +26,7 @@ from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact, RunRecord
 from ..artifact.writing import staging
 from ..backends.machine import machine
-from ..backends.sessions import RunSettings
+from ..backends.plan import RunSettings
 from ..config import available_processors
 from ..errors import AccelError, BudgetError, SessionError
 from ..interfaces.protocols import Feeds

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.resolved_model import Resolved
 from ..errors import ConfigError
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
-from ..stages.resolution import Resolved
 from .candidates import Candidate, Recipe
 from .jobs import Accuracy, Facts
 from .store import digest

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..artifact.hub import HubOptions, as_folder
+from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
@@ -17,7 +18,7 @@ from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.workloads import read_texts
 from ..signatures import checked_arguments
 from ..stages.export import source_digest
-from ..stages.resolution import Resolved, original, resolve
+from ..stages.resolution import original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
 from .search import Search

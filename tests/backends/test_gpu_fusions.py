@@ -17,7 +17,8 @@ import transformers
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError
 from accel.interfaces.protocols import Session
@@ -53,7 +54,7 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
 def session_of(artifact: Artifact) -> Session:
     # A row without a token is refused where inputs are checked; what is fused computes it as before, all the same.
     settings = RunSettings(backend="cpu", options=SessionOptions(check_inputs=False))
-    return open_artifact(artifact, settings).sessions["model"]
+    return open_plan(make_plan(artifact, settings)).sessions["model"]
 
 
 def operators(artifact: Artifact) -> Counter[str]:

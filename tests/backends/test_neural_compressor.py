@@ -18,7 +18,8 @@ pytest.importorskip("accelerate", reason="the extra neural-compressor is not ins
 import accel
 from accel.artifact import Artifact
 from accel.backends import registry
-from accel.backends.sessions import open_artifact
+from accel.backends.plan import make_plan
+from accel.backends.sessions import open_plan
 from accel.capture import CACHE_NAME, quantized_layers
 from accel.errors import BudgetError, ConfigError, QuantizeError
 from accel.stages.export import load_source, weights_of
@@ -109,7 +110,7 @@ def test_its_models_run_on_onnx_runtime(made: Callable[..., Artifact], tmp_path:
     artifact = accel.export(made(scheme).path, tmp_path / "onnx")
     assert artifact.manifest.quantization == made(scheme).manifest.quantization
     case = rows(1)[0]
-    one, other = (open_artifact(a).sessions["model"].run(case)["logits"] for a in (artifact, made(scheme)))
+    one, other = (open_plan(make_plan(a)).sessions["model"].run(case)["logits"] for a in (artifact, made(scheme)))
     # ONNX Runtime rounds the activations of 4-bit products to 8 bits.
     assert (one - other).abs().max() < 0.05
 

@@ -33,7 +33,8 @@ from accel import (
 )
 from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.errors import (
     AccelError,
     ArtifactNotFoundError,
@@ -245,7 +246,7 @@ def test_options_reach_the_runtime(tiny_ir: Callable[..., Artifact]) -> None:
         provider_options={"performance_hint": "throughput", "streams": 2, "pinning": True},
         options=SessionOptions(threads=2, native={"ENABLE_HYPER_THREADING": False}),
     )
-    opened = open_artifact(tiny_ir(), settings)
+    opened = open_plan(make_plan(tiny_ir(), settings))
     compiled = opened.sessions["model"].runtime  # type: ignore[attr-defined]
     assert compiled.get_property("PERFORMANCE_HINT") == "THROUGHPUT"
     assert compiled.get_property("NUM_STREAMS") == 2
@@ -295,7 +296,7 @@ def test_auto_keeps_no_compiled_models(tiny_ir: Callable[..., Artifact], tmp_pat
 
 
 def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
-    opened = open_artifact(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path))))
+    opened = open_plan(make_plan(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path)))))
     opened.sessions["model"].run(text())
     opened.sessions["model"].close()
     nodes = json.loads((tmp_path / "openvino-model.json").read_text())
@@ -306,7 +307,7 @@ def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
 
 
 def test_ten_threads(tiny_ir: Callable[..., Artifact]) -> None:
-    session = open_artifact(tiny_ir()).sessions["model"]
+    session = open_plan(make_plan(tiny_ir())).sessions["model"]
     cases = [text(1 + i % 4, 3 + i % 7, seed=i) for i in range(20)]
     expected = [session.run(case)["logits"] for case in cases]
     with ThreadPoolExecutor(10) as pool:
@@ -415,7 +416,7 @@ def test_large_outputs_are_handed_out_and_stay(tiny_ir: Callable[..., Artifact])
 
 
 def test_large_inputs_are_read_in_place(tiny_ir: Callable[..., Artifact]) -> None:
-    session = open_artifact(tiny_ir("vit", "image-classification")).sessions["model"]
+    session = open_plan(make_plan(tiny_ir("vit", "image-classification"))).sessions["model"]
     original = tiny_model("vit", "image-classification")
     pixels = torch.randn(8, 3, 32, 32)
     first = session.run({"pixel_values": pixels})["logits"]
@@ -427,7 +428,7 @@ def test_large_inputs_are_read_in_place(tiny_ir: Callable[..., Artifact]) -> Non
 
 
 def test_buffer_of_a_wrong_shape(tiny_ir: Callable[..., Artifact]) -> None:
-    session = open_artifact(tiny_ir()).sessions["model"]
+    session = open_plan(make_plan(tiny_ir())).sessions["model"]
     with pytest.raises(AccelError, match="logits"):
         session.run(text(2, 4), out={"logits": torch.zeros(3, 3)})
     assert session.run(text(2, 4))["logits"].shape == (2, 3)
@@ -586,7 +587,7 @@ def test_cache_that_cannot_be_written(tiny_ir: Callable[..., Artifact]) -> None:
 
 
 def test_closed_runtime(tiny_ir: Callable[..., Artifact]) -> None:
-    session = open_artifact(tiny_ir()).sessions["model"]
+    session = open_plan(make_plan(tiny_ir())).sessions["model"]
     session.close()
     with pytest.raises(SessionError):
         session.runtime  # type: ignore[attr-defined]  # noqa: B018
@@ -643,7 +644,10 @@ def test_images_on_a_graph_of_another_runtimes(family: str, tiny_artifact: Calla
     """Nobody compares an ONNX graph that OpenVINO opens: SegFormer's and DETR's divided the sizes of images wrongly there."""
     artifact = tiny_artifact(family, PICTURES[family][0])
     component = artifact.component()
-    both = [open_artifact(artifact, RunSettings(backend=name)).sessions[component.name] for name in ("cpu", "openvino")]
+    both = [
+        open_plan(make_plan(artifact, RunSettings(backend=name))).sessions[component.name]
+        for name in ("cpu", "openvino")
+    ]
     (images,) = (spec for spec in component.inputs if spec.name == "pixel_values")
     for sizes in ((1, 64, 64), (2, 64, 96)):
         known = iter(sizes)

@@ -19,7 +19,8 @@ from openvino import opset13 as operators
 
 from accel import ORTModelForSeq2SeqLM, ORTModelForSequenceClassification, export
 from accel.artifact import Artifact
-from accel.backends.sessions import open_artifact
+from accel.backends.plan import make_plan
+from accel.backends.sessions import open_plan
 from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
@@ -47,7 +48,7 @@ def static(ir: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def difference(quantized: Artifact, original: Artifact) -> float:
-    a, b = (open_artifact(artifact).sessions["model"] for artifact in (quantized, original))
+    a, b = (open_plan(make_plan(artifact)).sessions["model"] for artifact in (quantized, original))
     return max(float((a.run(case)["logits"] - b.run(case)["logits"]).abs().max()) for case in rows(8, seed=9))
 
 
@@ -324,7 +325,7 @@ def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
     assert "u8" in constants(made)
     weights = [next(f.bytes for f in a.component().files if f.name.endswith(".bin")) for a in (made, ir)]
     assert weights[0] < 0.4 * weights[1]
-    assert open_artifact(made).sessions["model"].compute_dtype == "float32", "only the weights are in 8 bits"
+    assert open_plan(make_plan(made)).sessions["model"].compute_dtype == "float32", "only the weights are in 8 bits"
     assert 1e-6 < difference(made, ir) < 0.1
 
 
@@ -440,12 +441,12 @@ def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_accuracy_control_keeps_the_budget(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
     cases = rows(24, seed=3)
-    session = open_artifact(ir).sessions["model"]
+    session = open_plan(make_plan(ir)).sessions["model"]
     expected = [session.run(case)["logits"] for case in cases]
     seen: list[float] = []
 
     def closeness(candidate: Artifact) -> float:
-        opened = open_artifact(candidate).sessions["model"]
+        opened = open_plan(make_plan(candidate)).sessions["model"]
         worst = max(
             float((opened.run(case)["logits"] - want).abs().max()) for case, want in zip(cases, expected, strict=True)
         )

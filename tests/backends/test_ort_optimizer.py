@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from accel.artifact import Artifact
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError, OptimizeError, ValidationError
 from accel.stages.export import export
@@ -90,7 +91,7 @@ def feeds_of(artifact: Artifact, batch: int = 3, sequence: int = 11) -> dict[str
 
 def run(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
     # A row without a token is refused where inputs are checked; what is fused computes it as before, all the same.
-    session = open_artifact(artifact, RunSettings(options=SessionOptions(check_inputs=False))).sessions["model"]
+    session = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(check_inputs=False)))).sessions["model"]
     try:
         return session.run(feeds)["logits"]
     finally:
@@ -158,7 +159,7 @@ def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, fam
     }
     found = []
     for artifact in (parent, made):
-        session = open_artifact(artifact).sessions["model"]
+        session = open_plan(make_plan(artifact)).sessions["model"]
         found.append(session.run(feeds, outputs=("logits",), state=session.new_state(2))["logits"])
     assert (found[0] - found[1]).abs().max() < 1e-4
 

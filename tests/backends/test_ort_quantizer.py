@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
-from accel.backends.sessions import open_artifact
+from accel.backends.plan import make_plan
+from accel.backends.sessions import open_plan
 from accel.config import QuantizeConfig, SessionOptions
 from accel.errors import ConfigError, QuantizeError
 from accel.stages.optimize import optimize
@@ -54,7 +55,7 @@ def batches(count: int = 4, rows: int = 4, sequence: int = 12) -> Batches:
 
 
 def logits(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-    session = open_artifact(artifact).sessions["model"]
+    session = open_plan(make_plan(artifact)).sessions["model"]
     try:
         return session.run({spec.name: feeds[spec.name] for spec in session.inputs})["logits"]
     finally:

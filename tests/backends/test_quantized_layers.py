@@ -15,7 +15,8 @@ import transformers
 
 import accel
 from accel.artifact import Artifact, Quantization
-from accel.backends.sessions import open_artifact
+from accel.backends.plan import make_plan
+from accel.backends.sessions import open_plan
 from accel.capture import (
     BlockLinear,
     IntegerLinear,
@@ -114,7 +115,7 @@ def test_a_saved_model_computes_the_same_and_holds_no_weights_in_float(
     from safetensors import safe_open
 
     artifact = saved(scheme)
-    session = open_artifact(artifact).sessions["model"]
+    session = open_plan(make_plan(artifact)).sessions["model"]
     for case in rows(3):
         full = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
         assert torch.equal(session.run(full)["logits"], quantized(scheme)(**full).logits)
@@ -267,7 +268,7 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
 def test_an_exported_model_answers_like_the_trained_one(tmp_path: Path) -> None:
     model = prepared("int8").eval()
     artifact = accel.export(model, tmp_path / "onnx")
-    session = open_artifact(artifact).sessions["model"]
+    session = open_plan(make_plan(artifact)).sessions["model"]
     assert artifact.manifest.quantization == Quantization(scheme="static-int8", preset="qat-int8")
     case = rows(1, seed=3)[0]
     case["token_type_ids"] = torch.zeros_like(case["input_ids"])
@@ -396,7 +397,7 @@ def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) 
     with torch.no_grad():
         expected = type(model).forward(model, **case).logits
     case["token_type_ids"] = torch.zeros_like(case["input_ids"])
-    assert torch.allclose(open_artifact(artifact).sessions["model"].run(case)["logits"], expected, atol=0.02)
+    assert torch.allclose(open_plan(make_plan(artifact)).sessions["model"].run(case)["logits"], expected, atol=0.02)
 
 
 @pytest.mark.thorough
@@ -423,7 +424,7 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
         expected = model(**case).logits
     names = {spec.name for spec in artifact.components[0].inputs}
     feeds = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
-    found = open_artifact(artifact).sessions["model"].run({name: feeds[name] for name in names})["logits"]
+    found = open_plan(make_plan(artifact)).sessions["model"].run({name: feeds[name] for name in names})["logits"]
     assert (found - expected).abs().max() < 0.02
 
 

@@ -15,7 +15,8 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.config import SessionOptions
 from accel.errors import AccelError, InputError
 from accel.stages.export import weights_of
@@ -98,7 +99,7 @@ def sessions(
         "openvino with buckets": (onnx, RunSettings(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
         "openvino in steps": (onnx, RunSettings(backend="openvino", options=SessionOptions(pad_to_multiple_of=8))),
     }
-    opened = {name: open_artifact(artifact, settings) for name, (artifact, settings) in ways.items()}
+    opened = {name: open_plan(make_plan(artifact, settings)) for name, (artifact, settings) in ways.items()}
     yield {name: one.sessions["model"] for name, one in opened.items()}
     for one in opened.values():
         one.close()
@@ -143,7 +144,7 @@ def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact
         (tiny_artifact(), "openvino"),
         (weights_of(resolve(tiny_folder())), "pytorch"),
     ):
-        opened = open_artifact(artifact, RunSettings(backend=backend))
+        opened = open_plan(make_plan(artifact, RunSettings(backend=backend)))
         opened.close()
         with pytest.raises(accel.AccelError) as caught:
             opened.sessions["model"].run(right())
@@ -183,7 +184,7 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures
         sessions = []
         for backend, format in (("cpu", "onnx"), ("openvino", "openvino_ir")):
             artifact = accel.export(folder / "weights", folder / backend, format=format)
-            opened.append(open_artifact(artifact, RunSettings(backend=backend)))
+            opened.append(open_plan(make_plan(artifact, RunSettings(backend=backend))))
             sessions.append(opened[-1].sessions["model"])
         return model, sessions[0], sessions[1]
 
@@ -255,7 +256,7 @@ def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any
 
     @functools.cache
     def opened(backend: str) -> Any:
-        made = open_artifact(generator("bart", backend), RunSettings(backend=backend))
+        made = open_plan(make_plan(generator("bart", backend), RunSettings(backend=backend)))
         closing.callback(made.close)
         return made.sessions["decoder"]
 

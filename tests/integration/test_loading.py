@@ -22,6 +22,7 @@ from accel import ORTModelForSequenceClassification as Classifier
 from accel.artifact import Artifact, accel_home
 from accel.artifact.checksums import sha256
 from accel.backends import registry
+from accel.backends.plan import Plan
 from accel.config import SessionOptions
 from accel.errors import (
     ArtifactNotFoundError,
@@ -36,7 +37,6 @@ from accel.errors import (
     TaskError,
     UnknownBackendError,
 )
-from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
 from accel.models.losses import loss_of
@@ -435,9 +435,8 @@ def test_what_a_backend_prefers(artifact: Artifact, monkeypatch: pytest.MonkeyPa
     assert Classifier(artifact, session_options=options).session_options.pad_to_multiple_of == 1
     spec = registry.describe("cpu")
     wishes = tuple(replace(c, preferred_multiple=16) if c.stage == "run" else c for c in spec.capabilities)
-    monkeypatch.setattr(
-        "accel.backends.registry.choose", lambda **_: (replace(spec, capabilities=wishes), DeviceSpec("cpu"))
-    )
+    wishing = replace(spec, capabilities=wishes)
+    monkeypatch.setattr(registry, "describe_all", lambda: ((wishing,), {}))
     assert Classifier(artifact, session_options=options).session_options.pad_to_multiple_of == 16
     with_buckets = SessionOptions(pad_to_multiple_of=None, buckets=(8,))
     assert Classifier(artifact, session_options=with_buckets).session_options.pad_to_multiple_of == 1
@@ -656,22 +655,23 @@ def test_an_export_that_is_removed_while_it_is_opened(
     from accel.models import base
 
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    right, left = base.open_artifact, [2]
+    right, left = base.open_plan, [2]
 
-    def removing(artifact: Artifact, *rest: Any, **more: Any) -> Any:
+    def removing(plan: Plan) -> Any:
         if left[0]:
             left[0] -= 1
-            shutil.rmtree(artifact.path)
-        return right(artifact, *rest, **more)
+            assert plan.artifact is not None
+            shutil.rmtree(plan.artifact.path)
+        return right(plan)
 
-    monkeypatch.setattr(base, "open_artifact", removing)
+    monkeypatch.setattr(base, "open_plan", removing)
     assert Classifier.from_pretrained(small_folder)(**INPUTS).logits.shape[0] == 2
 
     def refusing(*_: Any, **__: Any) -> Any:
         left[0] += 1
         raise SessionError("no")
 
-    monkeypatch.setattr(base, "open_artifact", refusing)
+    monkeypatch.setattr(base, "open_plan", refusing)
     with pytest.raises(SessionError):
         Classifier.from_pretrained(small_folder)
     assert left == [1]

@@ -21,7 +21,8 @@ from accel.cli import app
 from accel.compat import optimum
 from accel.errors import ArtifactNotFoundError, ConfigError
 from accel.measuring.latency.benchmark import Baselines, variants_of
-from accel.measuring.latency.variants import resolved_variant
+from accel.measuring.latency.variants import planned_variant
+from accel.stages import resolution
 from accel.stages.resolution import resolve
 from accel.testing.folders import unmark
 
@@ -80,7 +81,7 @@ def test_another_process_finds_the_same_graphs(repository: Path) -> None:
     made = variants_of(
         files, backends=None, baselines=Baselines(), task=None, device=None, options=None, hub=HubOptions()
     )
-    assert [resolved_variant(variant)[0].artifact.components[0].file for variant in made] == [  # type: ignore[union-attr]
+    assert [planned_variant(variant).artifact.components[0].file for variant in made] == [  # type: ignore[union-attr]
         str(file.relative_to(repository)) for file in files
     ]
     assert len({variant.name for variant in made}) == 2

@@ -13,7 +13,9 @@ from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
 from accel.artifact.tensors import TensorSpec
-from accel.backends import registry, sessions
+from accel.backends import registry
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.errors import BackendUnavailableError, SessionError
 from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.adoption import adopt
@@ -84,10 +86,9 @@ def test_tensorrt_refuses_them_before_anything_is_opened(
     monkeypatch.setattr(registry, "probe", lambda spec: gpu if spec.name == "tensorrt" else real(spec))
     monkeypatch.setattr(registry, "load", lambda spec: pytest.fail("opened"))
     with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft, which this graph uses") as info:
-        sessions.open_artifact(fused, sessions.RunSettings(backend="tensorrt"))
+        open_plan(make_plan(fused, RunSettings(backend="tensorrt")))
     assert "accel optimize EXPORT OUT --backend tensorrt" in str(info.value.fix)
-    question = {"format": "onnx", "task": fused.task, "dtype": "float32", "backend": "tensorrt"}
-    assert registry.choose(**question, domains=tiny_artifact().domains)[0].name == "tensorrt"  # type: ignore[arg-type]
+    assert make_plan(tiny_artifact(), RunSettings(backend="tensorrt")).why_not is None
 
 
 def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) -> None:
@@ -96,14 +97,14 @@ def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) 
     before = Artifact.load(folder)
     assert before.domains is None
     assert before.digest == fused.digest
-    opened = sessions.open_artifact(before, sessions.RunSettings(backend="cpu"))
+    opened = open_plan(make_plan(before, RunSettings(backend="cpu")))
     opened.close()
 
 
 def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path: Path) -> None:
     """It reads many of ONNX Runtime's own operators, so its spec promises nothing about the whole domain."""
     pytest.importorskip("openvino")
-    sessions.open_artifact(fused, sessions.RunSettings(backend="openvino")).close()
+    open_plan(make_plan(fused, RunSettings(backend="openvino"))).close()
     graph = helper.make_graph(
         [helper.make_node("NoSuchOperator", ["x"], ["y"], domain=MICROSOFT)], "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch"])],
@@ -116,5 +117,5 @@ def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path:
     component = replace(made.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
     artifact = Artifact(made.path, replace(made.manifest, components=(component,)))
     with pytest.raises(SessionError, match="NoSuchOperator") as info:
-        sessions.open_artifact(artifact, sessions.RunSettings(backend="openvino"))
+        open_plan(make_plan(artifact, RunSettings(backend="openvino")))
     assert "before it was optimized" in str(info.value.fix)

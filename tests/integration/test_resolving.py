@@ -16,6 +16,7 @@ import accel
 from accel.artifact import Artifact, HubOptions, Location, Step
 from accel.config import ExportConfig
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, TaskError
+from accel.stages import resolution
 from accel.stages.resolution import original, recorded_export, resolve
 from accel.testing.folders import edit_manifest, unmark
 from accel.testing.models import save_tiny, tiny_model
@@ -44,12 +45,12 @@ class TestKinds:
     def test_artifact(self, tiny_artifact: Callable[..., Artifact]) -> None:
         for named in (tiny_artifact(), tiny_artifact().path, str(tiny_artifact().path)):
             found = resolve(named)
-            assert (found.kind, found.format, found.task) == ("artifact", "onnx", "text-classification")
+            assert (found.kind, found.task) == ("artifact", "text-classification")
             assert found.artifact == tiny_artifact()
 
     def test_weights(self, tiny_folder: Callable[..., Path]) -> None:
         found = resolve(tiny_folder())
-        assert (found.kind, found.format, found.task) == ("weights", "torch", "text-classification")
+        assert (found.kind, found.task) == ("weights", "text-classification")
         assert found.has_weights
 
     def test_a_graph_comes_before_weights_unless_weights_are_wanted(

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from accel.backends import registry
+from accel.backends.plan import Selection
+from accel.backends.plan import select as select_backend
 from accel.errors import ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
@@ -112,13 +114,13 @@ def test_visible_devices(value: str | None, expected: list[int]) -> None:
 # Selection
 
 
-def select(probe: Probe, **asked: Any) -> registry.Selection:
-    cpu = registry.describe("cpu")
+def select(probe: Probe, **asked: Any) -> Selection:
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "cuda": probe}
-    return registry.select(
-        format="onnx", task="text-classification", specs=(cpu, SPEC), probes=probes,
-        **{"dtype": "float32", "device": None, **asked},
-    )  # fmt: skip
+    inventory = registry.Inventory(
+        specs=(registry.describe("cpu"), SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None
+    )
+    question = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None, **asked}
+    return select_backend(**question, inventory=inventory)
 
 
 def test_a_gpu_is_chosen_before_the_cpu() -> None:

@@ -13,7 +13,8 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.home import accel_home
 from accel.backends import registry
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import Plan, RunSettings, make_plan
+from accel.backends.sessions import OpenSessions, open_plan
 from accel.capture.graph_forms import Form, FormChecks
 from accel.config import SessionOptions
 from accel.interfaces.protocols import OpenRequest
@@ -108,7 +109,7 @@ def test_a_wrong_bucket_is_not_used(
         "token_type_ids": torch.zeros(2, 6, dtype=torch.int64),
     }
     feeds = {spec.name: feeds[spec.name] for spec in artifact.components[0].inputs}
-    expected = open_artifact(artifact).sessions["model"].run(feeds)["logits"]
+    expected = open_plan(make_plan(artifact)).sessions["model"].run(feeds)["logits"]
     backend = registry.load(registry.describe("cpu"))
     open_right = backend.open
 
@@ -118,7 +119,7 @@ def test_a_wrong_bucket_is_not_used(
 
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
     monkeypatch.setattr(backend, "open", open_wrong)
-    session = open_artifact(artifact, RunSettings(options=SessionOptions(buckets=(8,)))).sessions["model"]
+    session = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(buckets=(8,))))).sessions["model"]
     with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-5
     assert "'bucket of 8'" in caplog.text
@@ -130,8 +131,10 @@ def test_wrong_steps_are_not_used(
 ) -> None:
     """A runtime that lets padding in is found before the first padded answer."""
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
-    plain = open_artifact(artifact).sessions["model"]
-    session: Any = open_artifact(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8))).sessions["model"]
+    plain = open_plan(make_plan(artifact)).sessions["model"]
+    session: Any = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8)))).sessions[
+        "model"
+    ]
     right = session._plain.run
 
     def run(feeds: dict[str, torch.Tensor], **rest: Any) -> dict[str, torch.Tensor]:
@@ -146,14 +149,10 @@ def test_wrong_steps_are_not_used(
 
 
 def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.backends import sessions
+    def with_buckets(plan: Plan) -> OpenSessions:
+        return open_plan(plan.with_options(SessionOptions(buckets=(8, 16))))
 
-    right = sessions.open_artifact
-
-    def with_buckets(artifact: Artifact, settings: RunSettings, **given: Any) -> Any:
-        return right(artifact, RunSettings(backend=settings.backend, options=SessionOptions(buckets=(8, 16))), **given)
-
-    monkeypatch.setattr("accel.stages.validate.open_artifact", with_buckets)
+    monkeypatch.setattr("accel.stages.validate.open_plan", with_buckets)
     found = accel.validate(artifact)
     assert found.passed
     assert [(form.form, form.passed) for form in found.forms] == [
@@ -172,8 +171,8 @@ def test_rows_that_begin_with_padding_are_not_padded_where_that_changes_them(
     for mask in (torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])):
         feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
         feeds = {spec.name: feeds[spec.name] for spec in artifact.components[0].inputs}
-        expected = open_artifact(artifact).sessions["model"].run(feeds)["logits"]
-        session = open_artifact(artifact, RunSettings(options=options)).sessions["model"]
+        expected = open_plan(make_plan(artifact)).sessions["model"].run(feeds)["logits"]
+        session = open_plan(make_plan(artifact, RunSettings(options=options))).sessions["model"]
         torch.testing.assert_close(session.run(feeds)["logits"], expected, atol=1e-5, rtol=0)
     assert [record.message for record in caplog.records if "padding in front" in record.message]
     assert not [

@@ -92,12 +92,12 @@ def test_of_several_numbers_of_rows_the_worst_counts(monkeypatch: pytest.MonkeyP
         def __init__(self, data: EvaluationData, **named: Any) -> None:
             self.batch_size = data.batch_size
 
-    opened = SimpleNamespace(artifact=SimpleNamespace(path=Path()))
+    artifact = SimpleNamespace(path=Path())
+    model = SimpleNamespace(artifact=artifact, config=None, close=lambda: None)
     monkeypatch.setattr(jobs, "EvaluationSet", Prepared)
     monkeypatch.setattr(jobs, "positions", lambda artifact: None)
-    monkeypatch.setattr(jobs, "resolved_variant", lambda variant: (opened, None))
-    monkeypatch.setattr(jobs, "open_model", lambda *args: SimpleNamespace(config=None))
-    monkeypatch.setattr(jobs, "close", lambda model: None)
+    monkeypatch.setattr(jobs, "planned_variant", lambda variant: None)
+    monkeypatch.setattr(jobs.ORTModel, "from_plan", lambda plan: model)
     monkeypatch.setattr(jobs, "load_processor", lambda *args, **named: None)
     monkeypatch.setattr(jobs, "_scored", lambda model, data, *args: answers[data.batch_size])
     variant = Variant(name="one", path=Path(), task="text-classification")

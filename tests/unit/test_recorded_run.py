@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accel.artifact import Artifact, RunRecord
-from accel.backends.sessions import RunSettings, open_artifact
+from accel.backends.plan import RunSettings, make_plan
+from accel.backends.sessions import open_plan
 from accel.config import SessionOptions, available_processors
 from accel.errors import ConfigError
 
@@ -39,7 +40,7 @@ def test_what_writes_files_is_refused(
 ) -> None:
     target = tmp_path / "written"
     with pytest.raises(ConfigError, match=named):
-        open_artifact(recorded(session=session(str(target))))
+        open_plan(make_plan(recorded(session=session(str(target)))))
     assert not target.exists()
 
 
@@ -57,24 +58,24 @@ def test_provider_options_that_a_spec_does_not_list_are_refused(
     if backend == "openvino":
         pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
     with pytest.raises(ConfigError, match=f"provider_options.{next(iter(options))}"):
-        open_artifact(recorded(backend, provider_options=options))
+        open_plan(make_plan(recorded(backend, provider_options=options)))
 
 
 @pytest.mark.parametrize("name", ["threads", "inter_op_threads"])
 def test_no_runtime_is_told_to_start_a_million_threads(recorded: Callable[..., Artifact], name: str) -> None:
     with pytest.raises(ConfigError, match=f"SessionOptions.{name} is 1000000"):
-        open_artifact(recorded(), RunSettings(options=SessionOptions(**{name: 1_000_000})))
+        open_plan(make_plan(recorded(), RunSettings(options=SessionOptions(**{name: 1_000_000}))))
 
 
 def test_threads_stay_within_the_machine(recorded: Callable[..., Artifact]) -> None:
-    opened = open_artifact(recorded(session={"threads": 100_000, "inter_op_threads": 100_000}))
+    opened = open_plan(make_plan(recorded(session={"threads": 100_000, "inter_op_threads": 100_000})))
     assert opened.options.threads == opened.options.inter_op_threads == available_processors()
     opened.close()
 
 
 def test_what_tune_records_is_followed(recorded: Callable[..., Artifact]) -> None:
     options = SessionOptions(threads=1, buckets=(8,), spinning=False)
-    opened = open_artifact(recorded(session=options.to_dict()))
+    opened = open_plan(make_plan(recorded(session=options.to_dict())))
     assert opened.options == options
     opened.close()
 
@@ -82,6 +83,6 @@ def test_what_tune_records_is_followed(recorded: Callable[..., Artifact]) -> Non
 def test_the_user_may_set_what_a_manifest_may_not(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = recorded(session={"profile": str(tmp_path / "no")})
     own = RunSettings(options=SessionOptions(profile=str(tmp_path / "yes")))
-    opened = open_artifact(artifact, own)
+    opened = open_plan(make_plan(artifact, own))
     opened.close()
     assert not (tmp_path / "no").exists()

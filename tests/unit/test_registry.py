@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from accel.backends import doctor, registry
+from accel.artifact import Artifact
+from accel.backends import doctor, plan, registry
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
 from accel.interfaces.entry_points import BACKENDS
@@ -35,13 +37,11 @@ CUDA = Probe(devices=(DeviceSpec("cuda", 0), DeviceSpec("cuda", 1)))
 BROKEN = Probe(reasons=(Reason("driver", "the driver is too old", "install driver 580"),))
 
 
-def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> registry.Selection:
+def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> plan.Selection:
     question: dict[str, object] = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None}
-    return registry.select(
-        **{**question, **changes},  # type: ignore[arg-type]
-        specs=specs,
-        probes={s.name: p for s, p in zip(specs, probes, strict=True)},
-    )
+    found = {s.name: p for s, p in zip(specs, probes, strict=True)}
+    inventory = registry.Inventory(specs=tuple(specs), probe=lambda spec: found[spec.name], missing=lambda spec: None)
+    return plan.select(**{**question, **changes}, inventory=inventory)  # type: ignore[arg-type]
 
 
 def test_highest_priority_wins() -> None:
@@ -161,7 +161,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) 
     monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == BACKENDS else real(group=group))
     registry._describe.cache_clear()
     registry.probe.cache_clear()
-    registry._tell_broken.cache_clear()
+    registry.tell_broken.cache_clear()
 
 
 def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +261,13 @@ def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "libvendor.so" in probe.reasons[0].message
 
 
-def test_missing_extra_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_the_remedy(monkeypatch: pytest.MonkeyPatch, tiny_artifact: Callable[..., Artifact]) -> None:
+    artifact = tiny_artifact()
     install(
         monkeypatch, ("v", "spec_v", spec("v", requires=("no_such_vendor",), impl="accel_plugins.v:B", extra="vendor"))
     )
     with pytest.raises(BackendUnavailableError, match="no_such_vendor is not installed") as info:
-        registry.choose(format="onnx", task="custom", dtype="float32", backend="v")
+        plan.make_plan(artifact, plan.RunSettings(backend="v")).check()
     assert 'pip install "accel-transformers[vendor]"' in str(info.value)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
+from accel.backends.plan import select
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
     BackendUnavailableError,
@@ -313,15 +314,10 @@ def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_never_chosen_by_itself() -> None:
     cpu = registry.describe("cpu")
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "tensorrt": Probe(devices=(GPU,))}
-    found = registry.select(
-        format="onnx", task="text-classification", dtype="float32", device=None, specs=(cpu, SPEC), probes=probes
-    )
-    assert found.backend == "cpu"
-    named = registry.select(
-        format="onnx", task="text-classification", dtype="float32", device=None, specs=(cpu, SPEC), probes=probes,
-        backend="tensorrt",
-    )  # fmt: skip
-    assert named.backend == "tensorrt"
+    inventory = registry.Inventory(specs=(cpu, SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None)
+    question: Any = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None}
+    assert select(**question, inventory=inventory).backend == "cpu"
+    assert select(**question, inventory=inventory, backend="tensorrt").backend == "tensorrt"
     assert registry.describe("TensorrtExecutionProvider") is SPEC
     assert registry.owner("export", "tensorrt").name == "tensorrt"
 

@@ -305,15 +305,15 @@ class OVModel(Words):
         if (reason := why_unpadded(self.artifact)) is not None:
             logger.debug("reshape() changes nothing: %s.", reason)
             return self
-        before = self._settings
+        before = self._plan
         buckets = (sequence_length,) if sequence_length > 0 else ()
-        settings = replace(before, options=replace(before.options or SessionOptions(), buckets=buckets))
+        options = replace(before.settings.options or SessionOptions(), buckets=buckets)
+        self._plan = before.with_options(options)
         self.close()
-        self._settings = settings
         try:
             self._open()
         except AccelError:
-            self._settings = before
+            self._plan = before
             self._open()
             raise
         return self
@@ -326,6 +326,7 @@ class OVModel(Words):
         """Run another artifact from now on."""
         self.close()
         self.artifact = artifact
+        self._plan = self._planned(self._plan.settings)
         self._open()
 
 
@@ -376,8 +377,9 @@ def pipeline(
 
     Arguments that neither it nor the pipeline knows are passed over with a warning, as stock pipelines do without one.
     """
+    from ...models.arguments import read_arguments
+    from ...models.pipelines.pipeline import has_several_classes, pipeline_class, usual_model
     from ...models.pipelines.pipeline import pipeline as ours
-    from ...models.pipelines.pipeline import pipeline_class, task_of, usual_model
     from ...models.pipelines.pipeline_arguments import loading_words, passed_over
 
     if task is not None:
@@ -393,7 +395,10 @@ def pipeline(
         arguments.update(model_kwargs or {})
         cls: Any = kind
         if task is not None:
-            name = base.model_class(task_of(task, model, arguments)).__name__
+            name = base.model_class(task).__name__
+            if has_several_classes(task):
+                model = read_arguments(task=task, **arguments).resolve(model)
+                name = base.model_class(model.task).__name__
             cls = ov_class(name) if kind is OVModel else ort_class(name)
         model = cls.from_pretrained(model, **arguments)
     return ours(task, model, **settings)

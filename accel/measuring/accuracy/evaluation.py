@@ -15,17 +15,18 @@ import torch
 
 from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
-from ...backends.sessions import RunSettings
+from ...artifact.resolved_model import Resolved
+from ...backends.plan import RunSettings, make_plan
 from ...config import SessionOptions
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import task_spec
-from ...models.auto import close, open_model, open_original
 from ...models.base import ORTModel
 from ...signatures import checked_arguments
-from ...stages.resolution import Resolved, resolve
+from ...stages.export import weights_of
+from ...stages.resolution import original, recorded_export, resolve
 from .comparing import Comparison, Scored, compare
 from .metrics import Metric, metric_for
 from .predictors import Model, Predictor, predictor_for
@@ -262,7 +263,11 @@ def evaluate(
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     run = RunSettings(backend=backend, device=device, options=session_options)
     resolved = resolve(model, task=task, hub=hub)
-    opened = _at_hand(model, run) if isinstance(model, ORTModel | torch.nn.Module) else open_model(resolved, run)
+    opened: Model = (
+        _at_hand(model, run)
+        if isinstance(model, ORTModel | torch.nn.Module)
+        else ORTModel.from_plan(make_plan(resolved, run))
+    )
     try:
         usual, by_length = _usual_calls(opened.artifact) if isinstance(opened, ORTModel) else (BATCH_SIZE, True)
         given = EvaluationData(
@@ -283,8 +288,8 @@ def evaluate(
         comparison = None
         if other is not None:
             comparison = prepared.compare(scored, prepared.measure(other, f"evaluating {name}"), name, confidence)
-            if other is not against:
-                close(other)
+            if other is not against and isinstance(other, ORTModel):
+                other.close()
         logger.info("%s %.4f on %d rows", prepared.metric.name, scored.value, len(prepared.rows))
         return Evaluation(
             metric=prepared.metric.name,
@@ -302,8 +307,8 @@ def evaluate(
             predictions=scored.predictions,
         )
     finally:
-        if opened is not model:
-            close(opened)
+        if opened is not model and isinstance(opened, ORTModel):
+            opened.close()
 
 
 def rows_a_call(batch_sizes: Sequence[int]) -> str:
@@ -376,7 +381,19 @@ def _other(against: Any, resolved: Resolved) -> tuple[Model | None, str]:
     if isinstance(against, ORTModel | torch.nn.Module):
         return against, type(against).__name__
     if against is True:
-        return open_original(resolved)
+        return _open_original(resolved)
     # PyTorch weights where a folder holds both: what is compared with is the original.
     other = resolve(against, task=resolved.task, hub=resolved.hub, weights=True)
-    return open_original(other) if other.artifact is None else (open_model(other), other.name)
+    return _open_original(other) if other.artifact is None else (ORTModel.from_plan(make_plan(other)), other.name)
+
+
+def _open_original(resolved: Resolved) -> tuple[ORTModel, str]:
+    """The PyTorch model in float32 that a model was made from, or is, run by PyTorch; and its name.
+
+    Raises:
+        ArtifactNotFoundError: The artifact does not say what it was made from, or it is gone.
+    """
+    source = original(resolved)
+    config = recorded_export(resolved.artifact) if resolved.artifact is not None else None
+    plan = make_plan(replace(source, artifact=weights_of(source, config)))
+    return ORTModel.from_plan(plan), f"{source.name} (PyTorch, float32)"

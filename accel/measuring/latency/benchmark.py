@@ -17,16 +17,17 @@ from typing import Literal
 
 from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
+from ...artifact.resolved_model import Resolved
 from ...backends import registry
 from ...backends.machine import machine
-from ...backends.sessions import RunSettings
+from ...backends.plan import RunSettings, make_plan
 from ...config import ExportConfig, SessionOptions, available_processors
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS
 from ...interfaces.task_registry import task_spec
 from ...signatures import checked_arguments
-from ...stages.export import artifact_for
-from ...stages.resolution import Resolved, original, resolve
+from ...stages.export import with_artifact
+from ...stages.resolution import original, resolve
 from ..disturbance import MachineWatch
 from .results import Benchmark, result
 from .rounds import Measured, check, restart, start, take_turns, warm_up
@@ -340,7 +341,8 @@ def variants_of(
             originals.setdefault(source.location.folder, source)
         for backend in backends or (_runner(resolved),):
             # Exported now, so that load times are honest.
-            artifact = artifact_for(resolved, RunSettings(backend=backend, device=device))
+            artifact = with_artifact(make_plan(resolved, RunSettings(backend=backend, device=device))).artifact
+            assert artifact is not None
             spec = registry.describe(backend) if backend is not None else None
             label = f"{resolved.name} [{spec.name}]" if spec is not None else resolved.name
             found.append(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...artifact.companions import open_companion
-from ...config import SessionOptions
-from .variants import Block, Loaded, Traffic, Variant, Workload, resolved_variant
+from .variants import Block, Loaded, Traffic, Variant, Workload, planned_variant
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -72,20 +71,14 @@ class _Served:
         self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
 
     def load(self) -> Loaded:
-        from ...models.auto import open_model
+        from ...models.base import ORTModel
 
         variant = self._variant
         started = time.perf_counter()
-        resolved, settings = resolved_variant(variant)
-        artifact = resolved.artifact
-        assert artifact is not None
-        options = settings.options
-        if options is None:
-            run = artifact.manifest.run
-            measured = run is not None and variant.backend in (None, run.backend)
-            options = SessionOptions.from_dict(run.session) if run is not None and measured else SessionOptions()
-        options = replace(options, threads=options.threads or self._threads)
-        self._model = model = open_model(resolved, replace(settings, options=options))
+        plan = planned_variant(variant)
+        options = replace(plan.options, threads=plan.options.threads or self._threads)
+        self._model = model = ORTModel.from_plan(plan.with_options(options))
+        artifact = model.artifact
         component = artifact.components[0]
         session = model.sessions[component.name]
         self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _given(artifact)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,7 @@ from ...config import SessionOptions
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ...backends.sessions import RunSettings
-    from ...stages.resolution import Resolved
+    from ...backends.plan import Plan
 
 Arrays = Mapping[str, Any]
 
@@ -44,11 +43,11 @@ class Variant:
     lasting: bool = False
 
 
-def resolved_variant(variant: Variant) -> tuple[Resolved, RunSettings]:
-    """A variant's model as an artifact, exported where there is none yet, and the way to open it."""
+def planned_variant(variant: Variant) -> Plan:
+    """How a variant is run; its model is exported where there is no artifact yet."""
     from ...artifact.hub import HubOptions
-    from ...backends.sessions import RunSettings
-    from ...stages.export import artifact_for
+    from ...backends.plan import RunSettings, make_plan
+    from ...stages.export import with_artifact
     from ...stages.resolution import resolve
 
     hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
@@ -59,7 +58,7 @@ def resolved_variant(variant: Variant) -> tuple[Resolved, RunSettings]:
         provider_options=variant.provider_options,
         options=variant.options,
     )
-    return replace(resolved, kind="artifact", artifact=artifact_for(resolved, settings)), settings
+    return with_artifact(make_plan(resolved, settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,12 @@ import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
-from ...artifact.hub import HubOptions
+from ...backends.plan import Plan
 from ...errors import ConfigError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec
 from ...interfaces.task_spec import TaskSpec
 from ...signatures import checked_arguments
-from ...stages.resolution import resolve
-from ..arguments import device_name
+from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
 from ..processors import companion_of
 from .classifying import ClassifiesWindows, classifies_windows
@@ -94,7 +94,8 @@ def pipeline(
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-        model = _load(task, model, {**hub, **loading, **given})
+        plan, arguments = _planned(task, model, read_arguments(**{**hub, **loading, **given}))
+        model = ORTModel.from_plan(plan, config=arguments.config, use_cache=arguments.use_cache)
     elif loads := _set(backend=backend, revision=revision, token=token, model_kwargs=model_kwargs, **loading):
         raise ConfigError(
             f"{', '.join(f'{name}=...' for name in loads)}: for a model given by id or folder.",
@@ -249,29 +250,19 @@ def _set(**values: Any) -> list[str]:
     return sorted(name for name, value in values.items() if value is not None and value != {})
 
 
-def _load(task: str | None, model: str | os.PathLike[str], arguments: dict[str, Any]) -> ORTModel:
-    # A sentence-similarity artifact serves a feature-extraction pipeline: both have one class, which finds out itself.
-    return model_class(task_of(task, model, arguments)).from_pretrained(model, **arguments)
+def _planned(
+    task: str | None, model: str | os.PathLike[str], arguments: LoadingArguments
+) -> tuple[Plan, LoadingArguments]:
+    """How a model is opened for a pipeline: by the one class that serves the task, or by that of the model's own task."""
+    if task is None or has_several_classes(task):
+        arguments = replace(arguments, task=arguments.task or task)
+        return ORTModel.plan(model, arguments), arguments
+    return model_class(task).plan(model, arguments), arguments
 
 
-def task_of(task: str | None, model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> str:
-    """The task of a model that is opened for a pipeline: what the word stands for, as far as the model decides by looking at it.
-
-    Args:
-        task: A pipeline task; the model's own when `None`.
-        model: Hub id or folder.
-        arguments: Those of `from_pretrained`.
-    """
-    hub = HubOptions(
-        **{
-            name: arguments[name]
-            for name in ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-            if name in arguments
-        }
-    )
-    several = task is None or len({model_class(spec.name) for spec in specs_for(task)}) > 1
-    graph = {name: arguments[name] for name in ("file_name", "variant", "export") if name in arguments}
-    return resolve(model, task=task, hub=hub, **graph).task if several else task_spec(task or "").name
+def has_several_classes(task: str) -> bool:
+    """Whether a pipeline task is served by several classes, so that the model decides: speech recognition by two kinds of models."""
+    return len({model_class(spec.name) for spec in specs_for(task)}) > 1
 
 
 def _stock(task: str) -> type[Pipeline]:

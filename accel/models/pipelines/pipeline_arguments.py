@@ -14,8 +14,7 @@ from transformers.pipelines.base import Pipeline
 
 from ...config import ExportConfig
 from ...errors import ConfigError, did_you_mean
-from ..arguments import OTHERS_WORDS
-from ..base import ORTModel
+from ..arguments import ARGUMENTS, OTHERS_WORDS
 
 _OF_BOTH = frozenset(("use_cache", "batch_size"))
 """Arguments of `from_pretrained`, and of a pipeline's calls, where they are meant."""
@@ -26,12 +25,7 @@ _ALWAYS = frozenset(("batch_size", "num_workers"))
 @functools.cache
 def loading_words() -> frozenset[str]:
     """Arguments of a pipeline that go to `from_pretrained`: all that it has, and those that it refuses with a reason."""
-    own = [
-        name
-        for name, parameter in inspect.signature(ORTModel.from_pretrained).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    return frozenset((*own, *(field.name for field in fields(ExportConfig)), *OTHERS_WORDS)) - _OF_BOTH
+    return frozenset((*ARGUMENTS, *(field.name for field in fields(ExportConfig)), *OTHERS_WORDS)) - _OF_BOTH
 
 
 def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
