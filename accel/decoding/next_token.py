@@ -53,11 +53,14 @@ class TokenChoice:
         Raises:
             RuntimeError: No token can be drawn.
         """
+        scores = self.scores(ids, logits)
+        return self._drawn(scores) if self._draw else _likeliest(scores)
+
+    def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits as the processors change them."""
         # A processor may write to its scores.
         scores = logits.to(ids.device, torch.float32, copy=bool(self.processors))
-        if self.processors:
-            scores = self.processors(ids, scores)
-        return self._drawn(scores) if self._draw else _likeliest(scores)
+        return self.processors(ids, scores) if self.processors else scores
 
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
         """The tokens that `torch.multinomial(scores.softmax(-1), 1)` draws.
@@ -125,6 +128,10 @@ class RowChoice:
         generator = torch.Generator().manual_seed(options.seed) if draw and options.seed is not None else None
         self._choice = TokenChoice(processors, draw=draw, generator=generator)
         self.plain = self._choice.plain
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits `(1, vocabulary)` as the processors of the row change them."""
+        return self._choice.scores(self._ids, logits)
 
     def __call__(self, logits: torch.Tensor) -> int:
         """The next token, from logits `(1, vocabulary)` on the host."""

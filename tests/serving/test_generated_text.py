@@ -19,52 +19,6 @@ from accel.serving.continuous_batching.generation_engine import GenerationEngine
 from accel.testing.models import tiny_tokenizer
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode("utf-8", "replace")
-
-
-def pieces(text: str, stop: tuple[str, ...] = (), tokenizer: Any = None) -> tuple[list[str], bool]:
-    reader = TextPieces(tokenizer or Bytes(), stop)
-    found = [reader.push(token) for token in text.encode()]
-    return [*found, reader.finish()], reader.stopped
-
-
-def test_letters_of_several_tokens_come_whole() -> None:
-    found, _ = pieces("aß→😀!")
-    assert "".join(found) == "aß→😀!"
-    assert all("�" not in piece for piece in found)
-    assert [piece for piece in found if piece] == ["a", "ß", "→", "😀", "!"]
-
-
-def test_an_unfinished_letter_comes_in_the_end() -> None:
-    reader = TextPieces(Bytes())
-    assert [reader.push(token) for token in "😀".encode()[:2]] == ["", ""]
-    assert reader.finish() == "�"
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("one two three", ("two",), "one "),
-        ("one two three", ("three", "two"), "one "),
-        ("aab", ("ab",), "a"),
-        ("one tw", ("two",), "one tw"),
-        ("ababac", ("abac",), "ab"),
-        ("stop", ("stop",), ""),
-        ("ein Öl", ("Ö",), "ein "),
-    ],
-)
-def test_stop_strings(text: str, stop: tuple[str, ...], expected: str) -> None:
-    """However tokens cut them; nothing of one is ever sent."""
-    found, stopped = pieces(text, stop)
-    assert "".join(found) == expected
-    assert stopped == (expected != text)
-    assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
-
-
 def test_pieces_are_the_text_that_the_tokenizer_makes() -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("where is my card, please help! 42")["input_ids"]

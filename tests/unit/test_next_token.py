@@ -1,15 +1,22 @@
-"""The choice of the next token: torch's own tokens, chosen in one thread of the host."""
+"""The choice of the next token and the stop texts: of `accel.decoding`, and of its copy without torch in Triton repositories."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from accel import GenerationOptions
 from accel.decoding.host_threads import one_thread, use_one_thread
-from accel.decoding.next_token import TokenChoice
+from accel.decoding.next_token import RowChoice, TokenChoice
+from accel.decoding.stop_text import TextPieces
+from accel.deploying.triton.served import text_decoder
+from accel.testing.generators import tiny_generator
 
 IDS = torch.zeros((1, 1), dtype=torch.int64)
 
@@ -52,6 +59,123 @@ def test_scores_that_allow_no_token_are_an_error(value: float) -> None:
     scores[1] = value
     with pytest.raises(RuntimeError, match="no token"):
         drawn(scores)
+
+
+# Eight tokens; the sequence so far holds tokens 0 and 3.
+LOGITS = [2.0, 1.5, 1.4, 1.0, 0.5, 0.0, -1.0, -2.0]
+SEEN = [0, 3, 0]
+# Options of a draw (greedy without a temperature), and the tokens that can be chosen, the likeliest first.
+CHOICES: dict[str, tuple[dict[str, float], list[int]]] = {
+    "greedy": ({}, [0]),
+    "greedy with a penalty": ({"repetition_penalty": 2.0}, [1]),
+    "all tokens": ({"temperature": 1.0, "top_k": 0}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "hot": ({"temperature": 5.0, "top_k": 0}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "cold": ({"temperature": 1e-4}, [0]),
+    "top-k": ({"temperature": 0.7, "top_k": 3}, [0, 1, 2]),
+    "top-k of one": ({"temperature": 3.0, "top_k": 1}, [0]),
+    "top-p": ({"temperature": 1.0, "top_p": 0.6}, [0, 1, 2]),
+    "top-p of the likeliest": ({"temperature": 1.0, "top_p": 1e-6}, [0]),
+    "temperature before top-p": ({"temperature": 4.0, "top_p": 0.6}, [0, 1, 2, 3]),
+    "top-k before top-p": ({"temperature": 1.0, "top_k": 2, "top_p": 0.7}, [0, 1]),
+    "penalty before top-k": ({"temperature": 1.0, "repetition_penalty": 2.0, "top_k": 3}, [1, 2, 0]),
+}
+
+
+@pytest.fixture(scope="module")
+def probabilities() -> Callable[[dict[str, float]], torch.Tensor]:
+    """The probability of each token by `accel.decoding`; 1 for the token of greedy decoding."""
+    model = tiny_generator("llama")
+
+    def get(options: dict[str, float]) -> torch.Tensor:
+        choice = RowChoice(model, SEEN, GenerationOptions(**options))
+        scores = choice.scores(torch.tensor([LOGITS]))
+        return scores[0].softmax(-1) if "temperature" in options else (scores == scores.max()).float()[0]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_that_can_be_chosen(name: str, probabilities: Callable[[dict[str, float]], torch.Tensor]) -> None:
+    options, tokens = CHOICES[name]
+    expected = probabilities(options)
+    assert expected.nonzero().flatten().tolist() == sorted(tokens)
+    logits = text_decoder.penalized(np.array(LOGITS, dtype="float32"), SEEN, options.get("repetition_penalty", 1.0))
+    served = {"top_k": 50, **options, "do_sample": "temperature" in options}
+    chosen, likely = text_decoder.likely_tokens(logits, served)
+    if served["do_sample"]:
+        assert chosen.tolist() == tokens
+        np.testing.assert_allclose(likely, expected[tokens].numpy(), rtol=1e-5)
+    draws = [text_decoder.choose(np.array(LOGITS), SEEN, served, np.random.default_rng(seed)) for seed in range(20)]
+    assert set(draws) <= set(tokens)
+
+
+def test_draws_without_torch_have_their_probabilities() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype="float32"))
+    random, options = np.random.default_rng(0), {"do_sample": True, "top_p": 0.9}
+    drawn = np.bincount([text_decoder.choose(logits, [0], options, random) for _ in range(4000)], minlength=4) / 4000
+    # The first three tokens, whose probabilities sum to 0.95. Four standard deviations of a share of 4000 draws.
+    np.testing.assert_allclose(drawn, np.array([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=4 * 0.5 / 4000**0.5)
+
+
+class ByteTokenizer:
+    """Tokens are bytes; those below 256 behave like the pieces of a byte-level tokenizer, those above like `<0xNN>` tokens.
+
+    All bytes of a run of `<0xNN>` tokens that is not UTF-8 become marks.
+    """
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        text = ""
+        for named, run in itertools.groupby(ids, lambda token: token >= 256):
+            data = bytes(token % 256 for token in run)
+            try:
+                text += data.decode()
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(data) if named else data.decode("utf-8", "replace")
+        return text
+
+
+def named(data: bytes) -> list[int]:
+    return [256 + byte for byte in data]
+
+
+# Tokens, stop text, the answer.
+TEXTS: dict[str, tuple[list[int], str | None, str]] = {
+    "letters": (list(b"one two"), None, "one two"),
+    "characters of several bytes": (list("a\xdf\u2192\U0001f600!".encode()), None, "a\xdf\u2192\U0001f600!"),
+    "an unfinished character": (list("\U0001f600".encode()[:2]), None, "\ufffd"),
+    "stop text": (list(b"one two three"), "two", "one "),
+    "stop text at the start": (list(b"stop"), "stop", ""),
+    "most of a stop text": (list(b"one tw"), "two", "one tw"),
+    "a stop text after its beginning": (list(b"aab"), "ab", "a"),
+    "a stop text of one character": (list("ein \xd6l".encode()), "\xd6", "ein "),
+    "named bytes of a character": ([*named("\xe9".encode()), *b"ab"], None, "\xe9ab"),
+    "named bytes that are no text": ([*named(b"\xc3\xa9\xc3"), *b"a"], None, "\ufffd\ufffd\ufffda"),
+    "named bytes at the end": ([*b"a", *named("\U0001f642".encode())], None, "a\U0001f642"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_is_final_when_it_comes(name: str) -> None:
+    tokens, stop, expected = TEXTS[name]
+    byte_tokens = frozenset(range(256, 512))
+    pieces = TextPieces(ByteTokenizer(), [stop] if stop else [], byte_tokens)
+    ours = [*(pieces.push(token) for token in tokens), pieces.finish()]
+    served, theirs = text_decoder.AnswerText(ByteTokenizer(), byte_tokens, stop), []
+    for n in range(len(tokens)):
+        piece, stopped = served.piece(tokens[: n + 1], ended=n + 1 == len(tokens))
+        theirs.append(piece)
+        if stopped:
+            break
+    assert "".join(ours) == "".join(theirs) == expected
+    assert pieces.stopped == (stop is not None and stop in ByteTokenizer().decode(tokens))
+    for found in (ours, theirs):
+        assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
+
+
+def test_the_first_of_several_stop_texts_ends_the_text() -> None:
+    pieces = TextPieces(ByteTokenizer(), ["three", "two"])
+    assert "".join(pieces.push(token) for token in b"one two three") == "one "
+    assert pieces.stopped
 
 
 def test_one_thread_is_this_thread_alone() -> None:

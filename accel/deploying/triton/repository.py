@@ -211,7 +211,7 @@ class _TextWriter(_Writer):
         config = self._python(self.name, self.service.inputs, self.service.outputs(self.facts), decoupled=True)
         version = self.version(self.name)
         write(config, version.parent)
-        self.code(version, "generator", "decoding.py", "tokens.py")
+        self.code(version, "generator", "text_decoder.py", "tokens.py")
         self._tokenizer(version)
         known = write_graph(Graph(self.artifact, self.config, self.name), version)
         self.settings(version, {**settings, **known})

@@ -251,7 +251,7 @@ RANKING = TextService(
     sample={"QUERY": ["Where is my card?"], "DOCUMENTS": ["It was sent on Monday.", "The fee is low."]},
 )
 GENERATION = TextService(
-    module="decoding",
+    module="text_decoder",
     inputs=(Tensor(name="PROMPT", dtype=TEXT),),
     outputs=lambda _: (Tensor(name="TEXT", dtype=TEXT),),
     sample={"PROMPT": ["The card"]},

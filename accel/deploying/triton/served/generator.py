@@ -14,7 +14,7 @@ import onnxruntime
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from .decoding import Decoder, Row
+from .text_decoder import TextDecoder, TextRow
 from .tokens import Array, NotFinite, Refused
 
 
@@ -35,9 +35,9 @@ class TritonPythonModel:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._decoder = Decoder(self._run, tokenizer, settings)
+        self._decoder = TextDecoder(self._run, tokenizer, settings)
         self._most: int = settings["max_rows"]
-        self._waiting: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[TextRow | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 

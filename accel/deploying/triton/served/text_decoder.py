@@ -1,12 +1,13 @@
 """Generates text for many requests at once: rows join and leave a running batch between two tokens.
 
-Rows of unequal length are padded on the left, behind a mask; each row has its own settings and its own random numbers.
+Rows of unequal length are padded on the left, and a mask hides the padding; each row has its own settings and its own random numbers. The
+next token and the stop texts are those of `accel.decoding`, without torch: tests/unit/test_next_token.py has cases for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,32 +28,62 @@ _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
 }
 
 
+class AnswerText:
+    """The text of an answer in final pieces.
+
+    Args:
+        tokenizer: The model's.
+        byte_tokens: Tokens that stand for one byte each: what a run of them says is only known after its last one.
+        stop: The text ends before it.
+    """
+
+    def __init__(self, tokenizer: Any, byte_tokens: Set[int], stop: str | None) -> None:
+        self._tokenizer, self._bytes, self._stop = tokenizer, byte_tokens, stop
+        self._sent = ""
+
+    def piece(self, tokens: Sequence[int], *, ended: bool) -> tuple[str, bool]:
+        """The text that became final with the last of `tokens`, and whether the stop text came."""
+        text, stop = self._tokenizer.decode(tokens, skip_special_tokens=True), self._stop
+        stopped = bool(stop) and stop in text
+        if stop and stopped:
+            text = text[: text.index(stop)]
+        elif not ended:
+            if text.endswith("\ufffd") or (tokens and tokens[-1] in self._bytes):
+                # The bytes of a character are incomplete.
+                return "", False
+            if stop:
+                # The end of the text may be the beginning of the stop text.
+                text = text[: max(len(self._sent), len(text) - len(stop) + 1)]
+        sent, self._sent = self._sent, text if len(text) > len(self._sent) else self._sent
+        return self._sent[len(sent) :], stopped
+
+
 @dataclass
-class Row:
+class TextRow:
     """One request that is being answered.
 
     Attributes:
         prompt: Its tokens.
-        options: How it is to be continued.
+        options: How to continue it.
+        text: Its text so far.
         send: Takes each piece of the answer.
-        done: Is called once at the end, with why it failed or `None`.
-        cancelled: Whether whoever asked has gone.
+        done: Is called once at the end, with the error or `None`.
+        cancelled: Whether the caller has gone.
     """
 
     prompt: list[int]
     options: Mapping[str, Any]
+    text: AnswerText
     send: Callable[[str], None]
     done: Callable[[Exception | None], None]
     cancelled: Callable[[], bool] = lambda: False
-    made: list[int] = field(default_factory=list)
-    sent: str = ""
-    random: Any = None
 
     def __post_init__(self) -> None:
+        self.made: list[int] = []
         self.random = np.random.default_rng(self.options.get("seed"))
 
 
-class Decoder:
+class TextDecoder:
     """A running batch.
 
     Args:
@@ -69,15 +100,14 @@ class Decoder:
         self._end = frozenset(settings["end"])
         self._limit: int | None = settings["limit"]
         self._defaults: Mapping[str, Any] = settings["defaults"]
-        # Tokens that stand for one byte each: what a run of them says is known when it is over.
         names = (f"<0x{byte:02X}>" for byte in range(256))
         self._bytes = frozenset(found for name in names if (found := tokenizer.token_to_id(name)) is not None)
-        self.rows: list[Row] = []
+        self.rows: list[TextRow] = []
         self._past: dict[str, Array] = {}
         self._mask: Array = np.zeros((0, 0), dtype="int64")
 
-    def read(self, prompt: str, options: Mapping[str, Any], **calls: Any) -> Row:
-        """A request as a row; see `Row` for `calls`.
+    def read(self, prompt: str, options: Mapping[str, Any], **calls: Any) -> TextRow:
+        """A request as a row; see `TextRow` for `calls`.
 
         Raises:
             Refused: It cannot be answered.
@@ -91,9 +121,10 @@ class Decoder:
             if room < 1:
                 raise Refused(f"the prompt has {len(ids)} tokens and the model {self._limit} positions")
             chosen["max_new_tokens"] = min(chosen["max_new_tokens"], room)
-        return Row(list(ids), chosen, **calls)
+        text = AnswerText(self._tokenizer, self._bytes, chosen.get("stop"))
+        return TextRow(list(ids), chosen, text, **calls)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TextRow) -> None:
         """Read a row's prompt, make its first token and let it join the batch."""
         length = len(row.prompt)
         past = {name: self._empty(cache) for name, cache in self._caches.items()}
@@ -128,7 +159,7 @@ class Decoder:
         self._keep([])
 
     @staticmethod
-    def _left(row: Row) -> bool:
+    def _left(row: TextRow) -> bool:
         """Whether whoever asked has gone. Never asked of a row that is done: Triton ends with a segmentation fault."""
         gone = row.cancelled()
         if gone:
@@ -162,38 +193,23 @@ class Decoder:
     def _empty(self, cache: Mapping[str, Any]) -> Array:
         return np.zeros([1, *(0 if size == -1 else size for size in cache["shape"])], dtype=cache["dtype"])
 
-    def _take(self, row: Row, logits: Array) -> bool:
+    def _take(self, row: TextRow, logits: Array) -> bool:
         """Choose a row's next token and send what can be sent; whether the row is done."""
         if not np.isfinite(logits.max()):
             # The greatest of numbers that hold NaN is NaN.
             row.done(NotFinite("the model computed NaN or infinity for the next token: run it in float32"))
             return True
-        chosen = _choose(logits, row)
+        chosen = choose(logits, row.prompt + row.made, row.options, row.random)
         ended = chosen in self._end
         if not ended:
             row.made.append(chosen)
         ended = ended or len(row.made) >= row.options["max_new_tokens"]
-        text, stopped = self._text(row, ended)
-        if len(text) > len(row.sent):
-            row.send(text[len(row.sent) :])
-            row.sent = text
+        piece, stopped = row.text.piece(row.made, ended=ended)
+        if piece:
+            row.send(piece)
         if ended or stopped:
             row.done(None)
-        return bool(ended or stopped)
-
-    def _text(self, row: Row, ended: bool) -> tuple[str, bool]:
-        """What may be sent of a row's text, and whether its stop text came."""
-        text = self._tokenizer.decode(row.made, skip_special_tokens=True)
-        stop = row.options.get("stop")
-        if stop and stop in text:
-            return text[: text.index(stop)], True
-        if ended:
-            return text, False
-        if text.endswith("�") or (row.made and row.made[-1] in self._bytes):
-            # The bytes of a character that is not complete, or may be none.
-            return row.sent, False
-        # What may be the beginning of the stop text waits.
-        return (text[: max(len(row.sent), len(text) - len(stop) + 1)] if stop else text), False
+        return ended or stopped
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,16 +226,26 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _choose(logits: Array, row: Row) -> int:
-    """The next token: the likeliest, or one drawn from the likeliest."""
-    options = row.options
-    penalty = options.get("repetition_penalty", 1.0)
-    if penalty != 1.0:
-        seen = np.unique(row.prompt + row.made)
-        logits = logits.copy()
-        logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+def choose(logits: Array, tokens: Sequence[int], options: Mapping[str, Any], random: np.random.Generator) -> int:
+    """The token after `tokens`: the likeliest or a drawn one, from logits `(vocabulary,)`."""
+    logits = penalized(logits, tokens, options.get("repetition_penalty", 1.0))
     if not options.get("do_sample"):
         return int(logits.argmax())
+    likeliest, probabilities = likely_tokens(logits, options)
+    return int(random.choice(likeliest, p=probabilities))
+
+
+def penalized(logits: Array, tokens: Sequence[int], penalty: float) -> Array:
+    """Logits `(vocabulary,)` with the repetition penalty of `tokens`."""
+    if penalty == 1.0:
+        return logits
+    logits, seen = logits.copy(), np.unique(tokens)
+    logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    return logits
+
+
+def likely_tokens(logits: Array, options: Mapping[str, Any]) -> tuple[Array, Array]:
+    """Tokens that can be drawn, the likeliest first, and their probabilities."""
     logits = logits / options.get("temperature", 1.0)
     order = np.argsort(-logits, kind="stable")
     order = order[: options.get("top_k") or len(order)]
@@ -228,7 +254,7 @@ def _choose(logits: Array, row: Row) -> int:
     # The first token whose sum reaches `top_p` still belongs to them.
     count = int(np.searchsorted(np.cumsum(likely), options.get("top_p", 1.0))) + 1
     likely = likely[:count] / likely[:count].sum()
-    return int(row.random.choice(order[:count], p=likely / likely.sum()))
+    return order[:count], likely / likely.sum()
 
 
 def _widened(values: Array, width: int, axis: int) -> Array:
