@@ -22,7 +22,6 @@ from .._version import __version__
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from ..signatures import checked_arguments
 from .checksums import FileRecord, record_files, verify
-from .end_tokens import with_equal_counts
 from .reading import build, read_bytes_and_json
 from .tensors import TensorSpec
 from .unrecorded import check_nothing_added
@@ -400,13 +399,7 @@ class Artifact:
             )
         content, values = read_bytes_and_json(file)
         _check_seal(file, content, values)
-        manifest = Manifest.from_dict(values, file)
-        # Weights run as PyTorch's own module, which answers each row by itself.
-        components = tuple(
-            replace(one, inputs=with_equal_counts(one.inputs, manifest.architecture, folder))
-            for one in manifest.components
-        )
-        return cls(folder, replace(manifest, components=components))
+        return cls(folder, Manifest.from_dict(values, file))
 
     def verify(self) -> None:
         """Compare every file that the manifest records with its checksum; others must be none that would be read with them.

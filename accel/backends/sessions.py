@@ -10,6 +10,7 @@ from ..artifact.manifest import Artifact
 from ..config import SessionOptions
 from ..interfaces.continuation import continued
 from ..interfaces.protocols import OpenRequest, Session
+from ..interfaces.row_tokens import with_row_tokens
 from ..interfaces.specs import BackendSpec
 from . import registry
 from .buckets import BucketedSession, RoundedSession
@@ -62,8 +63,7 @@ def open_plan(plan: Plan) -> OpenSessions:
         )  # fmt: skip
     implementation = registry.load(spec)
     plain = replace(options, buckets=(), pad_to_multiple_of=1)
-    if not options.check_inputs:
-        artifact = _without_bounds(artifact)
+    artifact = with_row_tokens(artifact) if options.check_inputs else _without_bounds(artifact)
 
     def open_shapes(shapes: Mapping[str, int] | None) -> Mapping[str, Session]:
         request = OpenRequest(

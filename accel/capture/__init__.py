@@ -9,6 +9,7 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
+from ..interfaces.family import Axes
 from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
@@ -58,7 +59,7 @@ from .reference_cases import (
     reference_cases,
     tolerance,
 )
-from .samples import IMAGE_AXES, Axes, pad_id, with_special_tokens
+from .samples import IMAGE_AXES, pad_id, with_special_tokens
 from .sentence_embeddings import SentenceEmbedder
 from .sound_samples import AXIS_STEPS
 from .source import Source

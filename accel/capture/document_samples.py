@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
+from ..interfaces.family import Sample
 from ..interfaces.wrapper import Tensors, Wrapper
-from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, Axes, parameters_of, resize, text_inputs
+from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, parameters_of, resize, text_inputs
 
 _SIDES = 4
 
 
-def document_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Words and their boxes, as the stock pipeline gives them: `input_ids: (batch, sequence)`, `bbox: (batch, sequence, 4)`.
 
     Raises:
@@ -29,15 +30,13 @@ def document_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tenso
     return _places(module, folder, BOXES, _SIDES)
 
 
-def table_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def table_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Questions and tables: `input_ids: (batch, sequence)`, `token_type_ids: (batch, sequence, 7)`."""
     kinds = len(getattr(module.config, "type_vocab_sizes", ()))
     return _places(module, folder, "token_type_ids", kinds)
 
 
-def _places(
-    module: torch.nn.Module, folder: Path | None, name: str, count: int
-) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def _places(module: torch.nn.Module, folder: Path | None, name: str, count: int) -> Sample:
     """Texts and, by another name, so many whole numbers for each token."""
     config: Any = module.config
     names, unused = text_inputs(module, config, folder)

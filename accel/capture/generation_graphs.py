@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
-from ..families.image_tiles import reads_tiles, tile_features
+from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import load_task
 from ..interfaces.task_spec import TaskSpec
 from ..interfaces.wrapper import Tensors, Wrapper
@@ -30,9 +30,10 @@ from .cached_layers import TOKENS, Layer, croppable, described, made, presents, 
 from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
 from .recurrence import recurrent
+from .samples import same_draws
 from .sound_samples import SOUND_AXES
 from .source import Source
-from .speech_samples import short_masks, shortened_mask, traced_lengths
+from .speech_samples import short_masks, shortened_mask
 from .tracer import first_lines
 
 _BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
@@ -63,6 +64,33 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
     return (_decoder_only(source, fusion),)
 
 
+@same_draws()
+def family_parts(source: Source) -> tuple[Source, ...]:
+    """The graphs that a family makes of a model that does not generate.
+
+    Raises:
+        ExportError: The model's family has none.
+    """
+    parts = family_of(source.config).parts(source.model, source.example, source.axes)
+    if not parts:
+        raise ExportError(
+            f"accel does not know the parts of a {source.architecture}, of which graphs for {source.task} are made.",
+            fix="run it with transformers.",
+        )
+    varied = [{axis for named in part.axes.values() for axis in named.values()} for part in parts]
+    return tuple(
+        replace(
+            source,
+            name=part.name,
+            model=part.model,
+            example=part.example,
+            axes=part.axes,
+            max_sizes={axis: most for axis, most in source.max_sizes.items() if axis in axes},
+        )
+        for part, axes in zip(parts, varied, strict=True)
+    )
+
+
 def _check_parts(source: Source, spec: TaskSpec) -> None:
     """Refuse a model that the task's graphs would hold a part of, without what it is about: its sounds or images.
 
@@ -70,7 +98,7 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
     """
     has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
     sense = next((one for one in _SENSED if one in spec.modalities), "")
-    unread = sense and (has_encoder or sense == "audio") and not set(_SENSED[sense]) & set(source.example)
+    unread = sense and (spec.encoder_decoder or sense == "audio") and not set(_SENSED[sense]) & set(source.example)
     if spec.encoder_decoder not in (None, has_encoder) or unread:
         wanted = "an encoder and a decoder" if spec.encoder_decoder else "a decoder alone"
         have = "an encoder and a decoder" if has_encoder else "a decoder alone"
@@ -131,33 +159,15 @@ class _Vision(_Part):
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """One image: the model's own code makes a list of several."""
-        model: Any = self.model
-        if reads_tiles(model.config):
-            return {"image_features": tile_features(model, feeds["pixel_values"]).flatten(0, -2)}
-        found = model.get_image_features(pixel_values=feeds["pixel_values"])
-        found = getattr(found, "pooler_output", found)
-        return {"image_features": (found[0] if isinstance(found, list | tuple) else found).flatten(0, -2)}
+        return {"image_features": family_of(self.config).image_features(self.model, feeds["pixel_values"])}
 
 
 class _Embedding(_Part):
     """`input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Look tokens up; those that Ovis2 writes around an image, in the last rows of its table of images, as in every call with one."""
-        model: Any = self.model
-        ids = feeds["input_ids"]
-        found = model.get_input_embeddings()(ids)
-        around = tokens_around_images(model.config)
-        if around:
-            rows = model.model.visual_embeddings_table.weight[-model.config.vision_config.num_visual_indicator_tokens :]
-            for token, row in zip(around, rows, strict=False):
-                found = torch.where((ids == token).unsqueeze(-1), row.to(found.dtype), found)
-        return {"inputs_embeds": found}
-
-
-def tokens_around_images(config: Any) -> list[int]:
-    """The tokens that a model's processor writes around images, where it looks them up elsewhere than the others."""
-    return list(getattr(config, "visual_indicator_token_ids", None) or ())
+        """Look tokens up."""
+        return {"inputs_embeds": family_of(self.config).embeddings(self.model, feeds["input_ids"])}
 
 
 class Encoder(_Part):
@@ -170,9 +180,8 @@ class Encoder(_Part):
         model: Any = self.model
         encoder = model.get_encoder()
         heard = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
-        with traced_lengths(encoder):
-            output = encoder(**feeds, return_dict=True)
-            mask = shortened_mask(encoder, output, feeds["attention_mask"]) if heard else None
+        output = encoder(**feeds, return_dict=True)
+        mask = shortened_mask(encoder, output, feeds["attention_mask"]) if heard else None
         found = {"last_hidden_state": output.last_hidden_state}
         return found if mask is None else {**found, ENCODER_MASK: mask}
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from ..errors import ExportError
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.family import Sample
+from ..interfaces.wrapper import Wrapper
 from .samples import (
     SAMPLE_BATCH,
     SAMPLE_SEQUENCE,
-    Axes,
     image_sample,
     image_size,
     parameters_of,
@@ -25,12 +25,12 @@ SAMPLE_TEXTS = 3
 _TEXTS_OF_ALL = 6
 
 
-def image_text_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def image_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Two images and three texts: `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`."""
     return _beside(module, folder, SAMPLE_TEXTS, "texts")
 
 
-def detection_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Two images and three texts for each of them, `(texts, sequence)`; one text an image where the model reads all that it looks for
     in one (Grounding DINO).
 
@@ -48,25 +48,21 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tens
     return _beside(module, folder, SAMPLE_BATCH if whole else _TEXTS_OF_ALL, "batch" if whole else "texts")
 
 
-def pair_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, of the size that the processor makes."""
     height, width = image_size(module.config, folder)
     pixels = torch.rand((SAMPLE_BATCH, 2, 3, height, width))
     return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
 
 
-def _beside(
-    module: torch.nn.Module, folder: Path | None, count: int, axis: str
-) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def _beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
     """Two images, and `count` texts on an axis of that name."""
     texts, text_axes, unused = texts_beside(module, folder, count, axis)
     images, axes = image_sample(module, folder, texts)
     return {**texts, **images}, {**text_axes, **axes}, unused
 
 
-def texts_beside(
-    module: torch.nn.Module, folder: Path | None, count: int, axis: str
-) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def texts_beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
     """`count` texts on an axis of that name, and what the model takes of texts but ignores."""
     config = text_config(module.config)
     names, unused = text_inputs(module, config, folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .samples import Axes
+from ..interfaces.family import Axes
 
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 _TABLES = ("token_embedding", "word_embeddings", "embed_tokens", "shared")

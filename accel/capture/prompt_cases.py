@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
-from ..families.image_tiles import reads_tiles
+from ..interfaces.family_registry import family_of
 from ..interfaces.wrapper import Tensors
 from ..upstream.cache_names import CACHE_NAME
 from ..upstream.library_output import quiet
@@ -17,7 +17,6 @@ from .generation_graphs import (
     CrossDecoder,
     Encoder,
     split,
-    tokens_around_images,
     vision_language,
 )
 from .graph_tensors import graph_name
@@ -102,10 +101,10 @@ class _Image:
     def __init__(self, source: Source) -> None:
         vision, embedding, _ = vision_language(source, None)
         self.token = int(source.config.image_token_id)
-        self.around = tokens_around_images(source.config)
+        self.around = family_of(source.config).tokens_around_images(source.config)
         pixels = vision.example["pixel_values"]
         # As the whole model takes it.
-        self.pixels = pixels[:, None] if reads_tiles(source.config) else pixels
+        self.pixels = pixels[:, None] if family_of(source.config).tiles else pixels
         self._embedding = embedding.model
         with torch.inference_mode(), quiet():
             self.features = vision.model(pixel_values=pixels)["image_features"].clone()

@@ -15,9 +15,8 @@ from ..errors import ExportError
 from ..interfaces.wrapper import Tensors
 from ..upstream.library_output import quiet
 from .graph_tensors import graph_name
-from .mask_samples import point_sizes
 from .patch_samples import patch_sizes
-from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, safe_sizes
+from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, point_sizes, safe_sizes
 from .sound_samples import sound_sizes
 from .source import Source
 from .tracer import first_lines

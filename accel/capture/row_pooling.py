@@ -17,6 +17,12 @@ class EndTokenClassifier(Wrapper):
     a graph of that code answers a row from another row's tokens. End tokens within the padding do not count.
     """
 
+    @property
+    def required_token(self) -> int:
+        """The end token."""
+        config: Any = self.config
+        return int(config.eos_token_id)
+
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Tensors:
         """Run the model; `logits: (batch, num_labels)` and what else its decoder returns."""
         model: Any = self.model
@@ -32,43 +38,16 @@ class EndTokenClassifier(Wrapper):
         return {"logits": model.classification_head(selected), **others}
 
 
-class SeparatedQuestion(Wrapper):
-    """Longformer's head for questions: the tokens before the first separator of each row attend to all others.
-
-    transformers takes every third separator of the whole batch for the first one of a row.
-    """
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """Run the model."""
-        config: Any = self.config
-        if inputs.get("global_attention_mask") is None:
-            separators = _kept(input_ids, config.sep_token_id, attention_mask)
-            inputs["global_attention_mask"] = (separators.cumsum(1) == 0).to(torch.int64)
-        return self.model(input_ids, attention_mask=attention_mask, **inputs)
-
-
 def _kept(input_ids: torch.Tensor, token: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Places of a token that are not padding, as 0 and 1: `(batch, sequence) int64`."""
     found = (input_ids == token).to(torch.int64)
     return found if attention_mask is None else found * (attention_mask != 0)
 
 
-def answering_by_row(model: torch.nn.Module) -> torch.nn.Module:
+def answering_by_row(model: Any) -> torch.nn.Module:
     """The model, or a module around it where its head selects tokens by a mask over the whole batch."""
-    if required_token(model) is None:
-        return model
-    return (EndTokenClassifier if _pools_ends(model) else SeparatedQuestion)(model).eval()
-
-
-def required_token(model: Any) -> int | None:
-    """The token that each row must hold for a head that selects tokens by it; `None` for other models."""
-    if _pools_ends(model):
-        token = model.config.eos_token_id
-    elif type(model).__name__ == "LongformerForQuestionAnswering":
-        token = model.config.sep_token_id
-    else:
-        return None
-    return token if isinstance(token, int) else None
+    module: torch.nn.Module = model
+    return EndTokenClassifier(model) if _pools_ends(model) and isinstance(model.config.eos_token_id, int) else module
 
 
 def _pools_ends(model: Any) -> bool:

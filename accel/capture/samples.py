@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ import torch
 from ..artifact.companions import open_companion
 from ..artifact.reading import read_json
 from ..errors import ExportError, InputError
+from ..interfaces.family import Axes, Sample
+from ..interfaces.family_registry import family_of
 from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.library_output import quiet
 from .patch_samples import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
@@ -28,19 +29,14 @@ SAMPLE_PATCHES = 11
 # seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 
-Axes = Mapping[str, Mapping[int, str]]
 # Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
 IMAGE_AXES = ("height", "width")
 # Which pixels are an image's own and not padding: `(batch, height, width)`.
 PIXEL_MASK = "pixel_mask"
 # Where the words of tokens stand on a page: `(batch, sequence, 4)`.
 BOXES = "bbox"
-# BERT's [CLS], [SEP], "." and "?", which Grounding DINO's attention does not look beyond.
-_ENDS_OF_PHRASES = (101, 102, 1012, 1029)
-# What a detector found in an image, beside a text: `(batch, regions, features)`, and which regions are no padding.
-_REGIONS, _REGION_MASK, _REGION_TYPES = "visual_embeds", "visual_attention_mask", "visual_token_type_ids"
-# Which tokens are no padding: the text's own, and those that an encoder answered for.
-_MASKS = ("attention_mask", "encoder_attention_mask", _REGION_MASK)
+# Padding masks: of the text, of what an encoder answered, and of what was seen next to a text.
+_MASKS = ("attention_mask", "encoder_attention_mask", "visual_attention_mask")
 _SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
@@ -51,7 +47,7 @@ def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inner.forward).parameters
 
 
-def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Inputs for a transformers model, from what its forward takes and its config says."""
     config = getattr(module, "config", None)
     inner = module.unwrapped if isinstance(module, Wrapper) else module
@@ -77,7 +73,8 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
         return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
-    length = SAMPLE_SEQUENCE + 2 * max(_largest(getattr(config, name, None)) for name in _BLOCKS)
+    blocks = [_largest(getattr(config, name, None)) for name in _BLOCKS]
+    length = SAMPLE_SEQUENCE + 2 * max(*blocks, family_of(config).tokens_at_once(config))
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
@@ -86,12 +83,6 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensor
         example[BOXES] = torch.ones((*shape, 4), dtype=torch.int64)
     axes = {name: dict(enumerate(axis_names)) for name in example}
     sizes = dict(zip(axis_names, shape, strict=True))
-    width: Any = getattr(config, "visual_embedding_dim", None)
-    if _REGIONS in parameters_of(module) and width and not choices:
-        regions = _regions(int(width))
-        example |= regions
-        axes |= {name: {0: "batch", 1: "regions"} for name in regions}
-        sizes["regions"] = length + 1
     return resize(example, axes, sizes, config, seed=0), axes, unused
 
 
@@ -100,17 +91,6 @@ def _patch_sample(width: int) -> tuple[Tensors, Axes]:
     example = {PATCHES: torch.zeros((1, 1, 2 + width)), "attention_mask": torch.ones((1, 1), dtype=torch.int64)}
     axes = {name: {0: "batch", 1: PATCH_AXIS} for name in example}
     return resize(example, axes, {"batch": SAMPLE_BATCH, PATCH_AXIS: SAMPLE_PATCHES}, None, seed=0), axes
-
-
-def _regions(width: int) -> Tensors:
-    """What VisualBERT reads beside a text: features of an image's regions, their mask (floating-point, as its documentation has it)
-    and their types, which are all 1.
-    """
-    return {
-        _REGIONS: torch.randn((1, 1, width), generator=torch.Generator().manual_seed(0)),
-        _REGION_MASK: torch.ones((1, 1)),
-        _REGION_TYPES: torch.ones((1, 1), dtype=torch.int64),
-    }
 
 
 def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
@@ -195,9 +175,11 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
     shape = (SAMPLE_BATCH, channels, height, width)
-    # Perceiver makes its positions of an image's size as a number, which a trace holds: no need to try.
-    fixed = _generates(inner) or getattr(config, "model_type", None) == "perceiver"
-    if not fixed and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
+    if (
+        not _generates(inner)
+        and family_of(config).any_image_size
+        and _computes_at_any_size(module, shape, masked=masked, others=others or {})
+    ):
         named |= dict(enumerate(IMAGE_AXES, start=2))
         # Axes of one size would become one axis.
         width += _IMAGE_STEP if height == width else 0
@@ -241,6 +223,16 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
     return {"height": height + higher, "width": max(width + wider, _IMAGE_STEP)}
 
 
+def point_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
+    """Other numbers of points in an image for the case `index`; nothing for a graph without such axes."""
+    if not {"points", "each"} <= set(sizes):
+        return {}
+    # The pipeline's among them: one point a mask.
+    plans = ((0, 0), (3, -3), (-3, 1), (1, -3), (2, 2))
+    more, longer = plans[index % len(plans)]
+    return {"points": sizes["points"] + more, "each": sizes["each"] + longer}
+
+
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
     """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, or its patches,
     as many as its processor makes.
@@ -268,16 +260,11 @@ def image_size(config: Any, folder: Path | None, architecture: str = "") -> tupl
         folder: Where its processor's files are.
         architecture: Its class; what the config names when empty.
     """
-    size = getattr(_image_config(config), "image_size", None)
-    made: tuple[str, ...] = ("crop_size", "size")
-    if getattr(config, "model_type", None) == "perceiver":
-        # Its processor crops before it resizes. The config's size is that of positions that are learned, which one head has.
-        made = ("size",)
-        named = architecture or (getattr(config, "architectures", None) or [""])[0]
-        size = size if named.endswith("Learned") else None
+    family = family_of(config)
+    size = family.image_size(_image_config(config), architecture)
     if size is None and folder is not None:
         settings = _processor_settings(folder)
-        size = next((settings[name] for name in made if settings.get(name)), None)
+        size = next((settings[name] for name in family.processor_sizes if settings.get(name)), None)
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
         return int(size.get("height", edge)), int(size.get("width", edge))
@@ -381,7 +368,7 @@ def resize(
     Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. Masks
     get padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
     """
-    ends = _ENDS_OF_PHRASES if getattr(config, "max_text_len", None) is not None else ()
+    family, whole = family_of(config), config
     config = text_config(config)
     generator = torch.Generator().manual_seed(seed)
     resized: Tensors = {}
@@ -390,9 +377,6 @@ def resize(
         shape = [sizes.get(named[i], n) if i in named else n for i, n in enumerate(tensor.shape)]
         if name == "input_ids":
             resized[name] = _token_ids(shape, config, generator)
-            known = [token for token in ends if token < int(getattr(config, "vocab_size", 0))]
-            for place, token in zip(range(0, shape[-1], 3), itertools.cycle(known), strict=False):
-                resized[name][..., place] = token
         elif name in _MASKS:
             resized[name] = _padded_mask(shape, tensor.dtype)
         elif name == PIXEL_MASK:
@@ -423,20 +407,8 @@ def resize(
             end = _end_id(config)
             if end is not None:
                 ids.scatter_(-1, mask.sum(-1, keepdim=True).to(torch.int64) - 1, end)
-            if getattr(config, "model_type", None) == "longformer":
-                _separate(ids, mask, config)
+    family.fill(resized, whole)
     return resized
-
-
-def _separate(ids: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
-    """Put separators into `ids, mask: (..., tokens)`: behind a question, before a context and behind it, where Longformer's head
-    for questions counts them.
-    """
-    ids[ids == config.sep_token_id] = next(i for i in range(3) if i not in (config.sep_token_id, pad_id(config)))
-    lengths = mask.sum(-1, keepdim=True).to(torch.int64)
-    question = (lengths - 1) // 3
-    for place in (question, (question + 1).clamp(max=lengths - 1), lengths - 1):
-        ids.scatter_(-1, place, config.sep_token_id)
 
 
 def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tensors:

@@ -12,8 +12,9 @@ import torch
 
 from ..artifact.reading import read_json
 from ..errors import ExportError
+from ..interfaces.family import Sample
 from ..interfaces.wrapper import Tensors, Wrapper
-from .samples import IMAGE_AXES, SAMPLE_BATCH, Axes, parameters_of
+from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of
 
 SOUND_AXES = ("samples", "frames")
 """Axes of a waveform's samples and of a spectrogram's frames, which may have any length."""
@@ -31,7 +32,7 @@ _BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins
 _PARTS = ("encoder_config", "audio_config", "encoder", "speech_encoder")
 
 
-def sound_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Inputs for a model that reads sounds: `input_values: (batch, samples)`, or `input_features: (batch, frames, bins)`; windows of
     one length where the model has positions for that alone. With them `attention_mask`, where the model looks at it.
 

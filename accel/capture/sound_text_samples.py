@@ -10,14 +10,15 @@ import torch
 
 from ..artifact.reading import read_json
 from ..errors import ExportError
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.family import Sample
+from ..interfaces.wrapper import Wrapper
 from .image_text_samples import texts_beside
-from .samples import SAMPLE_BATCH, Axes
+from .samples import SAMPLE_BATCH
 
 _TEXTS = 3
 
 
-def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Two sounds and three texts: `input_features: (batch, channels, frames, bins)`, as many frames as the feature extractor makes of
     every sound, and `input_ids: (texts, sequence)`.
 

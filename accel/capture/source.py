@@ -12,19 +12,18 @@ from typing import Any, Literal
 import torch
 
 from ..artifact.manifest import Origin, Quantization
+from ..interfaces.family import Axes
 from ..interfaces.task_registry import task_spec
 from ..interfaces.wrapper import Tensors, Wrapper
 from .layer_outputs import TracedPlainly
 from .position_limits import position_bounds, rows_of_table, text_rows
 from .quantized_linears import record_of
-from .row_pooling import required_token
-from .samples import IMAGE_AXES, Axes, resize, usual_sizes
+from .samples import IMAGE_AXES, parameters_of, resize, usual_sizes
 
 logger = logging.getLogger(__name__)
 
 # Of 1 for tokens and 0 for padding. Not `global_attention_mask` and the like, whose rows may be 0 everywhere.
 _MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
-_GLOBAL_BY_MASK = ("longformer", "led")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class Source:
     @property
     def required(self) -> dict[str, int]:
         """Tokens that each row of an input must hold, by input."""
-        token = required_token(self.model.unwrapped if isinstance(self.model, Wrapper) else self.model)
+        token = self.model.required_token if isinstance(self.model, Wrapper) else None
         return {} if token is None else {"input_ids": token}
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
@@ -113,8 +112,8 @@ class Source:
             return {}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         positions = {"position_ids": position_bounds(model.get_decoder() if encodes and stateful else model)}
-        # Longformer's and LED's own mask says by a 2 which tokens see all others.
-        most = 2 if getattr(config, "model_type", None) in _GLOBAL_BY_MASK else 1
+        # Where some tokens see all others (Longformer, LED), a 2 in the mask says so.
+        most = 2 if "global_attention_mask" in parameters_of(model) else 1
         others = positions | dict.fromkeys(_MASKS, (0, most))
         generates = task_spec(self.task).generates
         senses = hasattr(config, "vision_config") or hasattr(config, "audio_config")

@@ -21,8 +21,11 @@ from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_settings
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
+from ..interfaces.family import Axes
+from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
 from ..interfaces.task_spec import TaskSpec
+from ..interfaces.wrapper import Wrapper
 from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
@@ -32,7 +35,7 @@ from .process_lock import alone
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
 from .row_pooling import answering_by_row
-from .samples import Axes, check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
+from .samples import check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .source import Source
 from .speech_samples import longest_sound
@@ -98,9 +101,10 @@ def load_source(
         folder = model.folder
         module = _load_module(folder, spec, config, hub, weights)
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
-    module = answering_by_row(module.eval())
+    family = family_of(getattr(module, "config", None))
+    module = family.traced_module(answering_by_row(module)).eval()
     if config.output_hidden_states or config.output_attentions:
-        if spec.generates or not work.traced_as_is:
+        if spec.generates or not work.traced_as_is or (isinstance(module, Wrapper) and not module.returns_layers):
             raise TaskError(
                 f"A graph for {spec.name} returns no hidden states or attentions.",
                 fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
@@ -117,7 +121,8 @@ def load_source(
     if sample is None:
         # From the start again: a model that is loaded may have drawn, one in memory has not.
         with same_draws():
-            example, axes, unused = work.sample(module, folder) or default_sample(module, folder)
+            inner = module.unwrapped if isinstance(module, Wrapper) else module
+            example, axes, unused = family.sample(inner, work.sample(module, folder) or default_sample(module, folder))
     else:
         check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
@@ -140,7 +145,9 @@ def load_source(
         origin=origin,
         example=example,
         axes=axes,
-        max_sizes=max_sizes_of(module, axes) | longest_sound(module, axes),
+        max_sizes=max_sizes_of(module, axes)
+        | longest_sound(module, axes)
+        | family.max_sizes(module.unwrapped if isinstance(module, Wrapper) else module, axes),
         unused_inputs=unused,
         own_defaults=own,
         dtype=config.dtype,

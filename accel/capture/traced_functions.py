@@ -15,11 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-# Models that in float16 ask at each layer whether a number overflowed, and then cut all of them off a little below the largest.
-_CUT_OFF = (
-    "autoformer", "bart", "bigbird_pegasus", "blenderbot-small", "informer", "led", "longt5", "marian", "mvp", "nllb-moe",
-    "pix2struct", "plbart", "time_series_transformer",
-)  # fmt: skip
 # So many places along a side has no map of an image that is pooled.
 _WIDEST = 512
 
@@ -77,6 +72,9 @@ def _item(original: Function, answers: list[bool]) -> Function:
     """Booleans that a model reads from its data are what they were in other calls; see `steady_answers`."""
 
     def item(self: torch.Tensor) -> Any:
+        branch = vars(self).get("branch")
+        if branch is not None:
+            return branch
         return answers.pop(0) if answers and self.dtype == torch.bool else original(self)
 
     return item
@@ -149,39 +147,36 @@ def _covers(side: Any, size: Any) -> bool:
     return bool(side >= _WIDEST or (isinstance(size, int) and side >= size))
 
 
-def _overflowing(original: Function) -> Function:
-    """`isfinite` and `isinf` of models in `_CUT_OFF`: what a layer in float16 cuts off where a number overflowed is cut off in every
-    call, which changes numbers between 64,504 and 65,504 where none did (BART's).
+def _overflows(original: Function) -> Function:
+    """`isfinite` and `isinf`: what a layer in float16 cuts off where a number overflowed is cut off in every call, which changes numbers
+    between 64,504 and 65,504 where none did (BART's). Layers that select by the answer as a tensor (T5's) read the right one.
     """
 
-    def answer(tensor: torch.Tensor) -> Any:
-        return _Overflowing() if is_fake(tensor) and tensor.dtype == torch.float16 else original(tensor)
+    def overflows(tensor: torch.Tensor) -> Any:
+        found = original(tensor)
+        if is_fake(tensor) and tensor.dtype == torch.float16:
+            found.all = functools.partial(_decided, torch.Tensor.all, found, False)
+            found.any = functools.partial(_decided, torch.Tensor.any, found, True)
+        return found
 
-    return answer
-
-
-class _Overflowing:
-    """Whether numbers are finite, for code that asks for all of them alone, and whether they are infinite, for code that asks for any: not
-    all are finite.
-    """
-
-    def all(self) -> bool:
-        """What a branch is decided by that asks for finite numbers."""
-        return False
-
-    def any(self) -> bool:
-        """What a branch is decided by that asks for infinite ones."""
-        return True
+    return overflows
 
 
-def _span(_: Function) -> Function:
-    """DeBERTa's distances count as far as the text is long, a size; the original makes a tensor of it, whose value would decide."""
+def _decided(reduce: Function, found: torch.Tensor, answer: bool) -> Any:
+    """A reduced tensor that decides a branch in one way, whatever it holds."""
+    decided: Any = reduce(found)
+    decided.branch = answer
+    return decided
 
-    def span(query: torch.Tensor, key: torch.Tensor, farthest: int) -> Any:
-        longest = torch.sym_max(query.shape[-2], key.shape[-2])  # type: ignore[no-untyped-call]
-        return torch.sym_min(longest, farthest)  # type: ignore[no-untyped-call]
 
-    return span
+def _bool(original: Function) -> Function:
+    """What a branch is decided by, where `_decided` says it."""
+
+    def truth(self: torch.Tensor) -> bool:
+        branch: bool | None = vars(self).get("branch")
+        return original(self) if branch is None else branch
+
+    return truth
 
 
 StandIn = tuple[Any, str, Callable[[Function], Function]]
@@ -193,6 +188,9 @@ _STAND_INS: tuple[StandIn, ...] = (
     (torch.Tensor, "__len__", _length),
     (torch, "div", _div),
     (torch, "gather", _gather),
+    (torch, "isfinite", _overflows),
+    (torch, "isinf", _overflows),
+    (torch.Tensor, "__bool__", _bool),
     (torch.nn.functional, "one_hot", _one_hot),
     (torch.nn.functional, "avg_pool2d", functools.partial(_pool2d, whole=torch.mean)),
     (torch.nn.functional, "max_pool2d", functools.partial(_pool2d, whole=torch.amax)),
@@ -200,21 +198,14 @@ _STAND_INS: tuple[StandIn, ...] = (
 
 
 @contextmanager
-def traceable(config: Any = None, answers: Sequence[bool] = ()) -> Iterator[None]:
+def traceable(answers: Sequence[bool] = ()) -> Iterator[None]:
     """Put the stand-ins in their places until the trace ends.
 
     Args:
-        config: Of the transformers model.
         answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
     """
     chosen: list[StandIn] = [*_STAND_INS]
     chosen.append((torch.Tensor, "item", functools.partial(_item, answers=list(answers))))
-    if getattr(config, "model_type", None) in _CUT_OFF:
-        chosen += [(torch, "isfinite", _overflowing), (torch, "isinf", _overflowing)]
-    if getattr(config, "model_type", None) == "deberta":
-        from transformers.models.deberta import modeling_deberta
-
-        chosen.append((modeling_deberta, "compute_attention_span", _span))
     with ExitStack() as stack:
         for owner, name, make in chosen:
             original = getattr(owner, name)
@@ -246,40 +237,3 @@ def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:
     finally:
         torch.Tensor.item = original  # type: ignore[method-assign]
     return tuple(heard[0]) if all(one == heard[0] for one in heard) else ()
-
-
-@contextmanager
-def one_language(model: torch.nn.Module) -> Iterator[None]:
-    """X-MOD with the adapters of its default language alone, which calls that name none go through: a graph would look for rows of each
-    other language in every call, and find none.
-    """
-    language: Any = getattr(getattr(model, "config", None), "default_language", None)
-    layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "XmodOutput"]
-    all_languages = [layer.adapter_modules for layer in layers]
-    for layer in layers:
-        if language in layer.adapter_modules:
-            layer.adapter_modules = torch.nn.ModuleDict({language: layer.adapter_modules[language]})
-    try:
-        yield
-    finally:
-        for layer, adapters in zip(layers, all_languages, strict=True):
-            layer.adapter_modules = adapters
-
-
-@contextmanager
-def whole_patches(model: torch.nn.Module) -> Iterator[None]:
-    """FocalNet with images that are padded to whole patches in every call, where a trace would keep what its sample needed."""
-    layers: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "FocalNetPatchEmbeddings"]
-    for layer in layers:
-        layer.maybe_pad = functools.partial(_pad_to_patches, layer.patch_size)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.maybe_pad
-
-
-def _pad_to_patches(patch_size: Sequence[int], pixel_values: torch.Tensor, height: Any, width: Any) -> torch.Tensor:
-    """An image `(batch, channels, height, width)` with zeros on the right and below, up to whole patches."""
-    tall, wide = (size * ((n + size - 1) // size) - n for n, size in zip((height, width), patch_size, strict=True))
-    return torch.nn.functional.pad(pixel_values, (0, wide, 0, tall))

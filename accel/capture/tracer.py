@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import ExportConfig
 from ..errors import ExportError
-from ..families.windowed_attention import windowed
+from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import task_spec
+from ..interfaces.wrapper import Wrapper
 from ..upstream.library_output import quiet
 from .graph_repairs import (
     divide_sizes,
@@ -32,7 +33,7 @@ from .quantized_linears import symbolic_layers
 from .recurrence import recurrent
 from .samples import IMAGE_AXES, resize
 from .source import Source
-from .traced_functions import one_language, steady_answers, traceable, whole_patches
+from .traced_functions import steady_answers, traceable
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -142,10 +143,8 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
     def attempt(answers: Sequence[bool]) -> Any:
         with (
             quiet(),
-            traceable(source.config, answers),
-            windowed(source.model),
-            whole_patches(source.model),
-            one_language(source.model),
+            traceable(answers),
+            replaced(source.model),
             _without_cache(source),
             _simple_sizes(source),
             _without_stack_traces(),
@@ -165,6 +164,21 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
         return attempt(answers)
     except Exception as error:
         raise _trace_error(source, error) from error
+
+
+@contextmanager
+def replaced(model: torch.nn.Module) -> Iterator[None]:
+    """The model with the replacements of its family, and its own attributes again afterwards."""
+    inner: Any = model.unwrapped if isinstance(model, Wrapper) else model
+    with ExitStack() as stack:
+        for owner, name, value in family_of(getattr(inner, "config", None)).replacements(inner):
+            # Modules in a module are attributes that `vars` does not show.
+            if name in vars(owner) or name in vars(owner).get("_modules", ()):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager

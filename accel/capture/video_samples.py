@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
-from ..interfaces.wrapper import Tensors, Wrapper
-from .samples import SAMPLE_BATCH, Axes, image_size
+from ..interfaces.family import Sample
+from ..interfaces.wrapper import Wrapper
+from .samples import SAMPLE_BATCH, image_size
 
 _FRAMES = ("num_frames", "frames_per_clip")
 _NAMES = ("pixel_values", "pixel_values_videos")
 
 
-def video_sample(module: torch.nn.Module, folder: Path | None) -> tuple[Tensors, Axes, tuple[str, ...]]:
+def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Two videos, `(batch, frames, channels, height, width)`, by the name that the model has for them.
 
     Raises:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
+from ..interfaces.family_registry import family_of
+from ..upstream.auto_models import model_type_of
 from ..upstream.library_output import quiet
 from .batches import Encoded, images_of
 from .columns import inner
@@ -23,7 +25,6 @@ _BOX = ("bbox", "bboxes", "boxes", "box")
 _CATEGORY = ("category", "categories", "category_id", "label", "labels", "class", "class_label")
 _CROWD = ("iscrowd", "is_crowd")
 _UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
-_SIGLIP_TOKENS = 64  # SigLIP reads texts of this length, padding included, as transformers' pipeline makes them
 
 
 def encode_pictures(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
@@ -114,8 +115,9 @@ def with_each(rows: Rows, processor: Any, candidates: Sequence[str], max_length:
 def tokenized(processor: Any, candidates: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
     """Texts as transformers' pipeline for such models tokenizes them: `(texts, sequence) int64`."""
     tokenizer = processor.tokenizer
-    if "siglip" in type(processor).__name__.lower():
-        options: dict[str, Any] = {"padding": "max_length", "max_length": _SIGLIP_TOKENS, "truncation": True}
+    length = family_of({"model_type": model_type_of(processor)}).fixed_text_length
+    if length is not None:
+        options: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
     else:
         limit = max_length or (tokenizer.model_max_length if tokenizer.model_max_length < _UNLIMITED else None)
         options = {"padding": True, "max_length": limit, "truncation": limit is not None}

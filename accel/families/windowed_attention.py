@@ -7,15 +7,13 @@ While a model is traced, its layers compute the same from blocks of tokens, for 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ..errors import ExportError
+from ..interfaces.family import Replacement
 
 
 def _attend(
@@ -128,46 +126,14 @@ def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ..
     return 0, *inputs.values()
 
 
-def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
-    """How many tokens are before the first separator, `(batch,)`: those of the question.
+def replacements(attention: type, encoder: type) -> list[Replacement]:
+    """What a trace needs of the layers' class and of the class that pads to windows."""
+    # Whether any token sees all, which the attention here does not read.
+    item = torch.Tensor.item
 
-    transformers refuses texts that have not three separators, which a graph cannot.
-    """
-    return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
+    def answer(tensor: torch.Tensor) -> Any:
+        return False if tensor.dtype == torch.bool else item(tensor)
 
-
-@contextmanager
-def windowed(model: torch.nn.Module) -> Iterator[None]:
-    """The model with attention that a trace can follow, and its own again afterwards; nothing happens to models without windows."""
-    classes: dict[str, Any] = {type(module).__name__: type(module) for module in model.modules()}
-    found: list[tuple[Any, str, Any]] = [
-        (classes[name], method, ours) for name, method, ours in _METHODS if name in classes
-    ]
-    if found:
-        # Whether any token sees all, which the attention here does not read.
-        found.append((torch.Tensor, "item", _item(torch.Tensor.item)))
-    if "LongformerModel" in classes:
-        module = sys.modules[classes["LongformerModel"].__module__]
-        found.append((module, "_get_question_end_index", _first_separator))
-    replaced = [(owner, name, getattr(owner, name), ours) for owner, name, ours in found]
-    for owner, name, _, ours in replaced:
-        setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        for owner, name, original, _ in replaced:
-            setattr(owner, name, original)
-
-
-def _item(original: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """What a tensor of one value holds; of a boolean that is not looked at, no."""
-    return lambda tensor: False if tensor.dtype == torch.bool else original(tensor)
-
-
-_METHODS: tuple[tuple[str, str, Any], ...] = (
-    ("LongformerSelfAttention", "forward", _attend),
-    ("LEDEncoderSelfAttention", "forward", _attend),
-    ("LongformerModel", "_pad_to_window_size", _unpadded),
-    ("LEDEncoder", "_pad_to_window_size", _unpadded),
-)
-"""Classes of transformers (5.23 and 5.24), and what stands in for a method."""
+    return [
+        (attention, "forward", _attend), (encoder, "_pad_to_window_size", _unpadded), (torch.Tensor, "item", answer)
+    ]  # fmt: skip

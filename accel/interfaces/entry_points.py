@@ -1,4 +1,4 @@
-"""Entry points of installed distributions: how backends and tasks are listed without importing them."""
+"""Entry points of installed distributions: how backends, tasks and families are listed without importing them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 BACKENDS = "accel.backends"
 TASKS = "accel.tasks"
+FAMILIES = "accel.families"
 
 
 def entry_points(group: str) -> tuple[metadata.EntryPoint, ...]:
@@ -20,7 +21,7 @@ def entry_points(group: str) -> tuple[metadata.EntryPoint, ...]:
     return _entries(metadata.entry_points, group, tuple((folder, _changed(folder)) for folder in sys.path))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def _entries(
     read: Callable[..., Iterable[metadata.EntryPoint]], group: str, _folders: tuple[tuple[str, float], ...]
 ) -> tuple[metadata.EntryPoint, ...]:

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .family import Sample as Sample  # what `Task.sample` returns
 from .task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
-
-Sample = tuple[dict[str, "torch.Tensor"], Mapping[str, Mapping[int, str]], tuple[str, ...]]
-"""Inputs by name, their axes that vary by input and place, and the inputs of a tokenizer that the model has no use for."""
 
 
 class Task:

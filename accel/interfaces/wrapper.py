@@ -1,10 +1,10 @@
-"""A module around a transformers model, traced in its place; what is put around one stands in a module of its own."""
+"""A module around a transformers model, traced in its place."""
 
 from __future__ import annotations
 
 import torch
 
-Tensors = dict[str, torch.Tensor]
+from .family import Tensors as Tensors  # most wrappers return them
 
 
 class Wrapper(torch.nn.Module):
@@ -19,3 +19,13 @@ class Wrapper(torch.nn.Module):
     def unwrapped(self) -> torch.nn.Module:
         """The transformers model itself."""
         return self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
+
+    @property
+    def required_token(self) -> int | None:
+        """The token that each row of `input_ids` must hold; `None` where any rows will do."""
+        return self.model.required_token if isinstance(self.model, Wrapper) else None
+
+    @property
+    def returns_layers(self) -> bool:
+        """Whether hidden states and attentions of single layers come out, where they are asked for."""
+        return self.model.returns_layers if isinstance(self.model, Wrapper) else True

@@ -24,6 +24,7 @@ from ..decoding.next_token import TokenChoice
 from ..decoding.step import INTEGERS, DecoderStep, TokenSteps
 from ..decoding.token_loop import LiveRows, decode_rows
 from ..errors import ConfigError, InputError
+from ..interfaces.family_registry import family_of
 from ..interfaces.protocols import Feeds, Session
 from ..interfaces.session_contract import check_filled, check_readable
 from ..upstream.cache_names import CACHE_NAME
@@ -34,14 +35,6 @@ from .outputs import fast_output, numpy_too
 
 logger = logging.getLogger(__name__)
 
-# Architectures whose tokens get their positions by the mask where none are given; those of others by their place.
-_COUNTS_BY_MASK = ("opt",)
-# Those whose tokens count those before them that are no padding, whatever the mask says, from behind the position of padding.
-_COUNTS_BY_TOKENS = (
-    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-# Those whose angles change with the length of a text, so that keys of a shorter one are computed again.
-_ANGLES_BY_LENGTH = ("phi3", "phi4_multimodal", "phimoe")
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
 # The mask of the longest text is made at its start.
@@ -71,18 +64,15 @@ class Generator(ORTModel, GenerateHooks):
         self.can_crop = component.croppable
         self._unused = frozenset(component.unused_inputs)
         self._limited = None
-        # Reading a config is slow.
-        kind = getattr(self.config, "model_type", None)
-        self._short = _length_of_short_texts(self.config) if kind in _ANGLES_BY_LENGTH else None
+        self._short = _length_of_short_texts(self.config) if family_of(self.config).recomputes_long_texts else None
         self._open_decoder(self._opened.sessions[self._decoder])
 
     def _open_decoder(self, session: Session) -> None:
         """Run the decoder's steps with a session."""
-        kind = getattr(self.config, "model_type", None)
         self.decoder_step = DecoderStep(
             session,
             self.artifact.component(self._decoder),
-            counts="mask" if kind in _COUNTS_BY_MASK else "tokens" if kind in _COUNTS_BY_TOKENS else "place",
+            counts=family_of(self.config).positions,
             padding=getattr(self.config, "pad_token_id", None) or 0,
             embed=self._embed,
         )

@@ -11,13 +11,11 @@ import torch
 
 from ..data.defaults import with_defaults
 from ..errors import InputError, did_you_mean
+from ..interfaces.family_registry import family_of
 from .losses import TARGETS
 
 # Arguments of a transformers model that choose what it returns; a graph cannot change that.
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
-# Kinds of models that make a mask of the padding they find where they are given none; all others attend to every token then. The first
-# two count what is no padding, and attend to as many tokens from the left.
-_COUNT_PADDING = {"xlm": True, "flaubert": True, "dpr": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,9 @@ class Inputs:
         if not hasattr(text, "max_2d_position_embeddings"):
             # BROS, which has no such table, refuses texts without places.
             own.add("bbox")
-        if kind in _COUNT_PADDING and "attention_mask" in self.names - feeds.keys() and "input_ids" in feeds:
-            feeds = {**feeds, "attention_mask": _mask_from_padding(feeds["input_ids"], self.config)}
+        if "attention_mask" in self.names - feeds.keys() and "input_ids" in feeds:
+            mask = family_of(self.config).default_mask(feeds["input_ids"], self.config)
+            feeds = feeds if mask is None else {**feeds, "attention_mask": mask}
         if "position_ids" in self.names - feeds.keys() and "input_ids" in feeds and _rotates_by_distance(text):
             ids = feeds["input_ids"]
             feeds = {**feeds, "position_ids": torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)}
@@ -147,14 +146,6 @@ def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
             fix=f"run the model with transformers, or {truncate}.",
         )
     return InputError(f"{name!r} has {tokens} tokens; the model has {limit} positions.", fix=f"{truncate}.")
-
-
-def _mask_from_padding(ids: torch.Tensor, config: Any) -> torch.Tensor:
-    """Where the tokens `(batch, sequence)` are that these models attend to when they are given no mask: `(batch, sequence) int64`."""
-    kept: torch.Tensor = ids != getattr(config, "pad_index", config.pad_token_id)
-    if _COUNT_PADDING[config.model_type]:
-        kept = torch.arange(kept.shape[-1], device=kept.device) < kept.sum(dim=-1, keepdim=True)
-    return kept.to(torch.int64)
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

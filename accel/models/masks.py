@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..capture.mask_samples import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..errors import InputError, TaskError
+from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.protocols import Session
 from .base import ORTModel
 from .outputs import fast_output, numpy_too

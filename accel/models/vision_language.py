@@ -9,7 +9,7 @@ import torch
 
 from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
-from ..families.image_tiles import reads_tiles, whole_tiles
+from ..interfaces.family_registry import family_of
 from ..interfaces.protocols import Feeds
 from ..upstream.cache_names import CACHE_NAME
 from .generation_mixin import Generator, tensor_of
@@ -94,7 +94,7 @@ class ORTModelForImageTextToText(Generator):
     def _images(self, pixel_values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The images, or the tiles that are not empty: `(images, channels, height, width)`."""
         pixel_values = tensor_of("pixel_values", pixel_values)
-        tiled = reads_tiles(self.config)
+        tiled = family_of(self.config).tiles
         rank = 5 if tiled else 4
         if pixel_values.ndim != rank:
             raise InputError(
@@ -105,7 +105,7 @@ class ORTModelForImageTextToText(Generator):
         if not tiled:
             self._check_rest({"pixel_attention_mask": mask})
             return pixel_values
-        tiles, whole = whole_tiles(pixel_values, mask)
+        tiles, whole = _whole_tiles(pixel_values, mask)
         if not whole:
             raise InputError(
                 "pixel_attention_mask has zeros: tiles are padded, which the graph does not take.",
@@ -131,3 +131,23 @@ class ORTModelForImageTextToText(Generator):
                     fix="make prompt and images with one call of the model's processor, and do not truncate image tokens.",
                 )
         return embeds.masked_scatter(places.unsqueeze(-1).to(embeds.device), features.to(embeds.dtype))
+
+
+def _whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+    """The tiles of a batch that are not empty, in their order, and whether none of them is padded.
+
+    Args:
+        pixels: `(batch, tiles, channels, height, width)`; a tile of zeros is none.
+        mask: `(batch, tiles, height, width)`, 0 for padding; no padding when `None`.
+
+    Raises:
+        InputError: A mask of other tiles.
+    """
+    if mask is not None and mask.shape != (*pixels.shape[:2], *pixels.shape[3:]):
+        raise InputError(
+            f"pixel_attention_mask is {tuple(mask.shape)}, and pixel_values are {tuple(pixels.shape)}.",
+            fix="make both with one call of the model's processor, or leave the mask out where no tile is padded.",
+        )
+    tiles = pixels.flatten(0, 1)
+    there = (tiles != 0).flatten(1).any(1)
+    return tiles[there], mask is None or bool(mask.flatten(0, 1)[there].all())

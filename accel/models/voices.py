@@ -10,17 +10,8 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..capture.waveform_samples import (
-    FRAMES,
-    LATENTS,
-    NOISE,
-    SPEAKER,
-    TEXT_ENCODER,
-    WAVEFORM_DECODER,
-    laid_out,
-    lengths_of,
-)
 from ..errors import InputError, TaskError
+from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
 from ..interfaces.protocols import Session
 from .base import ORTModel
 from .outputs import fast_output, numpy_too
@@ -118,9 +109,9 @@ class ORTModelForTextToWaveform(ORTModel):
             given[NOISE] = drawn * self.noise_scale_duration
         encoded = self._run(given)
         durations = torch.ceil(torch.exp(encoded["log_durations"]) * mask * (1 / rate))
-        means, variances = (laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
+        means, variances = (_laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
         latents = means + torch.randn_like(means) * torch.exp(variances) * self.noise_scale
-        lengths = lengths_of(durations)
+        lengths = _lengths_of(durations)
         sound = self._decode(latents, lengths, speaker)
         values = {
             "waveform": sound["waveform"],
@@ -170,3 +161,22 @@ class ORTModelForTextToWaveform(ORTModel):
 
 
 _PRIORS = ("prior_means", "prior_log_variances")
+
+
+def _laid_out(per_token: torch.Tensor, durations: torch.Tensor) -> torch.Tensor:
+    """Values of tokens `(batch, sequence, channels)` as those of frames `(batch, frames, channels)`, each as long as its token lasts;
+    rows that end earlier are zero behind their end.
+    """
+    ends = durations.cumsum(-1)
+    lengths = _lengths_of(durations)
+    frames = torch.arange(int(lengths.max()), device=per_token.device)
+    # How many tokens have ended at a frame is which token it is of.
+    token = (ends[:, None, :] <= frames[None, :, None]).sum(-1).clamp(max=per_token.shape[1] - 1)
+    found = per_token.gather(1, token[..., None].expand(-1, -1, per_token.shape[-1]))
+    # A row of no duration at all still has one frame, which is of no token.
+    return found * (frames < ends[:, -1:]).unsqueeze(-1)
+
+
+def _lengths_of(durations: torch.Tensor) -> torch.Tensor:
+    """How many frames each row has, `(batch,)`; one at least."""
+    return durations.sum(-1).clamp(min=1).long()

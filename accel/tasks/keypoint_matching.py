@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ..capture.image_text_samples import pair_sample
-from ..families.keypoint_matchers import KeypointMatcher
 from ..interfaces.task import Sample, Task
 from ..models.images import ORTModelForKeypointMatching
 
@@ -18,6 +17,3 @@ class KeypointMatching(Task):
 
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return pair_sample(module, folder)
-
-    def traced(self, module: Any) -> Any:
-        return KeypointMatcher(module)

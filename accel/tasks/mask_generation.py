@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ..capture.mask_samples import mask_parts, mask_sample
-from ..interfaces.task import Sample, Task
+from ..capture.generation_graphs import family_parts
+from ..interfaces.task import Task
 from ..models.masks import ORTModelForMaskGeneration
 
 
@@ -16,8 +15,5 @@ class MaskGeneration(Task):
 
     model = ORTModelForMaskGeneration
 
-    def sample(self, module: Any, folder: Path | None) -> Sample | None:
-        return mask_sample(module, folder)
-
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
-        return mask_parts(source)
+        return family_parts(source)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ..capture.waveform_samples import waveform_parts, waveform_sample
-from ..interfaces.task import Sample, Task
+from ..capture.generation_graphs import family_parts
+from ..interfaces.task import Task
 from ..models.voices import ORTModelForTextToWaveform
 
 
@@ -16,8 +15,5 @@ class TextToAudio(Task):
 
     model = ORTModelForTextToWaveform
 
-    def sample(self, module: Any, folder: Path | None) -> Sample | None:
-        return waveform_sample(module, folder)
-
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
-        return waveform_parts(source)
+        return family_parts(source)

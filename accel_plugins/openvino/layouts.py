@@ -23,8 +23,8 @@ from accel.artifact import (
     check_file,
     lost_manifest,
 )
-from accel.artifact.end_tokens import with_equal_counts
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
+from accel.interfaces.family_registry import max_text_sizes
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.specs import GENERATING
 from accel.interfaces.task_registry import infer_task, read_config
@@ -52,8 +52,6 @@ _DECODER_AXES = {
     "encoder_attention_mask": ("batch", "encoder_sequence"),
     "encoder_hidden_states": ("batch", "encoder_sequence"),
 }
-# Their position tables start counting behind the padding row (transformers, modeling_roberta.py).
-_SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
 
 
 class OpenVinoFolderReader:
@@ -111,7 +109,6 @@ def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
     components = []
     for name, model in read.items():
         component = made[name](name, model, config, folder / models[name])
-        component = replace(component, inputs=with_equal_counts(component.inputs, architecture, root))
         files = tuple(
             _stamp(path, root) for path in (folder / models[name], (folder / models[name]).with_suffix(".bin"))
         )
@@ -203,7 +200,7 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
         files=(),
         inputs=inputs,
         outputs=outputs,
-        max_sizes=_max_sizes(config) if name == "model" else {},
+        max_sizes=max_text_sizes(config) if name == "model" else {},
     )
 
 
@@ -299,7 +296,7 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
             fix="copy the config.json of the model that was exported beside it.",
         )
     size = words.get_length() if words.is_static else "vocabulary"
-    limit = _max_sizes(config).get("sequence")
+    limit = max_text_sizes(config).get("sequence")
     bounds = None if vocabulary is None else (0, vocabulary - 1)
     made = [TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size))]
     made += [
@@ -399,14 +396,3 @@ def _image_sizes(config: dict[str, Any]) -> dict[str, int]:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, int) for one in pair):
         return {}
     return dict(zip(("height", "width"), pair, strict=True))
-
-
-def _max_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """The length limit of models with learned absolute positions, from their config."""
-    limit = config.get("max_position_embeddings")
-    rotary = "rope_theta" in config or "rope_parameters" in config or config.get("position_biased_input") is False
-    if not isinstance(limit, int) or rotary:
-        return {}
-    shifted = config.get("model_type") in _SHIFTED
-    pad = config.get("pad_token_id")
-    return {"sequence": limit - (pad if isinstance(pad, int) else 1) - 1 if shifted else limit}

@@ -16,8 +16,9 @@ from transformers import GenerationMixin
 import accel
 from accel.artifact import Artifact
 from accel.errors import InputError
+from accel.families import MODULES
+from accel.interfaces.family_registry import family_of
 from accel.interfaces.task_registry import all_tasks
-from accel.models.generation_mixin import _ANGLES_BY_LENGTH
 from accel.testing.generators import save_generator, tiny_generator
 from accel.upstream.generate_hooks import GenerateHooks
 from tests.sweep.cases import pairs
@@ -138,7 +139,7 @@ def test_what_the_table_of_overrides_names_exists() -> None:
 def test_models_whose_angles_change_are_known_by_their_override() -> None:
     classes = {name for name, how in HONOURED[PREPARE].items() if "Phi-3" in how or name == "Phi3ForCausalLM"}
     kinds = {getattr(transformers, name).config_class.model_type for name in classes}
-    assert kinds == set(_ANGLES_BY_LENGTH)
+    assert kinds == {kind for kind in MODULES if family_of({"model_type": kind}).recomputes_long_texts}
 
 
 def padded_in_front() -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ from test_pictures import TOLERANCE, differs, picture
 
 import accel
 from accel.artifact import Artifact
-from accel.capture.mask_samples import mask_sample
 from accel.errors import ConfigError, ExportError, InputError
 
 TASK = "mask-generation"
@@ -163,8 +162,7 @@ def test_saved_and_loaded(
     assert torch.equal(again(**inputs).pred_masks, model(**inputs).pred_masks)
 
 
-def test_other_models_are_refused() -> None:
-    model = torch.nn.Linear(2, 2)
-    model.config = transformers.ViTConfig()  # type: ignore[assignment]
-    with pytest.raises(ExportError, match="other parts than SAM"):
-        mask_sample(model, None)
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    model = transformers.ViTModel(transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ExportError, match="does not know the parts of a ViTModel"):
+        accel.export(model, tmp_path / "out", task=TASK)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.models.auto import modeling_auto
 
-from accel.families.image_tiles import reads_tiles
+from accel.interfaces.family_registry import family_of
 from accel.interfaces.task_registry import task_spec
 
 from .building import NotBuilt, first_line
@@ -330,7 +330,7 @@ def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
         raise NotBuilt("says no image token")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     batch = ids.shape[0]
-    tiles = (1,) if reads_tiles(config) else ()
+    tiles = (1,) if family_of(config).tiles else ()
     pixels = torch.randn((batch, *tiles, *_image_shape(config)), generator=draw)
     try:
         with torch.inference_mode():

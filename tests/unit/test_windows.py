@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from accel.capture.tracer import replaced
 from accel.errors import ExportError
-from accel.families.windowed_attention import windowed
 from accel.testing.models import rescale
 
 WINDOW = 8
@@ -62,7 +62,7 @@ def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
 def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """What transformers' own attention answers, and ours."""
     expected = model(**inputs)[0]
-    with windowed(model):
+    with replaced(model):
         return expected, model(**inputs)[0]
 
 
@@ -90,7 +90,7 @@ def test_tokens_that_see_all_change_the_numbers(model: Any) -> None:
 def test_a_layer_answers_padding_with_zeros() -> None:
     layer = made("LongformerModel").encoder.layer[0].attention.self
     mask = torch.tensor([[0.0, 1.0, 0.0, -1.0], [-1.0, -1.0, 0.0, 0.0]])
-    with windowed(layer), torch.inference_mode():
+    with replaced(layer), torch.inference_mode():
         found = layer(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)), mask, mask < 0, mask > 0)[0]
     assert torch.equal(found.abs().amax(dim=2) == 0, mask < 0)
 
@@ -106,14 +106,14 @@ def test_a_question_ends_at_the_first_separator() -> None:
 
 
 def test_attentions_are_refused(model: Any) -> None:
-    with windowed(model), pytest.raises(ExportError, match="attentions of windows cannot be exported"):
+    with replaced(model), pytest.raises(ExportError, match="attentions of windows cannot be exported"):
         model(**rows(WINDOW, "none"), output_attentions=True)
 
 
 def test_the_models_own_attention_comes_back(model: Any) -> None:
     inputs = rows(WINDOW, "none")
     before = type(model)._pad_to_window_size, torch.Tensor.item
-    with pytest.raises(ExportError), windowed(model):
+    with pytest.raises(ExportError), replaced(model):
         model(**inputs, output_attentions=True)
     assert (type(model)._pad_to_window_size, torch.Tensor.item) == before
     assert model(**inputs, output_attentions=True).attentions is not None
@@ -121,5 +121,5 @@ def test_the_models_own_attention_comes_back(model: Any) -> None:
 
 def test_models_without_windows_are_left_alone() -> None:
     before = torch.Tensor.item
-    with windowed(torch.nn.Linear(2, 2)):
+    with replaced(torch.nn.Linear(2, 2)):
         assert torch.Tensor.item is before

@@ -18,6 +18,7 @@ from ...artifact.manifest import Artifact
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
+from ...interfaces.row_tokens import with_row_tokens
 from ...interfaces.task_registry import load_task, task_spec
 from ...stages.resolution import artifact_of
 from .graph_models import (
@@ -243,7 +244,7 @@ class _TextWriter(_Writer):
             raise TaskError(
                 f"The graph takes {', '.join(others)}, which no tokenizer makes.", fix="deploy it with --layout graph."
             )
-        if any(spec.equal_counts for spec in component.inputs):
+        if any(spec.equal_counts for spec in with_row_tokens(self.artifact).components[0].inputs):
             raise TaskError(
                 "This graph answers a row from another row's tokens where they hold unequal numbers of end tokens, and Triton batches "
                 "rows of several callers.",

@@ -15,6 +15,7 @@ from ...data.labels import texts
 from ...data.pictures import Box, beside, boxes, categories, check_boxes, one_channel, pixels, with_each
 from ...data.rows import Rows
 from ...errors import InputError
+from ...interfaces.family_registry import family_of
 from .predictors import Model, Predictor
 
 IGNORED = 255
@@ -248,12 +249,9 @@ class Depths(_Pictures):
         return (float(np.abs(ratio - 1).mean()), float(within.mean()), float(((found - true) ** 2).mean()))
 
 
-_METRIC_DEPTH = ("glpn", "zoedepth", "depth_pro")
-
-
 def _estimates_relative_depth(config: Any) -> bool:
     said = getattr(config, "depth_estimation_type", None)
-    return said == "relative" if said is not None else getattr(config, "model_type", "") not in _METRIC_DEPTH
+    return said == "relative" if said is not None else not family_of(config).metric_depth
 
 
 def _fitted(inverse: np.ndarray, true: np.ndarray) -> np.ndarray:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accel.artifact.end_tokens import with_equal_counts
 from accel.artifact.manifest import Artifact, Component, Manifest, Origin
 from accel.errors import TaskError
+from accel.interfaces.family_registry import max_text_sizes
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_registry import task_spec
 
@@ -18,7 +18,6 @@ from .reading import (
     axes_of,
     external_files,
     fixed_axes,
-    max_sizes,
     named_specs,
     operator_domains,
     opset,
@@ -94,9 +93,9 @@ def _adopted(
         name="model",
         file=name,
         files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
-        inputs=with_equal_counts(inputs, architecture, folder),
+        inputs=inputs,
         outputs=named_specs(model.graph.output, axes),
-        max_sizes=max_sizes(config),
+        max_sizes=max_text_sizes(config),
         domains=operator_domains(model),
     )
     dtype, quantization = precision([model])

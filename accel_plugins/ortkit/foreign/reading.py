@@ -335,15 +335,3 @@ def operator_domains(model: onnx.ModelProto) -> tuple[str, ...]:
             for graph in (attribute.g, *attribute.graphs):
                 nodes.extend(graph.node)
     return tuple(sorted(found))
-
-
-def max_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """The length limit of models with learned absolute positions, from their config."""
-    limit = config.get("max_position_embeddings")
-    rotary = "rope_theta" in config or "rope_parameters" in config or config.get("position_biased_input") is False
-    if not isinstance(limit, int) or rotary:
-        return {}
-    # Their tables start counting behind the padding row (transformers, modeling_roberta.py).
-    shifted = config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
-    pad = config.get("pad_token_id")
-    return {"sequence": limit - (pad if isinstance(pad, int) else 1) - 1 if shifted else limit}

@@ -1,0 +1,24 @@
+"""Idefics3 and SmolVLM: an image is several tiles of one size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Family
+
+
+class Idefics3(Family):
+    """Idefics3 and SmolVLM."""
+
+    tiles = True
+
+    def image_features(self, model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Of one tile without padding. The model's own code finds the tiles that are not empty first, which no trace can follow."""
+        inner = model.model
+        found: torch.Tensor = inner.connector(inner.vision_model(pixel_values=pixel_values).last_hidden_state)
+        return found.flatten(0, -2)
+
+
+FAMILY = Idefics3()

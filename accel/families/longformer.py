@@ -1,0 +1,80 @@
+"""Longformer: windows of attention, and tokens that see all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Replacement, Tensors
+from ..interfaces.wrapper import Wrapper
+from .roberta import Roberta
+from .windowed_attention import replacements
+
+
+def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
+    """How many tokens are before the first separator, `(batch,)`: those of the question.
+
+    transformers refuses texts that have not three separators, which a graph cannot.
+    """
+    return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
+
+
+class SeparatedQuestion(Wrapper):
+    """The head for questions: the tokens before the first separator of each row attend to all others.
+
+    transformers takes every third separator of the whole batch for the first one of a row.
+    """
+
+    @property
+    def required_token(self) -> int:
+        """The separator."""
+        config: Any = self.config
+        return int(config.sep_token_id)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
+        """Run the model."""
+        if inputs.get("global_attention_mask") is None:
+            separators = input_ids == self.required_token
+            if attention_mask is not None:
+                separators = separators & (attention_mask != 0)
+            inputs["global_attention_mask"] = (separators.to(torch.int64).cumsum(1) == 0).to(torch.int64)
+        return self.model(input_ids, attention_mask=attention_mask, **inputs)
+
+
+class Longformer(Roberta):
+    """Longformer, whose table of positions is RoBERTa's."""
+
+    def row_token(self, architecture: str, config: Mapping[str, Any]) -> int | None:
+        """The separator, for the head for questions; 2 where a config leaves it out (transformers 5.24)."""
+        token = config.get("sep_token_id")
+        return (token if isinstance(token, int) else 2) if architecture.endswith("ForQuestionAnswering") else None
+
+    def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The head for questions by row."""
+        return SeparatedQuestion(model) if hasattr(model, "qa_outputs") else model
+
+    def replacements(self, model: Any) -> list[Replacement]:
+        """Attention that a trace can follow."""
+        from transformers.models.longformer import modeling_longformer as own
+
+        return [
+            *replacements(own.LongformerSelfAttention, own.LongformerModel),
+            (own, "_get_question_end_index", _first_separator),
+        ]
+
+    def fill(self, feeds: Tensors, config: Any) -> None:
+        """Separators after a question, before a context and after it, where the head for questions counts them."""
+        ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+        if ids is None or mask is None or ids.shape != mask.shape:
+            return
+        separator = config.sep_token_id
+        ids[ids == separator] = next(i for i in range(3) if i not in (separator, config.pad_token_id))
+        lengths = mask.sum(-1, keepdim=True).to(torch.int64)
+        question = (lengths - 1) // 3
+        for place in (question, (question + 1).clamp(max=lengths - 1), lengths - 1):
+            ids.scatter_(-1, place, separator)
+
+
+FAMILY = Longformer()

@@ -1,0 +1,29 @@
+"""Moonshine: speech to text, from samples of any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..interfaces.family import Family, Replacement
+
+# Kernels and strides of its three convolutions, which its config does not say.
+_CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
+
+
+def _lengths(samples: Any) -> Any:
+    for kernel, stride in _CONVOLUTIONS:
+        samples = (samples - kernel) // stride + 1
+    return samples
+
+
+class Moonshine(Family):
+    """Moonshine."""
+
+    sounds_of_any_length = True
+
+    def replacements(self, model: Any) -> list[Replacement]:
+        """Lengths in whole numbers: its own code divides floats, which are not sizes in a trace."""
+        return [(model.get_encoder(), "_get_feat_extract_output_lengths", _lengths)]
+
+
+FAMILY = Moonshine()

@@ -1,0 +1,28 @@
+"""Ovis2: tokens around an image that are looked up in its table of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Family
+
+
+class Ovis2(Family):
+    """Ovis2."""
+
+    def tokens_around_images(self, config: Any) -> list[int]:
+        """The tokens that mark the beginning and the end of an image."""
+        return list(config.visual_indicator_token_ids or ())
+
+    def embeddings(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens around images from the last rows of the table of images, as in every call with one."""
+        found = super().embeddings(model, ids)
+        rows = model.model.visual_embeddings_table.weight[-model.config.vision_config.num_visual_indicator_tokens :]
+        for token, row in zip(self.tokens_around_images(model.config), rows, strict=False):
+            found = torch.where((ids == token).unsqueeze(-1), row.to(found.dtype), found)
+        return found
+
+
+FAMILY = Ovis2()

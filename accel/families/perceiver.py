@@ -1,0 +1,23 @@
+"""Perceiver: images by three heads, of which one has learned positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..interfaces.family import Family
+
+
+class Perceiver(Family):
+    """Perceiver. It makes its positions of an image's size as a number, which a trace would hold."""
+
+    any_image_size = False
+    # Its processor crops before it resizes.
+    processor_sizes = ("size",)
+
+    def image_size(self, config: Any, architecture: str) -> Any:
+        """The config's size is that of positions that are learned, which one head has."""
+        named = architecture or (getattr(config, "architectures", None) or [""])[0]
+        return getattr(config, "image_size", None) if named.endswith("Learned") else None
+
+
+FAMILY = Perceiver()

@@ -1,0 +1,22 @@
+"""RoBERTa and its kind: positions count tokens that are not padding, starting after `padding_idx`; the mask is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..interfaces.family import Family
+
+
+class Roberta(Family):
+    """CamemBERT, Data2Vec's texts, RoBERTa, RoBERTa-PreLayerNorm, XLM-RoBERTa and XLM-RoBERTa-XL."""
+
+    positions = "tokens"
+
+    def first_position(self, config: Mapping[str, Any]) -> int:
+        """Rows up to and with the one of padding."""
+        padding = config.get("pad_token_id")
+        return (padding if isinstance(padding, int) else 1) + 1
+
+
+FAMILY = Roberta()

@@ -1,0 +1,75 @@
+"""SAM: masks for points in images, as two graphs: embeddings of an image, computed once, and masks for any points in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Axes, Family, Part
+from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
+from ..interfaces.wrapper import Tensors, Wrapper
+
+_POINTS, _EACH = 5, 4  # masks that are asked for in an image, and points for each
+# In front, behind, around the object, and padding.
+_LABELS = (1, 0, -1, -10)
+
+
+class _ImageEncoder(Wrapper):
+    """`pixel_values` to `image_embeddings: (batch, channels, height / patch, width / patch)`.
+
+    SAM-HQ's mask decoder also reads what its first layer of global attention answers: `intermediate_embeddings: (batch, height /
+    patch, width / patch, hidden)`.
+    """
+
+    def forward(self, pixel_values: torch.Tensor) -> Tensors:
+        """Embed images."""
+        found = self.model.get_image_embeddings(pixel_values)  # type: ignore[operator]
+        if isinstance(found, torch.Tensor):
+            return {EMBEDDINGS: found}
+        return {EMBEDDINGS: found[0], INTERMEDIATE: found[1][0]}
+
+
+class _MaskDecoder(Wrapper):
+    """Embeddings and points to `pred_masks: (batch, points, masks, height, width)` and `iou_scores: (batch, points, masks)`."""
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        """Make three masks of several sizes for each group of points, and say how good each of them is."""
+        given: dict[str, Any] = dict(inputs)
+        if INTERMEDIATE in given:
+            given[INTERMEDIATE] = [given[INTERMEDIATE]]
+        found = self.model(**given)
+        return {"pred_masks": found.pred_masks, "iou_scores": found.iou_scores}
+
+
+class Sam(Family):
+    """SAM and SAM-HQ."""
+
+    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[Part, ...]:
+        """An encoder of `pixel_values: (batch, channels, height, width)`, and a decoder of its embeddings, of `input_points: (batch,
+        points, each, 2)` and `input_labels: (batch, points, each)`.
+        """
+        pixels = example["pixel_values"]
+        batch, _, height, width = pixels.shape
+        points: Tensors = {
+            "input_points": torch.rand((batch, _POINTS, _EACH, 2)) * torch.tensor([width, height]),
+            "input_labels": torch.tensor(_LABELS).expand(batch, _POINTS, _EACH).contiguous(),
+        }
+        encoder = _ImageEncoder(model).eval()
+        with torch.inference_mode():
+            dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+            embedded = encoder(pixel_values=pixels.to(dtype))
+        # Of the values that embeddings have; in float32, as all samples.
+        embedded = {name: value.float().clone() for name, value in embedded.items()}
+        named: Axes = {name: {0: "batch"} for name in embedded} | {
+            name: {0: "batch", 1: "points", 2: "each"} for name in points
+        }
+        return (
+            Part(
+                name=IMAGE_ENCODER, model=encoder, example={"pixel_values": pixels}, axes={"pixel_values": {0: "batch"}}
+            ),
+            Part(name=MASK_DECODER, model=_MaskDecoder(model).eval(), example={**embedded, **points}, axes=named),
+        )
+
+
+FAMILY = Sam()

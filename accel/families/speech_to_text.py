@@ -1,0 +1,43 @@
+"""Speech2Text: speech to text, from frames of any length."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Axes, Family, Replacement
+
+
+def _mask(convolutions: int, length: Any, mask: torch.Tensor) -> torch.Tensor:
+    """The mask `(batch, length)` of what an encoder makes of frames with a mask `(batch, frames)`."""
+    frames = mask.sum(-1, keepdim=True)
+    # Each convolution halves and rounds up: a position is real where its first frame is.
+    first = torch.arange(length, device=mask.device) * 2**convolutions
+    # A row without any frame counts as whole, as in the model's own code.
+    real: torch.Tensor = (first < frames) | (frames < 1)
+    return real.to(mask.dtype)
+
+
+class SpeechToText(Family):
+    """Speech2Text."""
+
+    sounds_of_any_length = True
+
+    def replacements(self, model: Any) -> list[Replacement]:
+        """The mask without division: its own code divides integers of the mask, which OpenVINO (2026.3) answers with other masks."""
+        masked = partial(_mask, int(model.config.num_conv_layers))
+        return [(model.get_encoder(), "_get_feature_vector_attention_mask", masked)]
+
+    def max_sizes(self, model: Any, axes: Axes) -> dict[str, int]:
+        """Frames that the encoder's positions allow. The model makes a longer table where it needs one, which a graph cannot."""
+        if not any("frames" in named.values() for named in axes.values()):
+            return {}
+        table = model.get_encoder().embed_positions
+        # Positions start after `padding_idx`.
+        positions = int(table.weights.shape[0]) - int(table.padding_idx) - 1
+        return {"frames": positions * 2 ** int(model.config.num_conv_layers)}
+
+
+FAMILY = SpeechToText()

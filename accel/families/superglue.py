@@ -1,0 +1,19 @@
+"""SuperGlue: matches of the keypoints of two images."""
+
+from __future__ import annotations
+
+import torch
+
+from ..interfaces.family import Family
+from .keypoint_matchers import KeypointMatcher
+
+
+class SuperGlue(Family):
+    """SuperGlue."""
+
+    def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The matcher, for all images of a batch at once."""
+        return KeypointMatcher(model) if hasattr(model, "_match_image_pair") else model
+
+
+FAMILY = SuperGlue()

@@ -1,0 +1,36 @@
+"""VisualBERT: a text, and features of the regions that a detector found in an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..interfaces.family import Axes, Family, Sample, Tensors
+
+
+class VisualBert(Family):
+    """VisualBERT."""
+
+    def sample(self, model: Any, sample: Sample) -> Sample:
+        """Features of regions `(batch, regions, features)`, their mask (floating-point, as its documentation has it) and their types,
+        which are all 1.
+        """
+        tensors, axes, unused = sample
+        ids = tensors["input_ids"]
+        if ids.ndim != 2:
+            return sample
+        batch, regions = ids.shape[0], ids.shape[1] + 1
+        mask = torch.ones((batch, regions))
+        mask[1::2, (regions + 1) // 2 :] = 0
+        features = torch.randn((batch, regions, model.config.visual_embedding_dim))
+        found: Tensors = {
+            "visual_embeds": features,
+            "visual_attention_mask": mask,
+            "visual_token_type_ids": torch.ones((batch, regions), dtype=torch.int64),
+        }
+        named: Axes = {name: {0: "batch", 1: "regions"} for name in found}
+        return {**tensors, **found}, {**axes, **named}, unused
+
+
+FAMILY = VisualBert()

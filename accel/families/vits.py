@@ -1,0 +1,153 @@
+"""VITS: speech made of texts in one go, as two graphs: what is said of each token and how long, and the sound of all frames.
+
+Noise is drawn, and frames are laid out, between the two: a graph that did it would answer differently each time, with sizes that it
+learns while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..interfaces.family import Axes, Family, Part, Replacement
+from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
+from ..interfaces.wrapper import Tensors, Wrapper
+
+_FRAMES = 17  # of the example that is traced
+
+
+def _spline(
+    inputs: torch.Tensor,
+    widths: torch.Tensor,
+    heights: torch.Tensor,
+    derivatives: torch.Tensor,
+    reverse: bool = False,
+    tail_bound: float = 5.0,
+    min_bin_width: float = 1e-3,
+    min_bin_height: float = 1e-3,
+    min_derivative: float = 1e-3,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splines of every value, of which those beyond the spline's ends are left as they are. VITS' own code takes apart what is inside and
+    what is not, with sizes that depend on the values.
+    """
+    from transformers.models.vits import modeling_vits
+
+    # So that the slope is 1 at both ends.
+    end = torch.full_like(derivatives[..., :1], math.log(math.exp(1 - min_derivative) - 1))
+    found, determinant = modeling_vits._rational_quadratic_spline(
+        inputs=inputs.clamp(-tail_bound, tail_bound), unnormalized_widths=widths, unnormalized_heights=heights,
+        unnormalized_derivatives=torch.cat([end, derivatives, end], dim=-1), reverse=reverse, tail_bound=tail_bound,
+        min_bin_width=min_bin_width, min_bin_height=min_bin_height, min_derivative=min_derivative,
+    )  # fmt: skip
+    inside = inputs.abs() <= tail_bound
+    return torch.where(inside, found, inputs), torch.where(inside, determinant, torch.zeros_like(determinant))
+
+
+class _GivenNoise(TorchFunctionMode):
+    """Normal noise that is drawn inside of a model is what its graph was given."""
+
+    def __init__(self, noise: torch.Tensor) -> None:
+        super().__init__()
+        self._noise = noise
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or give the noise."""
+        return self._noise if func is torch.randn else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _noise(noise: torch.Tensor | None) -> Iterator[None]:
+    if noise is None:
+        yield
+        return
+    with _GivenNoise(noise):
+        yield
+
+
+class _Speaking(Wrapper):
+    def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """`(batch, size, 1)` of who speaks; `None` where there is one voice."""
+        if SPEAKER not in inputs:
+            return None
+        embed: Callable[..., torch.Tensor] = self.model.embed_speaker  # type: ignore[assignment]
+        return embed(inputs[SPEAKER]).unsqueeze(-1)
+
+
+class _TextEncoder(_Speaking):
+    """Tokens to `prior_means` and `prior_log_variances: (batch, sequence, channels)` and `log_durations: (batch, sequence)`."""
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        """Encode texts; noise `(batch, 2, sequence)` is scaled already."""
+        model: Any = self.model
+        ids, mask, noise = inputs["input_ids"], inputs["attention_mask"], inputs.get(NOISE)
+        real = mask.unsqueeze(-1).to(model.text_encoder.embed_tokens.weight.dtype)
+        encoded = model.text_encoder(input_ids=ids, padding_mask=real, attention_mask=mask, return_dict=True)
+        hidden, across = encoded.last_hidden_state.transpose(1, 2), real.transpose(1, 2)
+        settings = {} if noise is None else {"reverse": True, "noise_scale": 1.0}
+        with _noise(noise):
+            durations = model.duration_predictor(hidden, across, self.speaker(inputs), **settings)
+        return {
+            "prior_means": encoded.prior_means,
+            "prior_log_variances": encoded.prior_log_variances,
+            "log_durations": durations.squeeze(1),
+        }
+
+
+class _Waveforms(_Speaking):
+    """Frames `(batch, channels, frames)` to `waveform: (batch, samples)` and `spectrogram: (batch, channels, frames)`."""
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        """Sound frames."""
+        model: Any = self.model
+        speaker = self.speaker(inputs)
+        mask = inputs[FRAMES].unsqueeze(1).to(inputs[LATENTS].dtype)
+        spectrogram = model.flow(inputs[LATENTS], mask, speaker, reverse=True) * mask
+        return {"waveform": model.decoder(spectrogram, speaker).squeeze(1), "spectrogram": spectrogram}
+
+
+class Vits(Family):
+    """VITS."""
+
+    def tokens_at_once(self, config: Any) -> int:
+        """The window of relative positions: a text of that length would be neither padded nor cut to it."""
+        return int(config.window_size or 0)
+
+    def replacements(self, model: Any) -> list[Replacement]:
+        """Splines that a trace can follow."""
+        from transformers.models.vits import modeling_vits
+
+        return [(modeling_vits, "_unconstrained_rational_quadratic_spline", _spline)]
+
+    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[Part, ...]:
+        """An encoder of texts, and a decoder of frames."""
+        config: Any = model.config
+        batch, length = example["input_ids"].shape
+        text: Tensors = dict(example)
+        text_axes: dict[str, Mapping[int, str]] = dict(axes)
+        frames: Tensors = {
+            LATENTS: torch.randn((batch, config.flow_size, _FRAMES)),
+            FRAMES: torch.ones((batch, _FRAMES), dtype=torch.int64),
+        }
+        frames[FRAMES][1::2, (_FRAMES + 1) // 2 :] = 0
+        frame_axes: dict[str, Mapping[int, str]] = {
+            LATENTS: {0: "batch", 2: "frames"},
+            FRAMES: {0: "batch", 1: "frames"},
+        }
+        if config.num_speakers > 1:
+            text[SPEAKER] = frames[SPEAKER] = torch.arange(batch) % config.num_speakers
+            text_axes[SPEAKER] = frame_axes[SPEAKER] = {0: "batch"}
+        if config.use_stochastic_duration_prediction:
+            text[NOISE] = torch.randn((batch, 2, length))
+            text_axes[NOISE] = {0: "batch", 2: "sequence"}
+        return (
+            Part(name=TEXT_ENCODER, model=_TextEncoder(model).eval(), example=text, axes=text_axes),
+            Part(name=WAVEFORM_DECODER, model=_Waveforms(model).eval(), example=frames, axes=frame_axes),
+        )
+
+
+FAMILY = Vits()
