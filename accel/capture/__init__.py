@@ -15,8 +15,7 @@ from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
 from .cached_attention import FusedAttention
 from .generation_graphs import encoder_output, split
-from .graph_repairs import make_rewrites_exact
-from .graph_tensors import (
+from .graph_names import (
     drop_unused_inputs,
     dtype_name,
     feeds_for,
@@ -26,6 +25,7 @@ from .graph_tensors import (
     strip_provenance,
     usual_sizes_in,
 )
+from .graph_repairs import make_rewrites_exact
 from .mapped_memory import release_pages
 from .process_lock import alone
 from .prompt_cases import cases_by_part

@@ -19,7 +19,7 @@ from .generation_graphs import (
     split,
     vision_language,
 )
-from .graph_tensors import graph_name
+from .graph_names import graph_name
 from .reference_cases import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .source import Source

@@ -14,7 +14,7 @@ import torch
 from ..errors import ExportError
 from ..interfaces.wrapper import Tensors
 from ..upstream.library_output import quiet
-from .graph_tensors import graph_name
+from .graph_names import graph_name
 from .patch_samples import patch_sizes
 from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, point_sizes, safe_sizes
 from .sound_samples import sound_sizes

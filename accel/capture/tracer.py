@@ -19,6 +19,7 @@ from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import task_spec
 from ..interfaces.wrapper import Wrapper
 from ..upstream.library_output import quiet
+from .graph_names import graph_name, rename_axes, strip_provenance
 from .graph_repairs import (
     divide_sizes,
     forget_traced,
@@ -27,7 +28,6 @@ from .graph_repairs import (
     parse_operators_once,
     round_to_bfloat16,
 )
-from .graph_tensors import graph_name, rename_axes, strip_provenance
 from .process_lock import alone
 from .quantized_linears import symbolic_layers
 from .recurrence import recurrent

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..interfaces.family import Axes, Family, Part
+from ..interfaces.family import Axes, Family, ModelPart
 from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
@@ -45,7 +45,7 @@ class _MaskDecoder(Wrapper):
 class Sam(Family):
     """SAM and SAM-HQ."""
 
-    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[Part, ...]:
+    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
         """An encoder of `pixel_values: (batch, channels, height, width)`, and a decoder of its embeddings, of `input_points: (batch,
         points, each, 2)` and `input_labels: (batch, points, each)`.
         """
@@ -65,10 +65,10 @@ class Sam(Family):
             name: {0: "batch", 1: "points", 2: "each"} for name in points
         }
         return (
-            Part(
+            ModelPart(
                 name=IMAGE_ENCODER, model=encoder, example={"pixel_values": pixels}, axes={"pixel_values": {0: "batch"}}
             ),
-            Part(name=MASK_DECODER, model=_MaskDecoder(model).eval(), example={**embedded, **points}, axes=named),
+            ModelPart(name=MASK_DECODER, model=_MaskDecoder(model).eval(), example={**embedded, **points}, axes=named),
         )
 
 

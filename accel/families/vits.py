@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..interfaces.family import Axes, Family, Part, Replacement
+from ..interfaces.family import Axes, Family, ModelPart, Replacement
 from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
@@ -123,7 +123,7 @@ class Vits(Family):
 
         return [(modeling_vits, "_unconstrained_rational_quadratic_spline", _spline)]
 
-    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[Part, ...]:
+    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
         """An encoder of texts, and a decoder of frames."""
         config: Any = model.config
         batch, length = example["input_ids"].shape
@@ -145,8 +145,8 @@ class Vits(Family):
             text[NOISE] = torch.randn((batch, 2, length))
             text_axes[NOISE] = {0: "batch", 2: "sequence"}
         return (
-            Part(name=TEXT_ENCODER, model=_TextEncoder(model).eval(), example=text, axes=text_axes),
-            Part(name=WAVEFORM_DECODER, model=_Waveforms(model).eval(), example=frames, axes=frame_axes),
+            ModelPart(name=TEXT_ENCODER, model=_TextEncoder(model).eval(), example=text, axes=text_axes),
+            ModelPart(name=WAVEFORM_DECODER, model=_Waveforms(model).eval(), example=frames, axes=frame_axes),
         )
 
 

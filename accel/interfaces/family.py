@@ -25,7 +25,7 @@ Replacement = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModelPart:
     """One of several graphs of a model.
 
     Attributes:
@@ -112,7 +112,7 @@ class Family:
         """Largest sizes of axes that the model's config and tables do not tell."""
         return {}
 
-    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[Part, ...]:
+    def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
         """The graphs of a model that has several and does not generate."""
         return ()
 
