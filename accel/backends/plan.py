@@ -161,6 +161,26 @@ class Plan:
         made = replace(self, settings=replace(self.settings, options=options), options=options)
         return _with_options(made, self.artifact) if self.artifact is not None else made
 
+    def __str__(self) -> str:
+        if self.artifact is not None and self.format != WEIGHTS:
+            artifact = str(self.artifact.path)
+        elif self.exporter is not None:
+            artifact = f"exported first, to {self.format} by {self.exporter.name} ({self.dtype}), and kept"
+        else:
+            artifact = "the PyTorch weights as they are" if self.backend is not None else "none"
+        usual = SessionOptions().to_dict()
+        options = [f"{name}={value!r}" for name, value in self.options.to_dict().items() if value != usual[name]]
+        options += [f"{name}={value!r}" for name, value in self.provider_options.items()]
+        recorded = " (recorded in the manifest)" if self.run is not None and self.settings.options is None else ""
+        runs = f"{self.backend.name} on {self.device}" if self.backend is not None else "nothing here runs it"
+        return (
+            f"model     {self.model.id} ({self.model.kind}, {self.task})\n"
+            f"artifact  {artifact}\n"
+            f"runs on   {runs}\n"
+            f"options   {', '.join(options) or 'the defaults'}{recorded}\n"
+            f"considered for {self.format} ({self.dtype}):\n{self.selection}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The plan for JSON."""
         return {
@@ -176,6 +196,7 @@ class Plan:
             "options": self.options.to_dict(),
             "provider_options": dict(self.provider_options),
             "recorded": self.run is not None,
+            "why_not": None if self.why_not is None else self.why_not.message,
             "considered": [
                 {
                     "backend": row.backend,

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigError
 from .application import app, command, emit, print_line
 from .exit_codes import FAILED
-from .options import Json, Verbose
+from .options import Backend, Device, Json, Revision, Task, Trust, Verbose
 
 cache_app = typer.Typer(
     help="List or clear what is kept: exports made on the fly, and searches.",
@@ -20,10 +21,33 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 
 
-@app.command(epilog="Example: accel doctor --json")
-def doctor(as_json: Json = False, verbose: Verbose = False) -> None:
-    """Show every backend, what it found here, and what is missing with its remedy."""
+@app.command(epilog="Example: accel doctor MODEL --json")
+def doctor(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder, to see how it runs.")] = None,
+    task: Task = None,
+    backend: Backend = None,
+    device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show every backend with what is missing, and its remedy; for a model, how it would run here and why."""
     with command(as_json, verbose):
+        if model is not None:
+            from ..models.arguments import read_arguments
+            from ..models.base import ORTModel
+
+            arguments = read_arguments(
+                task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
+            )
+            plan = ORTModel.plan(model, arguments)
+            emit(plan.to_dict(), as_json, str(plan))
+            if plan.why_not is not None:
+                raise typer.Exit(FAILED)
+            return
+        if any((task, backend, device, revision, trust_remote_code)):
+            raise ConfigError("These options are about a model.", fix="name the model: accel doctor MODEL.")
         from ..backends.doctor import list_backends
         from ..backends.machine import conflicts, machine
 
@@ -39,8 +63,8 @@ def doctor(as_json: Json = False, verbose: Verbose = False) -> None:
             for status in backends:
                 mark = "ok " if status.available else "no "
                 print_line(f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (by name only)'}")
-                for device in status.devices:
-                    print_line(f"    {device}: {device.name} {device.arch}".rstrip())
+                for found_device in status.devices:
+                    print_line(f"    {found_device}: {found_device.name} {found_device.arch}".rstrip())
                 if status.prepares:
                     print_line(f"    prepares PyTorch models: {', '.join(status.prepares)}")
                 for reason in status.reasons:

@@ -207,6 +207,7 @@ class ORTModel(Familiar, Saveable):
                 if not tries_left or not was_removed(ready.artifact, before):
                     raise
                 logger.info("%s was removed while it was opened", ready.artifact.path)
+                plan = replace(plan, artifact=plan.model.artifact)
         if use_cache is not None and made.generation_config is not None:
             made.generation_config.use_cache = use_cache
         return made

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..artifact.manifest import Artifact
-from ..config import SessionOptions, available_processors
+from ..config import available_processors
 from ..errors import ConfigError
+from ..models.arguments import read_arguments
 from ..models.base import ORTModel
+from ..stages.export import with_artifact
 
 Source = str | os.PathLike[str] | Artifact | ORTModel
-
-_KEPT = ("backend", "device", "trust_remote_code")
-"""Of the arguments, those that an artifact is opened again with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +72,16 @@ def open_all(source: Source, how: Opening) -> list[ORTModel]:
     """A model once for each worker; one that was opened by the caller is the first of them."""
     if isinstance(source, ORTModel):
         return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
-    arguments = dict(how.arguments)
-    whole = how.workers == 1 and how.processors is None
-    share = None if whole else max(1, (how.processors or available_processors()) // how.workers)
-    if arguments.get("session_options") is not None:
-        return _opened(source, arguments, how.workers)
-    # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md);
-    # lengths vary from call to call, and a runtime may compile each of them (docs/adr/0034-lengths-in-steps.md).
-    usual = SessionOptions(spinning=False, threads=share, pad_to_multiple_of=None)
-    first = _opened(source, {**arguments, "session_options": usual}, 1)[0]
-    options = usual
-    if first.artifact.manifest.run is not None:
-        # It says how it was measured to run best, which counts where nothing else is asked for.
-        first.close()
-        first = _opened(source, arguments, 1)[0]
-        recorded = first.session_options
-        options = replace(
-            recorded, spinning=False, threads=recorded.threads or share, pad_to_multiple_of=usual.pad_to_multiple_of
-        )
-        first.close()
-    elif how.workers == 1:
-        return [first]
-    else:
-        first.close()
-    kept = {name: arguments[name] for name in _KEPT if name in arguments}
-    return _opened(first.artifact, {**kept, "session_options": options}, how.workers)
-
-
-def _opened(source: Source, arguments: Mapping[str, Any], count: int) -> list[ORTModel]:
-    return [ORTModel.from_pretrained(cast(Any, source), **arguments) for _ in range(count)]
+    arguments = read_arguments(**how.arguments)
+    plan = with_artifact(ORTModel.plan(source, arguments))
+    if arguments.settings.options is None:
+        whole = how.workers == 1 and how.processors is None
+        share = None if whole else max(1, (how.processors or available_processors()) // how.workers)
+        # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md);
+        # lengths vary from call to call, and a runtime may compile each of them (docs/adr/0034-lengths-in-steps.md).
+        options = replace(plan.options, spinning=False, threads=plan.options.threads or share, pad_to_multiple_of=None)
+        plan = plan.with_options(options)
+    return [ORTModel.from_plan(plan) for _ in range(how.workers)]
 
 
 def close_all(source: Source, models: Sequence[Any]) -> None:

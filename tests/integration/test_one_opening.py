@@ -1,0 +1,143 @@
+"""A model is resolved once, a backend is chosen once, and each session is opened once, whichever way a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import accel
+from accel.artifact import Artifact
+from accel.backends import plan, registry
+from accel.cli import app
+from accel.config import SessionOptions
+from accel.measuring.latency.calls import _Served
+from accel.measuring.latency.variants import Variant
+from accel.serving.engine import Engine
+from accel.serving.worker_models import Opening, open_all
+from accel.stages import resolution
+from accel.testing.folders import edit_manifest
+
+ONCE = {"resolved": 1, "chosen": 1, "opened": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for exports: the first test makes one, the others find it."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
+    """How often a folder was looked up, a backend was chosen, and the sessions of an artifact were opened to stay."""
+    counts: Counter[str] = Counter()
+    monkeypatch.setenv("ACCEL_HOME", str(home))
+    backend = type(registry.load(registry.describe("cpu")))
+
+    def counted(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            # The check of a new export opens it for a few calls.
+            if what != "opened" or not args[-1].few_calls:
+                counts[what] += 1
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(resolution, "locate", "resolved")
+    counted(plan, "_select", "chosen")
+    counted(backend, "open", "opened")
+    return counts
+
+
+@pytest.fixture
+def measured(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
+    """An artifact whose manifest says how it runs best."""
+    folder = Path(shutil.copytree(tiny_artifact().path, tmp_path / "measured"))
+    run = {"backend": "cpu", "device": "cpu", "session": SessionOptions(threads=1, buckets=(8,)).to_dict()}
+    edit_manifest(folder, lambda values: values.update(run=run))
+    return folder
+
+
+def loads(folder: Path) -> dict[str, Callable[[], Any]]:
+    def benchmark() -> Any:
+        return _Served(Variant(name="one", path=folder, task="text-classification"), 1).load()
+
+    def serve() -> None:
+        with Engine(folder):
+            pass
+
+    return {
+        "from_pretrained": lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder),
+        "from_pretrained of any task": lambda: accel.ORTModel.from_pretrained(folder),
+        "pipeline": lambda: accel.pipeline("text-classification", str(folder)),
+        "pipeline of the model's own task": lambda: accel.pipeline(model=str(folder)),
+        "serve": serve,
+        "benchmark": benchmark,
+    }
+
+
+@pytest.mark.parametrize("way", list(loads(Path())))
+def test_an_artifact_is_opened_once(way: str, counts: Counter[str], tiny_artifact: Callable[..., Artifact]) -> None:
+    folder = tiny_artifact().path
+    counts.clear()
+    loads(folder)[way]()
+    assert counts == ONCE
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "pipeline", "serve", "benchmark"])
+def test_weights_are_exported_and_opened_once(way: str, counts: Counter[str], tiny_folder: Callable[..., Path]) -> None:
+    loads(tiny_folder())[way]()
+    assert counts == ONCE
+
+
+def test_the_server_opens_what_was_measured_once(counts: Counter[str], measured: Path) -> None:
+    counts.clear()
+    models = open_all(measured, Opening(workers=2))
+    assert counts == {"resolved": 1, "chosen": 1, "opened": 2}
+    for model in models:
+        assert model.session_options == SessionOptions(threads=1, buckets=(8,), spinning=False)
+        model.close()
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    return result.exit_code, result.stdout
+
+
+def test_doctor_shows_the_plan_of_an_artifact(measured: Path) -> None:
+    code, text = doctor(str(measured))
+    assert code == 0
+    assert "runs on   cpu on cpu" in text
+    assert "threads=1" in text
+    assert "recorded in the manifest" in text
+    assert "pytorch" in text, "every backend that was considered"
+    found = json.loads(doctor(str(measured), "--json")[1])
+    assert (found["backend"], found["device"], found["recorded"]) == ("cpu", "cpu", True)
+    assert {row["backend"]: row["verdict"] for row in found["considered"]}["cpu"] == "chosen"
+
+
+def test_doctor_exports_nothing(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "empty"))
+    code, text = doctor(str(tiny_folder()))
+    assert code == 0
+    assert "exported first, to onnx by cpu (float32)" in text
+    assert not (tmp_path / "empty").exists()
+
+
+def test_doctor_says_why_not(measured: Path) -> None:
+    code, text = doctor(str(measured), "--device", "cuda:7", "--json")
+    assert code == 1
+    found = json.loads(text)
+    assert found["backend"] is None
+    assert "No backend can run onnx" in found["why_not"] or "Backend 'cpu' cannot run onnx" in found["why_not"]
+    assert doctor("--backend", "cpu")[0] == 2
