@@ -21,8 +21,8 @@ from accel.artifact.manifest import Artifact
 from accel.backends import registry
 from accel.backends.machine import machine
 from accel.measuring.latency.benchmark import benchmark
-from accel.measuring.latency.calls import timed
 from accel.measuring.latency.variants import Variant
+from accel.measuring.latency.worker import timed
 from accel.tuning.trials import render
 
 

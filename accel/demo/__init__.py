@@ -3,7 +3,7 @@
 In: nothing. Out: a table of variants of the shipped model, measured here.
 
 The model is a two-layer BERT distilled on BANKING77 by `examples/distill_demo_model.py`; the data is BANKING77's test set, and
-128 training queries for calibration (see `ATTRIBUTION.md`). What is shipped is named here; `running` does the job.
+128 training queries for calibration (see `ATTRIBUTION.md`). What is shipped is named here; `walkthrough` does the job.
 """
 
 from __future__ import annotations

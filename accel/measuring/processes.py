@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -16,7 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -51,12 +52,24 @@ class Helper:
     """A process that runs functions of modules, so that a library that crashes takes nobody with it.
 
     It is started at the first call, and again after it died.
+
+    Args:
+        name: Named in errors.
+        imports: Modules that the process imports before its first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", imports: Sequence[str] = ()) -> None:
+        self._who = f"The process of {name}" if name else "The process"
+        self._imports = imports
         self._process: Any = None
         self._pipe: Any = None
         self._ended = False
+
+    def start(self) -> None:
+        """Start the process now, and import while others do."""
+        self._process, self._pipe = start_process(_help, self._imports)
+        if self._ended:
+            self.kill()
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
         """`function(*args)` in the process.
@@ -68,24 +81,27 @@ class Helper:
 
         Raises:
             AccelError: What the function raised; anything that is no `AccelError` comes as a `SessionError`.
-            SessionError: The process died, or took too long and was ended.
+            WorkerLostError: The process died, or took too long and was ended.
         """
         if self._process is None or not self._process.is_alive():
             self.close()
-            self._process, self._pipe = start_process(_help)
-            if self._ended:
-                self.kill()
+            self.start()
         try:
             self._pipe.send((function, args))
             if not self._pipe.poll(timeout_s):
                 self.kill()
                 self._process.join(timeout=5)
-                raise SessionError(f"It was stopped after {timeout_s:.0f} s.", fix="allow more time.")
+                raise WorkerLostError(
+                    f"{self._who} was stopped: it did not answer for {timeout_s:.0f} s.",
+                    fix="allow more time, or measure it alone, with smaller batches and shorter sequences.",
+                    late=True,
+                )
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
-            why = exit_reason(self._process.exitcode)
-            raise SessionError(f"The process died ({why}).", fix="run this step alone to see why.") from error
+            raise WorkerLostError(
+                f"{self._who} died ({exit_reason(self._process.exitcode)}).", fix="run this step alone to see why."
+            ) from error
         if not good:
             raise value
         return value
@@ -96,18 +112,22 @@ class Helper:
         self.kill()
 
     def kill(self) -> None:
-        """End the process in the middle of a call, which then raises `SessionError`."""
+        """End the process in the middle of a call, which then raises `WorkerLostError`."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
 
+    def hang_up(self) -> None:
+        """Let the process end by itself; `close` waits for it."""
+        if self._pipe is not None:
+            self._pipe.close()
+
     def close(self) -> None:
         """End the process."""
+        self.hang_up()
         if self._process is not None:
-            self._pipe.close()
-            self._process.join(timeout=5)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(timeout=5)
+            self._process.join(timeout=10)
+            self.kill()
+            self._process.join(timeout=10)
             self._process = None
 
 
@@ -223,9 +243,11 @@ def quiet_child() -> None:
     tqdm.tqdm.set_lock(threading.RLock())
 
 
-def _help(pipe: Connection) -> None:
+def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
     """A helper: run functions until the pipe closes."""
     quiet_child()
+    for name in imports:
+        importlib.import_module(name)
     while True:
         try:
             function, args = pipe.recv()

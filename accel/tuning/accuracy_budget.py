@@ -33,6 +33,7 @@ from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, posit
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import ratio_of, without_infinity
 from ..measuring.latency.variants import Variant
+from ..measuring.latency.workloads import Load
 from ..models.base import ORTModel
 from ..models.decoder_batches import PartBatches
 from ..signatures import checked_arguments
@@ -43,7 +44,7 @@ from .candidates import Recipe, Space
 from .float_layers import FloatLayers
 from .search import Search
 from .store import Store
-from .subject import Clock, Subject, Tried, Work
+from .subject import Clock, Subject, Tried
 from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def quantize(
         search = Search(
             subject=subject, data=prepared, calibration=batches,
             goal=Goal(objective="latency", constraints=Constraints(max_drop=max_drop)),
-            work=Work(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
+            load=Load(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
             store=Store(work / "search"), clock=Clock(limit_s=None), watch=watch, processes=0,
         )  # fmt: skip
         layers = FloatLayers(search, subject, artifact, prepared, batches, backend if runs else None, work)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from .. import progress
@@ -65,10 +64,13 @@ class Builder:
         self._subject, self._store, self._clock = subject, store, clock
         self._calibration = calibration
         self._helpers = [Helper() for _ in range(min(processes, available_processors()))]
-        self._free: SimpleQueue[Helper] = SimpleQueue()
-        for helper in self._helpers:
-            self._free.put(helper)
-        self._pool: Executor = ThreadPoolExecutor(processes) if processes else _SameThread()
+        self._of_thread = threading.local()
+        free = iter(self._helpers)
+        self._pool: Executor = _SameThread()
+        if processes:
+            self._pool = ThreadPoolExecutor(
+                len(self._helpers), initializer=lambda: setattr(self._of_thread, "helper", next(free))
+            )
         self._turns: dict[str, threading.Lock] = {}
         self._made: dict[str, Made] = {}
         self._given: dict[str, Artifact] = {}
@@ -85,11 +87,6 @@ class Builder:
         made = self._made[str(recipe)] = Made(recipe, artifact.path, facts_of(artifact))
         return made
 
-    def artifact(self, made: Made) -> Artifact:
-        """The artifact of a recipe."""
-        given = self._given.get(str(made.recipe))
-        return given if given is not None else Artifact.load(made.path)
-
     def close(self) -> None:
         """End the processes, in the middle of their work if need be: Ctrl-C does not wait for a build."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -101,7 +98,7 @@ class Builder:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """`function(*args)` in the next process that is free."""
-        return self._pool.submit(lambda: self._with_helper(lambda helper: self._ask(helper, 1.0, function, *args)))
+        return self._pool.submit(self._ask, 1.0, function, *args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The same, waited for."""
@@ -118,10 +115,7 @@ class Builder:
             recipes: What to make.
             share: Of the time limit; a build that is not done by then is given up.
         """
-        return [
-            (recipe, self._pool.submit(lambda r=recipe: self._with_helper(lambda h: self._one(h, r, share))))  # type: ignore[misc]
-            for recipe in recipes
-        ]
+        return [(recipe, self._pool.submit(self._one, recipe, share)) for recipe in recipes]
 
     def finish(self, begun: Sequence[tuple[Recipe, Future[Facts | str]]]) -> list[Made]:
         """Wait for what `begin` started; what fails is kept in `failed`."""
@@ -142,7 +136,7 @@ class Builder:
         """
         if str(made.recipe) in self._given:
             return
-        facts = self._with_helper(lambda helper: self._one(helper, made.recipe, 1.0, files=True))
+        facts = self._pool.submit(self._one, made.recipe, 1.0, files=True).result()
         if isinstance(facts, str):
             raise SessionError(facts)
 
@@ -153,16 +147,8 @@ class Builder:
             for path in lost if alone else ():
                 discard(path)
 
-    def _with_helper(self, action: Callable[[Helper | None], Any]) -> Any:
-        if not self._helpers:
-            return action(None)
-        helper = self._free.get()
-        try:
-            return action(helper)
-        finally:
-            self._free.put(helper)
-
-    def _ask(self, helper: Helper | None, share: float, function: Callable[..., Any], *args: Any) -> Any:
+    def _ask(self, share: float, function: Callable[..., Any], *args: Any) -> Any:
+        helper: Helper | None = getattr(self._of_thread, "helper", None)
         if helper is None:
             return function(*args)
         return helper.call(function, *args, timeout_s=self._clock.timeout(share))
@@ -174,18 +160,18 @@ class Builder:
         return {
             "source": self._subject.digest,
             "task": self._subject.task,
-            "recipe": recipe.to_dict(),
+            "recipe": asdict(recipe),
             "calibration": calibration,
             "versions": self._subject.versions,
         }
 
-    def _one(self, helper: Helper | None, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
+    def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
         """What is known about an artifact, or why there is none; `files`: and its folder, made again where it is gone."""
         # Two recipes may start from the same one, and only one of their processes may make it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
-            return self._one_alone(helper, recipe, share, files)
+            return self._one_alone(recipe, share, files)
 
-    def _one_alone(self, helper: Helper | None, recipe: Recipe, share: float, files: bool) -> Facts | str:
+    def _one_alone(self, recipe: Recipe, share: float, files: bool) -> Facts | str:
         key = self._key(recipe)
         known = self._known(key, files)
         if known is not None:
@@ -197,7 +183,7 @@ class Builder:
                 return LATE
             # Another search on the same store may have made it while this one waited.
             found = self._known(key, files)
-            return found if found is not None else self._build(helper, recipe, key, share)
+            return found if found is not None else self._build(recipe, key, share)
 
     def _known(self, key: Mapping[str, Any], files: bool) -> Facts | str | None:
         out = self._store.artifact(key)
@@ -208,16 +194,16 @@ class Builder:
             return Facts(**known)
         return None
 
-    def _build(self, helper: Helper | None, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
+    def _build(self, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
         out = self._store.artifact(key)
         parent: Path | Artifact | None = self._given.get(str(recipe.parent))
         if recipe.parent is not None and parent is None:
-            if isinstance(problem := self._one(helper, recipe.parent, share, files=True), str):
+            if isinstance(problem := self._one(recipe.parent, share, files=True), str):
                 return problem
             parent = self._store.artifact(self._key(recipe.parent))
         logger.info("building %s", recipe)
         try:
-            facts: Facts = self._ask(helper, share, build, recipe, parent, out, self._subject.model, self._calibration)
+            facts: Facts = self._ask(share, build, recipe, parent, out, self._subject.model, self._calibration)
         except AccelError as error:
             self.errors[str(recipe)] = error
             why = f"building it failed: {error.message.splitlines()[0]}"

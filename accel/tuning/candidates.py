@@ -63,17 +63,6 @@ class Recipe:
         """The dtype of its export."""
         return self.parent.exported_dtype if self.parent is not None else self.setting
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values; two recipes that are equal have equal ones."""
-        return {
-            "stage": self.stage,
-            "backend": self.backend,
-            "format": self.format,
-            "setting": self.setting,
-            "settings": dict(self.settings),
-            "parent": self.parent.to_dict() if self.parent else None,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -112,13 +101,11 @@ class Candidate:
         Float comes before quantized, float32 before another dtype, then fewer run options (buckets, threads, the backend's
         own), fewer steps, fewer settings, fewer layers in float.
         """
-        default = SessionOptions()
-        changed = [f.name for f in fields(default) if getattr(self.options, f.name) != getattr(default, f.name)]
         other_dtype = self.options.compute_dtype not in (None, "float32") or self.recipe.exported_dtype != "float32"
         return (
             int(self.recipe.quantizes),
             int(other_dtype),
-            len(changed) + len(self.provider_options),
+            len(_changed(self.options)) + len(self.provider_options),
             self.recipe.steps,
             sum(name != "exclude" for name in self.recipe.settings),
             len(self.recipe.settings.get("exclude", ())),
@@ -351,20 +338,19 @@ class Space:
 
 def combined(changes: Sequence[Candidate]) -> Candidate:
     """One candidate with the run options of several that differ from the same one by one option each."""
-    options, own = changes[0].options, dict(changes[0].provider_options)
-    default = SessionOptions()
-    for change in changes[1:]:
+    options: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for change in changes:
+        options |= _changed(change.options)
         own |= change.provider_options
-        other = change.options
-        options = replace(
-            options,
-            compute_dtype=options.compute_dtype
-            if other.compute_dtype == default.compute_dtype
-            else other.compute_dtype,
-            buckets=other.buckets or options.buckets,
-            threads=options.threads if other.threads is None else other.threads,
-        )
-    return replace(changes[0], options=options, provider_options=own)
+    return replace(changes[0], options=SessionOptions(**options), provider_options=own)
+
+
+def _changed(options: SessionOptions) -> dict[str, Any]:
+    """The options that are not the default."""
+    default = SessionOptions()
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:

@@ -21,9 +21,10 @@ from ..backends import registry
 from ..errors import BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmark import Effort, Load, measure_variants, pytorch_variant
+from ..measuring.latency.benchmark import Effort, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark
 from ..measuring.latency.variants import Traffic
+from ..measuring.latency.workloads import Load
 from ..measuring.report import write_html
 from ..stages.resolution import original, resolve
 from .builder import Builder
@@ -149,8 +150,8 @@ def convert(
         rounds = min(12, nb_measures)
         measured = measure_variants(
             variants,
-            Load(batch=tuple(batch), sequence=tuple(sequence)),
-            Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds), threads=threads),
+            Load(batch=tuple(batch), sequence=tuple(sequence), threads=threads),
+            Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds)),
             Traffic(),
             watch=watch,
         )

@@ -14,10 +14,11 @@ from typing import Any
 from ..errors import AccelError
 from ..measuring.accuracy.comparing import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
+from ..measuring.latency.workloads import Load
 from .builder import Builder
 from .jobs import Accuracy, accuracy
 from .store import Store, data_digest
-from .subject import Subject, Tried, Work
+from .subject import Subject, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Grader:
         data: The rows; or a set made of them, with which nothing is remembered from one search to the next.
         store: What earlier searches measured.
         builder: Its processes do the work.
-        work: The calls that are timed: accuracy is measured with as many rows a call, and as many threads.
+        load: The calls that are timed: accuracy is measured with as many rows a call, and as many threads.
 
     Attributes:
         seconds: The longest that one candidate took so far.
@@ -38,15 +39,15 @@ class Grader:
     """
 
     def __init__(
-        self, subject: Subject, data: EvaluationData | EvaluationSet, store: Store, builder: Builder, work: Work
+        self, subject: Subject, data: EvaluationData | EvaluationSet, store: Store, builder: Builder, load: Load
     ) -> None:
         self._subject, self._store, self._builder = subject, store, builder
-        self.batch_sizes = tuple(sorted(set(work.batch)))
-        self._threads = work.threads
+        self.batch_sizes = tuple(sorted(set(load.batch)))
+        self._threads = load.threads
         self._data_key: dict[str, Any] = {}
         if isinstance(data, EvaluationData):
             # PyTorch float32 answers a row the same in any company: its largest calls are the quickest.
-            data = replace(data, batch_size=max(work.batch))
+            data = replace(data, batch_size=max(load.batch))
             settings = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
             # With what is remembered of a comparison: what an older version remembered may lack a part.
             known = [field.name for field in fields(Comparison)]

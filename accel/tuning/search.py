@@ -33,14 +33,14 @@ from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import without_infinity
-from ..measuring.latency.workloads import check_sequences
+from ..measuring.latency.workloads import Load, check_sequences
 from .builder import Builder
 from .candidates import Candidate, Recipe, Space, combined
 from .grader import Grader
 from .jobs import CalibrationData, opens
 from .objective import Judge
 from .store import Store
-from .subject import Clock, Made, Subject, Tried, Work
+from .subject import Clock, Made, Subject, Tried, load_key
 from .timer import Timer
 from .trials import Goal, Tuning, no_fit
 
@@ -73,7 +73,7 @@ class Search:
         data: Labelled rows that accuracy is measured on.
         calibration: Rows or batches for schemes that need activation ranges.
         goal: What is best, and what a winner must satisfy.
-        work: The calls to time.
+        load: The calls to time.
         store: What earlier searches measured.
         clock: The time limit.
         watch: The machine since before anything of ours worked.
@@ -85,13 +85,13 @@ class Search:
 
     def __init__(
         self, *, subject: Subject, data: EvaluationData | EvaluationSet, calibration: CalibrationData | Iterable[Feeds] | None,
-        goal: Goal, work: Work, store: Store, clock: Clock, watch: MachineWatch | None = None, processes: int = 2,
+        goal: Goal, load: Load, store: Store, clock: Clock, watch: MachineWatch | None = None, processes: int = 2,
     ) -> None:  # fmt: skip
-        self._subject, self._goal, self._work, self._store, self._clock = subject, goal, work, store, clock
+        self._subject, self._goal, self._load, self._store, self._clock = subject, goal, load, store, clock
         self.builder = Builder(subject, store, clock, calibration=calibration, processes=processes)
         callers = available_processors() if goal.objective == "throughput" else 1
-        self.timer = Timer(subject, work, store, clock, self.builder, callers=callers, watch=watch)
-        self.grader = Grader(subject, data, store, self.builder, work)
+        self.timer = Timer(subject, load, store, clock, self.builder, callers=callers, watch=watch)
+        self.grader = Grader(subject, data, store, self.builder, load)
         self.judge = Judge(goal)
         self._failed: dict[str, tuple[Candidate | None, str]] = {}
         self._refusals: dict[tuple[object, ...], str] = {}
@@ -138,8 +138,8 @@ class Search:
             reasons = {**{one.name: one.reason for one in space.skipped}, **self.builder.failed}
             why = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
             raise BudgetError(f"Nothing could be exported for {self._subject.task}.\n{why}", fix="run `accel doctor`.")
-        if self._work.texts is None:
-            check_sequences(self._work.sequence, exports[0].facts.limits)
+        if self._load.texts is None:
+            check_sequences(self._load.sequence, exports[0].facts.limits)
         with self._stage("optimize and quantize"):
             made = [*exports, *self.builder.build(self._rewrites(space, exports), self._clock.until(_REWRITE))]
         with self._stage("screen"):
@@ -225,7 +225,7 @@ class Search:
             lengths = self.timer.lengths(facts.limits)
             changes[str(base.candidate)] = space.variations(
                 base.candidate, dtype=facts.dtype, lengths=lengths, masked=facts.masked,
-                threads=self._work.threads,
+                threads=self._load.threads,
             )  # fmt: skip
         self._screen([c for offered in changes.values() for c in offered], share)
         together = []
@@ -347,13 +347,6 @@ class Search:
 
     # The end
 
-    def _alone(self, winner: Tried) -> bool:
-        """Time the winner once more, alone beside PyTorch: its own numbers everywhere; whether there was time for that."""
-        found, anchor, disturbance = self.timer.alone(winner)
-        again = found is not winner.final
-        winner.final, winner.final_anchor, winner.disturbance = found, anchor, disturbance
-        return again
-
     def _conclude(self, space: Space, target: Path) -> Tuning:
         finals = self.judge.finals()
         winner = self.judge.best([tried for tried in finals if self.fits(tried)])
@@ -367,12 +360,14 @@ class Search:
         assert winner.final_anchor is not None
         trials = self.judge.trials(winner, failed, space)
         side_by_side = winner.final_anchor
-        alone = self._alone(winner)
+        # Once more, alone next to the baseline: its own numbers everywhere.
+        self.timer.finals([winner], alone=True)
+        alone = winner.final_anchor is not side_by_side
         trials = [self.judge.measured_again(one, winner) if one.winner else one for one in trials]
         facts = machine()
         del facts["home"], facts["executable"]
         blocks = winner.final.cells[0].milliseconds
-        settings = {**self._work.key(), "threads": self._work.threads or available_processors(),
+        settings = {**load_key(self._load), "threads": self._load.threads or available_processors(),
                     "callers": self.timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
         reference = self.grader.reference()
         self.builder.files(winner.made)

@@ -6,15 +6,15 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..artifact.resolved_model import Resolved
-from ..errors import ConfigError
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
+from ..measuring.latency.workloads import Load
 from .candidates import Candidate, Recipe
 from .jobs import Accuracy, Facts
 from .store import digest
@@ -59,35 +59,10 @@ class Subject:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The calls to be timed, before anything is loaded.
-
-    Attributes:
-        batch, sequence, texts, max_length, threads, seed: As in `accel.tune`.
-        call: Inputs by name of the one call that is timed instead.
-    """
-
-    batch: tuple[int, ...]
-    sequence: tuple[int, ...] = (128,)
-    texts: tuple[str, ...] | None = None
-    max_length: int | None = None
-    threads: int | None = None
-    seed: int = 0
-    call: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "sequence"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"{name} is {list(values)}.", fix="use numbers from 1 on.")
-
-    def key(self) -> dict[str, Any]:
-        """What identifies the calls."""
-        values = asdict(replace(self, call=None))
-        del values["call"]
-        values["texts"] = digest(self.texts) if self.texts is not None else None
-        return values
+def load_key(load: Load) -> dict[str, Any]:
+    """What identifies the calls of a search."""
+    values = {name: getattr(load, name) for name in ("batch", "sequence", "max_length", "threads", "seed")}
+    return {**values, "texts": digest(load.texts) if load.texts is not None else None}
 
 
 @dataclass(slots=True)

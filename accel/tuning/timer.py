@@ -7,22 +7,22 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
 from .. import progress
 from ..errors import BudgetError, SessionError
 from ..measuring.disturbance import Disturbance, MachineWatch
-from ..measuring.latency import rounds, workloads
+from ..measuring.latency import rounds
 from ..measuring.latency.results import Cell, VariantResult, result
 from ..measuring.latency.rounds import Measured
 from ..measuring.latency.variants import Traffic, Variant, Workload
 from ..measuring.latency.worker import Worker
+from ..measuring.latency.workloads import Load, text_workloads, workloads_of
 from .builder import LATE, Builder
 from .store import Store
-from .subject import Clock, Subject, Tried, Work
+from .subject import Clock, Subject, Tried, load_key
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Timer:
 
     Args:
         subject: What is tuned.
-        work: The calls.
+        load: The calls.
         store: What earlier searches measured.
         clock: The time limit.
         builder: Makes files again that an earlier search removed.
@@ -71,7 +71,7 @@ class Timer:
     def __init__(
         self,
         subject: Subject,
-        work: Work,
+        load: Load,
         store: Store,
         clock: Clock,
         builder: Builder,
@@ -79,14 +79,14 @@ class Timer:
         callers: int,
         watch: MachineWatch | None = None,
     ) -> None:
-        self._subject, self._work, self._store, self._clock, self._builder = subject, work, store, clock, builder
+        self._subject, self._load, self._store, self._clock, self._builder = subject, load, store, clock, builder
         self.traffic = Traffic(callers=callers)
         self._search = secrets.token_hex(8)
         self._watch = watch or MachineWatch()
         self._anchor: Measured | None = None
-        self._workloads: list[Workload] = []
+        self._loadloads: list[Workload] = []
         # A guess until the first heat: processes start, import and load within it.
-        self._heat_s, self._load_s = 10.0, 5.0
+        self._heat_s, self._loading_s = 10.0, 5.0
 
     def close(self) -> None:
         """End the baseline's process."""
@@ -95,10 +95,10 @@ class Timer:
 
     def lengths(self, limits: Mapping[str, int]) -> Iterator[int]:
         """Lengths that the calls have, where a model has these limits."""
-        if self._work.texts is None:
-            yield from self._work.sequence
+        if self._load.texts is None:
+            yield from self._load.sequence
             return
-        for workload in self._text_workloads(limits):
+        for workload in text_workloads(self._load, self._subject.baseline, limits):
             yield from (case["input_ids"].shape[1] for case in workload.cases)
 
     def screen(self, group: Sequence[Tried], share: float, *, hopeless: float | None) -> None:
@@ -111,100 +111,82 @@ class Timer:
         """
         waiting = []
         for tried in group:
-            if (known := self._store.get("screens", self._key(tried, "screen"))) is not None:
-                tried.screen, tried.anchor, tried.disturbance = _results(known)
-                tried.screened_in = str(known.get("search") or tried.candidate)
+            if (record := self._store.get("screens", self._key(tried, "screen"))) is not None:
+                tried.screen, tried.anchor, tried.disturbance = _results(record)
+                tried.screened_in = str(record.get("search") or tried.candidate)
             else:
                 waiting.append(tried)
-        amount = Amount(rounds=SCREEN.rounds, calls=SCREEN.calls, budget_s=SCREEN.budget_s, hopeless=hopeless)
         for i in range(0, len(waiting), _HEAT):
             heat = waiting[i : i + _HEAT]
             # A heat that would not be done in time is not begun. The first one is: nothing can win without it.
             first = self._anchor is None
-            if not first and self._clock.left(share) < self._heat_s:
+            timed = None
+            if first or self._clock.left(share) >= self._heat_s:
+                timed = self._in_time(heat, replace(SCREEN, hopeless=hopeless), "screening")
+            if timed is None and first:
+                raise BudgetError(
+                    f"The time limit of {self._clock.limit_s:g} s ended before anything was timed.",
+                    fix="give it more time: time_limit_s=..., --time-limit.",
+                )
+            if timed is None:
                 for tried in heat:
                     tried.reason = LATE
-                continue
-            try:
-                timed = self._heat(heat, amount, "screening")
-            except _LateError as error:
-                if first:
-                    raise BudgetError(
-                        f"The time limit of {self._clock.limit_s:g} s ended before anything was timed.",
-                        fix="give it more time: time_limit_s=..., --time-limit.",
-                    ) from error
-                for tried in heat:
-                    tried.reason = LATE
-                continue
-            for tried, record, lost in timed:
+            for tried, record, lost in timed or ():
                 tried.screen, tried.anchor, tried.disturbance = _results(record)
                 tried.screened_in = self._search
                 # A process that died or was cut off may do better the next time.
                 if not lost:
                     self._store.put("screens", self._key(tried, "screen"), {**record, "search": self._search})
 
-    def finals(self, group: Sequence[Tried]) -> None:
+    def finals(self, group: Sequence[Tried], *, alone: bool = False) -> None:
         """Longer measurements of the survivors, all side by side; each gets `final` and `final_anchor`.
 
-        With too little time left, the screens have to do.
+        With too little time left, the measurements before have to do.
+
+        Args:
+            group: What to measure.
+            alone: One survivor next to the baseline only, as it will be used. Next to several others every call finds the caches full
+                of theirs: 10 to 15 % slower (MiniLM 1x32 in int8).
         """
+        kind, folder, what = ("alone", "alone", "timing the winner") if alone else ("final", "finals", "timing")
+        records: list[tuple[Tried, dict[str, Any]]] = []
         waiting = []
         for tried in group:
-            if (known := self._store.get("finals", self._key(tried, "final"))) is not None:
-                tried.final, tried.final_anchor, tried.disturbance = _results(known)
+            if (record := self._store.get(folder, self._key(tried, kind))) is not None:
+                records.append((tried, record))
             else:
                 waiting.append(tried)
-        if not waiting:
-            return
-        left = (self._clock.left() - self._load_s - _RESERVE_S) / max(len(self._workloads), 1)
-        budget = min(FINAL.budget_s, left)
-        amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=budget)
-        timed = None
-        if budget >= 1:
-            with suppress(_LateError):
-                timed = self._heat(waiting, amount, "timing")
-        if timed is None:
-            for tried in waiting:
+            if tried.final is None:
                 tried.final, tried.final_anchor = tried.screen, tried.anchor
-            return
-        for tried, record, _ in timed:
-            found, anchor, disturbance = _results(record)
-            if found.error is not None:
-                tried.reason = found.error
-                continue
-            tried.final, tried.final_anchor, tried.disturbance = found, anchor, disturbance
-            if budget == FINAL.budget_s:
-                self._store.put("finals", self._key(tried, "final"), record)
+        left = (self._clock.left() - self._loading_s - _RESERVE_S) / max(len(self._loadloads), 1)
+        amount = replace(FINAL, budget_s=min(FINAL.budget_s, left))
+        if waiting and amount.budget_s >= 1:
+            for tried, record, _ in self._in_time(waiting, amount, what) or ():
+                records.append((tried, record))
+                if amount == FINAL and record["result"]["error"] is None:
+                    self._store.put(folder, self._key(tried, kind), record)
+        for tried, record in records:
+            result, anchor, disturbance = _results(record)
+            if result.error is None:
+                tried.final, tried.final_anchor, tried.disturbance = result, anchor, disturbance
+            elif not alone:
+                tried.final, tried.final_anchor, tried.reason = None, None, result.error
 
-    def alone(self, tried: Tried) -> tuple[VariantResult, VariantResult, Disturbance]:
-        """One survivor beside PyTorch only, as it will be used, PyTorch, and what the machine did meanwhile.
-
-        Beside several others every call finds the caches full of theirs: 10 to 15 % slower (MiniLM 1x32 in int8). With too
-        little time left, `final` has to do.
-        """
-        assert tried.final is not None
-        assert tried.final_anchor is not None
-        side_by_side = (tried.final, tried.final_anchor, tried.disturbance)
-        record = self._store.get("alone", self._key(tried, "alone"))
-        if record is None:
-            left = (self._clock.left() - self._load_s - _RESERVE_S) / max(len(self._workloads), 1)
-            if left < 1:
-                return side_by_side
-            amount = Amount(rounds=FINAL.rounds, calls=FINAL.calls, budget_s=min(FINAL.budget_s, left))
-            try:
-                record = self._heat([tried], amount, "timing the winner")[0][1]
-            except _LateError:
-                return side_by_side
-            self._store.put("alone", self._key(tried, "alone"), record)
-        found, anchor, disturbance = _results(record)
-        return (found, anchor, disturbance) if found.error is None else side_by_side
+    def _in_time(
+        self, heat: Sequence[Tried], amount: Amount, what: str
+    ) -> list[tuple[Tried, dict[str, Any], bool]] | None:
+        """A heat; `None` where the time limit ended meanwhile."""
+        try:
+            return self._heat(heat, amount, what)
+        except _LateError:
+            return None
 
     def _key(self, tried: Tried, kind: str) -> dict[str, Any]:
         return {
             "what": tried.identity,
             "kind": kind,
             "amount": asdict(SCREEN if kind == "screen" else FINAL),
-            "work": self._work.key(),
+            "work": load_key(self._load),
             "callers": self.traffic.callers,
             "machine": self._subject.machine,
             "versions": self._subject.versions,
@@ -226,7 +208,7 @@ class Timer:
             self._builder.files(tried.made)
         started = time.perf_counter()
         # PyTorch and the candidates import at the same time.
-        others = [Measured(v, Worker(v, self._work.threads, self._until())) for v in map(self._variant, heat)]
+        others = [Measured(v, Worker(v, self._load.threads, self._until())) for v in map(self._variant, heat)]
         group = others
         try:
             anchor = self._start_anchor()
@@ -234,8 +216,8 @@ class Timer:
             group = [anchor, *others]
             for one in progress.track(others, "loading"):
                 one.loaded = one.attempt(lambda worker: worker.load())
-            self._load_s = max(self._load_s, time.perf_counter() - started)
-            for workload in self._workloads:
+            self._loading_s = max(self._loading_s, time.perf_counter() - started)
+            for workload in self._loadloads:
                 rounds.warm_up(group, workload, _WARMUP, hopeless=amount.hopeless)
                 rounds.check(group, workload, None, judge=False)
                 rounds.take_turns(
@@ -244,7 +226,7 @@ class Timer:
                 )  # fmt: skip
             for one in group:
                 one.peak_memory = one.attempt(lambda worker: worker.peak_memory())
-            base, *found = [asdict(result(one, anchor, self._workloads)) for one in group]
+            base, *found = [asdict(result(one, anchor, self._loadloads)) for one in group]
         finally:
             rounds.close(others)
         self._heat_s = time.perf_counter() - started
@@ -263,32 +245,16 @@ class Timer:
         if self._anchor is not None:
             return self._anchor
         variant = self._subject.baseline
-        anchor = self._anchor = Measured(variant, Worker(variant, self._work.threads, self._until()))
+        anchor = self._anchor = Measured(variant, Worker(variant, self._load.threads, self._until()))
         anchor.loaded = anchor.attempt(lambda worker: worker.load())
         if anchor.worker is None or anchor.loaded is None:
             raise self._no_anchor(anchor)
-        if self._work.call is not None:
-            call = Workload(name="rows", batch=self._work.batch[0], sequence=None, cases=(self._work.call,))
-            self._workloads = [call]
-        elif self._work.texts is None:
-            self._workloads = workloads.grid(anchor.worker, anchor.loaded, self._work.batch, self._work.sequence)
-        else:
-            self._workloads = self._text_workloads(anchor.loaded.limits)
+        self._loadloads = workloads_of(self._load, anchor.worker, anchor.loaded)
         return anchor
 
     def _no_anchor(self, anchor: Measured) -> SessionError:
         name = self._subject.reference
         return SessionError(f"{name} failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
-
-    def _text_workloads(self, limits: Mapping[str, int]) -> list[Workload]:
-        assert self._work.texts is not None
-        return [
-            workloads.of_texts(
-                self._work.texts, self._subject.folder, name=f"{size} texts", task=self._subject.task, batch=size,
-                tokenize=False, max_length=self._work.max_length or limits.get("sequence"), seed=self._work.seed,
-            )
-            for size in self._work.batch
-        ]  # fmt: skip
 
 
 class _LateError(Exception):

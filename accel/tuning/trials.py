@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from ..artifact.manifest import Artifact
@@ -175,37 +175,26 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, in the form that `accel.measuring.report` reads."""
-        measured = [t for t in self.trials if t.result is not None]
-        values: dict[str, Any] = without_infinity(self._values(measured))
-        return values
-
-    def _values(self, measured: Sequence[Trial]) -> dict[str, Any]:
-        return {
-            "task": self.task,
+        measured = [(trial, trial.result) for trial in self.trials if trial.result is not None]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["artifact"], values["batch_sizes"]
+        values |= {
             "baseline": self.baseline.name,
-            "machine": dict(self.machine),
-            "settings": dict(self.settings),
             "variants": [
                 {**asdict(self.baseline), "accuracy": self.reference},
-                *({**asdict(t.result), "name": t.name, "accuracy": t.value} for t in measured if t.result is not None),
+                *({**asdict(result), "name": trial.name, "accuracy": trial.value} for trial, result in measured),
             ],
-            "rejected": [{"name": t.name, "reason": t.reason} for t in self.trials if not t.winner],
-            "trials": [asdict(replace(t, result=None)) for t in self.trials],
+            "rejected": [{"name": trial.name, "reason": trial.reason} for trial in self.trials if not trial.winner],
+            "trials": [asdict(replace(trial, result=None)) for trial in self.trials],
             "path": str(self.artifact.path),
             "winner": self.winner.name,
-            "metric": self.metric,
-            "rows": self.rows,
-            "total_rows": self.total_rows,
-            "reference": self.reference,
-            "objective": self.objective,
             "constraints": asdict(self.constraints),
-            "stages": dict(self.stages),
-            "seconds": self.seconds,
-            "resumed": self.resumed,
             "accuracy": {"batch_size": list(self.batch_sizes), "by_length": self.settings.get("texts") is None},
             "disturbance": asdict(self.disturbance),
             "side_by_side": asdict(self.side_by_side) if self.side_by_side is not None else None,
         }
+        plain: dict[str, Any] = without_infinity(values)
+        return plain
 
 
 def no_fit(

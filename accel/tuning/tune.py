@@ -15,7 +15,7 @@ from ..backends.machine import machine, tools
 from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmark import pytorch_variant
-from ..measuring.latency.workloads import read_texts
+from ..measuring.latency.workloads import Load, read_texts
 from ..signatures import checked_arguments
 from ..stages.export import source_digest
 from ..stages.resolution import original, resolve
@@ -23,7 +23,7 @@ from .candidates import Space
 from .jobs import CalibrationData
 from .search import Search
 from .store import Store
-from .subject import Clock, Subject, Work
+from .subject import Clock, Subject
 from .trials import Constraints, Goal, Objective, Tuning
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def tune(
         data=rows,
         calibration=calibrating,
         goal=goal,
-        work=Work(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, resolved.task), max_length=max_length,
+        load=Load(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, resolved.task), max_length=max_length,
                    threads=threads, seed=seed),
         store=store,
         clock=clock,

@@ -130,7 +130,7 @@ def test_texts_with_tokenizer_and_callers(tiny_folder, tiny_artifact, tmp_path: 
     assert included.variants[1].cells[0].latency.calls == 6
 
 
-def _die(model: object) -> None:
+def _die() -> None:
     os._exit(7)
 
 

@@ -83,8 +83,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Seq
     """Latencies without processes, by round: of the float artifact, and of the candidates in order; the rows of the call."""
     sizes: list[int] = []
 
-    def finals(self: Timer, group: Sequence[Tried]) -> None:
-        sizes.append(len(self._work.call["input_ids"]))
+    def finals(self: Timer, group: Sequence[Tried], **named: Any) -> None:
+        sizes.append(len(self._load.call["input_ids"]))
         base = _result(anchor)
         for tried, rounds in zip(group, itertools.cycle(others)):
             tried.final, tried.final_anchor = _result(rounds), base

@@ -15,14 +15,15 @@ from accel.errors import ConfigError
 from accel.measuring.accuracy.comparing import Comparison, Interval, Scored
 from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
 from accel.measuring.latency.variants import Variant
+from accel.measuring.latency.workloads import Load
 from accel.tuning import jobs
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.grader import Grader
 from accel.tuning.jobs import Accuracy
-from accel.tuning.subject import Subject, Tried, Work
+from accel.tuning.subject import Subject, Tried
 
 DATA = EvaluationData(data=[{"text": "a", "label": 0}])
-WORK = Work(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)
+LOAD = Load(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)
 
 
 def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy:
@@ -72,7 +73,7 @@ def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload(
         baseline=Variant(name="PyTorch", path=Path(), task="text-classification"), digest="", machine={}, versions={},
     )  # fmt: skip
     builder = FakeBuilder()
-    grader = Grader(subject, DATA, cast(Any, NoStore()), cast(Any, builder), WORK)
+    grader = Grader(subject, DATA, cast(Any, NoStore()), cast(Any, builder), LOAD)
     grader.begin()
     recipe = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8")
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(buckets=(8, 16)))
@@ -126,4 +127,4 @@ def test_rows_a_call_in_words() -> None:
 @pytest.mark.parametrize("batch", [(), (0,)])
 def test_a_search_needs_rows_a_call(batch: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="batch is"):
-        Work(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)
+        Load(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)

@@ -32,7 +32,7 @@ from ..disturbance import MachineWatch
 from .results import Benchmark, result
 from .rounds import Measured, check, restart, start, take_turns, warm_up
 from .variants import Traffic, Variant, Workload
-from .workloads import grid, lengths, of_texts, read_texts
+from .workloads import Load, lengths, workloads_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ def benchmark(
     given = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
     load = Load(
         batch=_sizes(batch), sequence=_sizes(sequence), texts=texts, tokenize=tokenize, max_length=max_length,
-        new_tokens=new_tokens, seed=seed,
+        new_tokens=new_tokens, seed=seed, threads=threads,
     )  # fmt: skip
-    effort = Effort(warmup=warmup, rounds=rounds, calls=calls, processes=processes, threads=threads)
+    effort = Effort(warmup=warmup, rounds=rounds, calls=calls, processes=processes)
     traffic = Traffic(callers=callers, rate=rate, seed=seed)
     baselines = Baselines(
         eager=tuple(pytorch), compiled=tuple(compiled), cuda_graph=None if cuda_graph is None else tuple(cuda_graph)
@@ -134,45 +134,17 @@ def _sizes(given: int | Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The calls of a benchmark.
-
-    Attributes:
-        batch, sequence, texts, tokenize, max_length, new_tokens, seed: As in `benchmark`.
-    """
-
-    batch: tuple[int, ...] = (1,)
-    sequence: tuple[int, ...] = (128,)
-    texts: str | os.PathLike[str] | Sequence[str] | None = None
-    tokenize: bool = False
-    max_length: int | None = None
-    new_tokens: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "sequence"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"{name} is {list(values)}.", fix="use numbers from 1 on.")
-        if self.tokenize and self.texts is None:
-            raise ConfigError(
-                "The tokenizer needs texts.", fix="pass texts=... (--texts FILE), or leave the tokenizer out."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is measured.
 
     Attributes:
-        warmup, rounds, calls, processes, threads: As in `benchmark`.
+        warmup, rounds, calls, processes: As in `benchmark`.
     """
 
     warmup: int = 10
     rounds: int = 12
     calls: int = 20
     processes: int = 4
-    threads: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 0), ("rounds", 1), ("calls", 1), ("processes", 1)):
@@ -243,24 +215,24 @@ def measure_variants(
             f"Models for {spec.name} answer by generating, and new_tokens is 0.",
             fix="pass new_tokens=... (--new-tokens), at least 2.",
         )
-    group = start(variants, effort.threads)
+    group = start(variants, load.threads)
     try:
         base = group[0]
         if base.worker is None or base.loaded is None:
             raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
-        workloads = _workloads(load, base)
+        workloads = workloads_of(load, base.worker, base.loaded)
         for workload in workloads:
             warm_up(group, workload, effort.warmup)
             check(group, workload, atol)
         if base.error is not None:
             raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
-        _take_all_turns(group, workloads, effort, traffic)
+        _take_all_turns(group, workloads, effort, traffic, load.threads)
     finally:
         for one in group:
             one.close()
     settings = {
         "rounds": effort.rounds, "calls": effort.calls, "processes": min(effort.processes, effort.rounds),
-        "warmup": effort.warmup, "threads": effort.threads or available_processors(),
+        "warmup": effort.warmup, "threads": load.threads or available_processors(),
         "callers": traffic.callers, "rate": traffic.rate, "tokenizer": "included" if load.tokenize else "excluded",
         "seed": load.seed,
         "workloads": [w.name for w in workloads],
@@ -278,35 +250,16 @@ def measure_variants(
     )
 
 
-def _workloads(load: Load, base: Measured) -> list[Workload]:
-    """The calls, with inputs that the baseline's process makes."""
-    assert base.worker is not None
-    assert base.loaded is not None
-    given = load.texts
-    if given is None:
-        return grid(base.worker, base.loaded, load.batch, load.sequence, load.new_tokens)
-    if isinstance(given, str | os.PathLike):
-        name, lines = Path(given).name, read_texts(given, base.variant.task)
-    else:
-        name, lines = "texts", list(given)
-    limit = load.max_length or base.loaded.limits.get("sequence")
-    return [
-        of_texts(
-            lines, base.variant.path, name=f"{size} of {name}", task=base.variant.task, batch=size,
-            tokenize=load.tokenize, max_length=limit, seed=load.seed,
-        )
-        for size in load.batch
-    ]  # fmt: skip
-
-
-def _take_all_turns(group: Sequence[Measured], workloads: Sequence[Workload], effort: Effort, traffic: Traffic) -> None:
+def _take_all_turns(
+    group: Sequence[Measured], workloads: Sequence[Workload], effort: Effort, traffic: Traffic, threads: int | None
+) -> None:
     """All rounds, each variant in several processes one after the other."""
     ends = [effort.rounds * (n + 1) // effort.processes for n in range(effort.processes)]
     for n, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if first == end:
             continue
         if first:
-            restart(group, workloads, effort.warmup, effort.threads, backwards=n % 2 == 1)
+            restart(group, workloads, effort.warmup, threads, backwards=n % 2 == 1)
         for workload in workloads:
             take_turns(group, workload, rounds=end - first, calls=effort.calls, first=first, traffic=traffic)
         for one in group:

@@ -1,19 +1,31 @@
-"""A process that holds one variant, asked by its parent."""
+"""The process of a variant: it loads the variant, is given calls, and times them."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ...artifact.companions import open_companion
 from ...config import available_processors
-from ...errors import SessionError
-from ..processes import ANSWER_TIMEOUT_S, WorkerLostError, exit_reason, start_process
-from .calls import serve
-from .variants import Block, Loaded, Traffic, Variant, Workload
+from ...errors import AccelError, SessionError
+from ..processes import ANSWER_TIMEOUT_S, Helper, WorkerLostError, peak_memory
+from .variants import Block, Loaded, Traffic, Variant, Workload, planned_variant
+
+if TYPE_CHECKING:
+    from ...artifact.manifest import Artifact
+    from ...interfaces.specs import TensorSpec
+
+_PROMPT = ("input_ids", "attention_mask", "pixel_values", "flattened_patches", "input_features", "input_values")
 
 
-class Worker:
+class Worker(Helper):
     """A process that holds one variant.
 
     Args:
@@ -26,14 +38,15 @@ class Worker:
     """
 
     def __init__(self, variant: Variant, threads: int | None = None, until: float | None = None) -> None:
+        super().__init__(variant.name, imports=("torch", "transformers"))
         self.variant = variant
+        self._threads = threads or available_processors()
         self._until = until
-        self._process, self._pipe = start_process(serve, variant, threads or available_processors())
+        self.start()
 
     def load(self) -> Loaded:
         """Load the variant."""
-        self._answer()  # the imports are done
-        loaded: Loaded = self._ask("load")
+        loaded: Loaded = self._ask("load", self.variant, self._threads)
         return loaded
 
     def sample(self, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Any]:
@@ -64,53 +77,209 @@ class Worker:
 
     def peak_memory(self) -> int:
         """Largest resident memory of the process so far, in bytes; the interpreter and PyTorch take part of it."""
-        peak: int = self._ask("memory")
+        peak: int = self.call(peak_memory)
         return peak
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(model, *args)` in the process, for a function of a module."""
-        return self._ask("call", function, args)
-
-    def hang_up(self) -> None:
-        """Let the process end by itself; `close` waits for it."""
-        self._pipe.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self.hang_up()
-        self._process.join(timeout=10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(timeout=10)
-
     def _ask(self, verb: str, *args: Any, patience: float = ANSWER_TIMEOUT_S) -> Any:
+        if self._until is not None:
+            patience = min(patience, max(self._until - time.perf_counter(), 0.1))
         try:
-            self._pipe.send((verb, args))
-        except (OSError, ValueError) as error:
-            raise self._died() from error
-        return self._answer(patience)
+            return self.call(_serve, verb, args, timeout_s=patience)
+        except WorkerLostError:
+            raise
+        except AccelError as error:
+            kind = "" if type(error) is SessionError else f"{type(error).__name__}: "
+            raise SessionError(f"{self.variant.name} failed: {kind}{error}") from error
 
-    def _answer(self, patience: float = ANSWER_TIMEOUT_S) -> Any:
-        try:
-            if self._until is not None:
-                patience = min(patience, max(self._until - time.perf_counter(), 0.1))
-            if not self._pipe.poll(patience):
-                self._process.kill()
-                raise WorkerLostError(
-                    f"{self.variant.name} did not answer for {patience:.0f} s.",
-                    fix="measure it alone, or with smaller batches and shorter sequences.",
-                    late=True,
-                )
-            good, value = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise self._died() from error
-        if not good:
-            raise SessionError(f"{self.variant.name} failed: {value}")
-        return value
 
-    def _died(self) -> WorkerLostError:
-        self._process.join(timeout=5)
-        return WorkerLostError(
-            f"The process of {self.variant.name} died ({exit_reason(self._process.exitcode)}).",
-            fix="run it alone to see why.",
+# In the process
+
+
+def _serve(verb: str, args: Sequence[Any]) -> Any:
+    return getattr(_served, verb)(*args)
+
+
+def _given(artifact: Artifact) -> tuple[TensorSpec, ...]:
+    """What a caller gives: the inputs of all graphs that no other one answers with."""
+    made = {spec.name for component in artifact.components for spec in component.outputs}
+    return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in made)
+
+
+class _Served:
+    """The variant in its process; a method for each request."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._names: frozenset[str] = frozenset()
+        self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
+
+    def load(self, variant: Variant, threads: int) -> Loaded:
+        import torch
+        import transformers
+
+        from ...models.base import ORTModel
+
+        torch.set_num_threads(threads)
+        transformers.logging.disable_progress_bar()
+        started = time.perf_counter()
+        plan = planned_variant(variant)
+        options = replace(plan.options, threads=plan.options.threads or threads)
+        self._model = model = ORTModel.from_plan(plan.with_options(options))
+        artifact = model.artifact
+        component = artifact.components[0]
+        session = model.sessions[component.name]
+        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _given(artifact)))
+        given = variant.provider_options or {}
+        return Loaded(
+            load_s=time.perf_counter() - started,
+            backend=model.backend,
+            device=str(session.device),
+            compute_dtype=session.compute_dtype,
+            threads=options.threads or threads,
+            options=options.to_dict(),
+            axes=tuple(sorted({a for spec in session.inputs for a in spec.shape if isinstance(a, str)})),
+            limits=dict(component.max_sizes),
+            notes=tuple(f"{name}={value}" for name, value in given.items()),
+            quantized=artifact.manifest.quantization is not None,
         )
+
+    def sample(self, sizes: Mapping[str, int], seed: int) -> dict[str, Any]:
+        from ... import capture
+
+        artifact = self._model.artifact
+        specs = artifact.components[0].inputs if self._model.can_generate() else _given(artifact)
+        if self._model.can_generate():
+            # A prompt: what a caller of `generate` passes, and nothing of what it makes of it.
+            specs = tuple(spec for spec in specs if spec.name in _PROMPT)
+            sizes = {"total": sizes.get("sequence", 2), **sizes}
+        feeds = capture.feeds_for(specs, {"choices": 2, **sizes}, seed=seed, folder=artifact.path)
+        # Padding would let a variant that skips it look faster than it is on the stated shape.
+        return {name: (t.fill_(1) if name == "attention_mask" else t).numpy() for name, t in feeds.items()}
+
+    def prepare(self, workload: Workload) -> None:
+        import torch
+
+        where = self._model.device
+        model = partial(_generate, self._model, workload.new_tokens) if workload.new_tokens else self._model
+        call = _synchronized(model, where) if where.type == "cuda" else model
+        if workload.tokenizer is None:
+            cases = [
+                {
+                    name: torch.from_numpy(np.ascontiguousarray(array)).to(where)
+                    for name, array in case.items()
+                    if name in self._names
+                }
+                for case in workload.cases
+            ]
+        else:
+            call = self._tokenizing(workload, call)
+            cases = [dict(case) for case in workload.cases]
+        self._workloads[workload.name] = (call, cases)
+
+    def _tokenizing(self, workload: Workload, model: Callable[..., Any]) -> Callable[..., Any]:
+        assert workload.tokenizer is not None
+        tokenizer = open_companion("AutoTokenizer", workload.tokenizer)
+        names, where, limit = self._names, self._model.device, workload.max_length
+
+        def call(texts: Sequence[str]) -> Any:
+            feeds = tokenizer(
+                list(texts), padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt"
+            )
+            return model(**{name: tensor.to(where) for name, tensor in feeds.items() if name in names})
+
+        return call
+
+    def outputs(self, workload: str, case: int) -> dict[str, Any]:
+        import torch
+
+        call, cases = self._workloads[workload]
+        with torch.inference_mode():
+            result = call(**cases[case])
+        if not isinstance(result, torch.Tensor) and "sequences" in result:
+            # Of what was generated, the logits of the first token: the choice of every later one depends on it.
+            result = {"logits": result["logits"][0]}
+        if isinstance(result, torch.Tensor):
+            result = {"output": result}
+        return {name: value.float().cpu().numpy() for name, value in result.items() if isinstance(value, torch.Tensor)}
+
+    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> Block:
+        call, cases = self._workloads[workload]
+        ordered = [cases[(first + i) % len(cases)] for i in range(calls)]
+        processor, started = time.process_time(), time.perf_counter()
+        alone = traffic.callers == 1 and traffic.rate is None
+        times = timed(call, ordered) if alone else _traffic(call, ordered, traffic)
+        return Block(tuple(times), time.perf_counter() - started, time.process_time() - processor)
+
+
+_served = _Served()
+
+
+def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
+    """Greedy generation of exactly so many tokens."""
+    return model.generate(
+        **feeds, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=1,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+
+
+def timed(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Milliseconds of `call(**case)` for each case; the timed region holds the call and nothing else."""
+    import torch
+
+    clock = time.perf_counter_ns
+    times = []
+    with torch.inference_mode():
+        for case in cases:
+            started = clock()
+            call(**case)
+            times.append(clock() - started)
+    return [t / 1e6 for t in times]
+
+
+def _traffic(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]], traffic: Traffic) -> list[float]:
+    """Latency of each call when several callers share the model, or when calls arrive on their own."""
+    import torch
+
+    gaps = None
+    if traffic.rate is not None:
+        gaps = np.random.default_rng(traffic.seed).exponential(1e9 / traffic.rate, len(cases)).cumsum()
+    counter = itertools.count()
+    times = [0.0] * len(cases)
+    failures: list[BaseException] = []
+    begin = time.perf_counter_ns() + 1_000_000
+
+    def caller() -> None:
+        try:
+            with torch.inference_mode():
+                # `next` on a counter is atomic: every call is made once.
+                while not failures and (i := next(counter)) < len(cases):
+                    arrival = begin + int(gaps[i]) if gaps is not None else time.perf_counter_ns()
+                    wait = arrival - time.perf_counter_ns()
+                    if wait > 0:
+                        time.sleep(wait / 1e9)
+                    call(**cases[i])
+                    times[i] = (time.perf_counter_ns() - arrival) / 1e6
+        # Raised below, in the thread that answers the parent.
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=caller, daemon=True) for _ in range(traffic.callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return times
+
+
+def _synchronized(model: Any, device: Any) -> Callable[..., Any]:
+    """A call on a GPU ends when its results are there."""
+    import torch
+
+    def call(**feeds: Any) -> Any:
+        result = model(**feeds)
+        torch.cuda.synchronize(device)
+        return result
+
+    return call

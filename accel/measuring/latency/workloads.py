@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigError, InputError
-from .variants import Loaded, Workload
+from .variants import Loaded, Variant, Workload
 from .worker import Worker
 
 _CASES_OF_TEXTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The calls to time.
+
+    Attributes:
+        batch, sequence, texts, tokenize, max_length, new_tokens, seed, threads: As in `accel.benchmark`.
+        call: Inputs by name of the one call that is timed instead.
+    """
+
+    batch: tuple[int, ...] = (1,)
+    sequence: tuple[int, ...] = (128,)
+    texts: str | os.PathLike[str] | Sequence[str] | None = None
+    tokenize: bool = False
+    max_length: int | None = None
+    new_tokens: int = 0
+    seed: int = 0
+    threads: int | None = None
+    call: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"{name} is {list(values)}.", fix="use numbers from 1 on.")
+        if self.tokenize and self.texts is None:
+            raise ConfigError(
+                "The tokenizer needs texts.", fix="pass texts=... (--texts FILE), or leave the tokenizer out."
+            )
 
 
 def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None:
@@ -80,44 +110,53 @@ def read_texts(file: str | os.PathLike[str], task: str) -> list[str]:
     return found
 
 
-def of_texts(
-    texts: Sequence[str],
-    folder: Path,
-    *,
-    name: str,
-    task: str,
-    batch: int,
-    tokenize: bool,
-    max_length: int | None,
-    seed: int = 0,
-) -> Workload:
-    """Batches of texts in random order, padded as they come: the length distribution of real traffic.
+def workloads_of(load: Load, worker: Worker, loaded: Loaded) -> list[Workload]:
+    """The calls of a load, with inputs that the model of `worker`, the baseline, takes."""
+    if load.call is not None:
+        return [Workload(name="rows", batch=load.batch[0], sequence=None, cases=(load.call,))]
+    if load.texts is None:
+        return grid(worker, loaded, load.batch, load.sequence, load.new_tokens)
+    return text_workloads(load, worker.variant, loaded.limits)
+
+
+def text_workloads(load: Load, baseline: Variant, limits: Mapping[str, int]) -> list[Workload]:
+    """Up to 64 batches of texts in random order, padded as they come: the length distribution of real traffic.
 
     Args:
-        texts: All of them; up to 64 batches are drawn.
-        folder: Of the tokenizer.
-        name: Of the workload.
-        task: Of the model.
-        batch: Texts a call.
-        tokenize: Tokenize inside the timed call.
-        max_length: Tokens that longer texts are cut to.
-        seed: Of the order.
+        load: The texts, the batches, and whether they are tokenized inside the timed call.
+        baseline: Its folder has the tokenizer.
+        limits: Largest sizes of named axes.
     """
     from ...data.batches import load_processor
 
-    order = np.random.default_rng(seed).permutation(len(texts))
-    # Fewer texts than a batch: the same ones again.
-    drawn = [texts[int(order[i % len(order)])] for i in range(max(batch, min(len(texts), batch * _CASES_OF_TEXTS)))]
-    groups = [drawn[i : i + batch] for i in range(0, len(drawn) - batch + 1, batch)]
-    if tokenize:
-        cases: tuple[Mapping[str, Any], ...] = tuple({"texts": group} for group in groups)
-        return Workload(name=name, batch=batch, sequence=None, cases=cases, tokenizer=folder, max_length=max_length)
-    tokenizer = load_processor(folder, task)
+    if isinstance(load.texts, str | os.PathLike):
+        name, texts = Path(load.texts).name, read_texts(load.texts, baseline.task)
+    else:
+        name, texts = "texts", list(load.texts or ())
+    max_length = load.max_length or limits.get("sequence")
+    tokenizer = None if load.tokenize else load_processor(baseline.path, baseline.task)
+    order = np.random.default_rng(load.seed).permutation(len(texts))
     made = []
-    for group in groups:
-        feeds = tokenizer(group, padding=True, truncation=max_length is not None, max_length=max_length)
-        made.append({key: np.asarray(value, dtype=np.int64) for key, value in feeds.items()})
-    return Workload(name=name, batch=batch, sequence=None, cases=tuple(made))
+    for batch in load.batch:
+        # Fewer texts than a batch: the same ones again.
+        count = max(batch, min(len(texts), batch * _CASES_OF_TEXTS))
+        drawn = [texts[int(order[i % len(order)])] for i in range(count)]
+        groups = [drawn[i : i + batch] for i in range(0, len(drawn) - batch + 1, batch)]
+        cases: list[Mapping[str, Any]] = [{"texts": group} for group in groups]
+        if tokenizer is not None:
+            cut = {"padding": True, "truncation": max_length is not None, "max_length": max_length}
+            cases = [
+                {key: np.asarray(value, dtype=np.int64) for key, value in tokenizer(group, **cut).items()}
+                for group in groups
+            ]
+        folder = baseline.path if tokenizer is None else None
+        made.append(
+            Workload(
+                name=f"{batch} of {name}", batch=batch, sequence=None, cases=tuple(cases), tokenizer=folder,
+                max_length=max_length if load.tokenize else None,
+            )
+        )  # fmt: skip
+    return made
 
 
 def lengths(workloads: Sequence[Workload]) -> dict[str, dict[str, float]]:
