@@ -22,39 +22,13 @@ if TYPE_CHECKING:
     from .interfaces.protocols import Quantizer as Quantizer
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmark import benchmark as benchmark
-    from .models.audio import ORTModelForAudioClassification as ORTModelForAudioClassification
-    from .models.audio import ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification
-    from .models.audio import ORTModelForAudioXVector as ORTModelForAudioXVector
-    from .models.audio import ORTModelForCTC as ORTModelForCTC
-    from .models.audio import ORTModelForZeroShotAudioClassification as ORTModelForZeroShotAudioClassification
     from .models.base import ORTModel as ORTModel
-    from .models.documents import ORTModelForDocumentQuestionAnswering as ORTModelForDocumentQuestionAnswering
     from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
-    from .models.encoders import ORTModelForCustomTasks as ORTModelForCustomTasks
-    from .models.encoders import ORTModelForFeatureExtraction as ORTModelForFeatureExtraction
-    from .models.encoders import ORTModelForImageClassification as ORTModelForImageClassification
-    from .models.encoders import ORTModelForMaskedLM as ORTModelForMaskedLM
-    from .models.encoders import ORTModelForMultipleChoice as ORTModelForMultipleChoice
-    from .models.encoders import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
-    from .models.encoders import ORTModelForSequenceClassification as ORTModelForSequenceClassification
-    from .models.encoders import ORTModelForTokenClassification as ORTModelForTokenClassification
     from .models.generation_mixin import ORTModelForCausalLM as ORTModelForCausalLM
-    from .models.images import ORTModelForDepthEstimation as ORTModelForDepthEstimation
-    from .models.images import ORTModelForImageSegmentation as ORTModelForImageSegmentation
-    from .models.images import ORTModelForImageToImage as ORTModelForImageToImage
-    from .models.images import ORTModelForKeypointMatching as ORTModelForKeypointMatching
-    from .models.images import ORTModelForObjectDetection as ORTModelForObjectDetection
-    from .models.images import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
-    from .models.images import ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification
-    from .models.images import ORTModelForZeroShotObjectDetection as ORTModelForZeroShotObjectDetection
-    from .models.masks import ORTModelForMaskGeneration as ORTModelForMaskGeneration
     from .models.pipelines.pipeline import pipeline as pipeline
     from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
-    from .models.tables import ORTModelForTableQuestionAnswering as ORTModelForTableQuestionAnswering
-    from .models.videos import ORTModelForVideoClassification as ORTModelForVideoClassification
     from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
-    from .models.voices import ORTModelForTextToWaveform as ORTModelForTextToWaveform
     from .serving.continuous_batching.generation_engine import GenerationEngine as GenerationEngine
     from .serving.continuous_batching.scheduler import GenerationLimits as GenerationLimits
     from .serving.engine import Engine as Engine
@@ -63,6 +37,42 @@ if TYPE_CHECKING:
     from .stages.prepare.accelerating import accelerate as accelerate
     from .stages.prepare.training import prepare_qat as prepare_qat
     from .stages.validate import validate as validate
+    from .tasks.audio_classification import ORTModelForAudioClassification as ORTModelForAudioClassification
+    from .tasks.audio_frame_classification import (
+        ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification,
+    )
+    from .tasks.audio_xvector import ORTModelForAudioXVector as ORTModelForAudioXVector
+    from .tasks.ctc import ORTModelForCTC as ORTModelForCTC
+    from .tasks.custom import ORTModelForCustomTasks as ORTModelForCustomTasks
+    from .tasks.depth_estimation import ORTModelForDepthEstimation as ORTModelForDepthEstimation
+    from .tasks.document_question_answering import (
+        ORTModelForDocumentQuestionAnswering as ORTModelForDocumentQuestionAnswering,
+    )
+    from .tasks.feature_extraction import ORTModelForFeatureExtraction as ORTModelForFeatureExtraction
+    from .tasks.fill_mask import ORTModelForMaskedLM as ORTModelForMaskedLM
+    from .tasks.image_classification import ORTModelForImageClassification as ORTModelForImageClassification
+    from .tasks.image_segmentation import ORTModelForImageSegmentation as ORTModelForImageSegmentation
+    from .tasks.image_segmentation import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
+    from .tasks.image_to_image import ORTModelForImageToImage as ORTModelForImageToImage
+    from .tasks.keypoint_matching import ORTModelForKeypointMatching as ORTModelForKeypointMatching
+    from .tasks.mask_generation import ORTModelForMaskGeneration as ORTModelForMaskGeneration
+    from .tasks.multiple_choice import ORTModelForMultipleChoice as ORTModelForMultipleChoice
+    from .tasks.object_detection import ORTModelForObjectDetection as ORTModelForObjectDetection
+    from .tasks.question_answering import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
+    from .tasks.table_question_answering import ORTModelForTableQuestionAnswering as ORTModelForTableQuestionAnswering
+    from .tasks.text_classification import ORTModelForSequenceClassification as ORTModelForSequenceClassification
+    from .tasks.text_to_audio import ORTModelForTextToWaveform as ORTModelForTextToWaveform
+    from .tasks.token_classification import ORTModelForTokenClassification as ORTModelForTokenClassification
+    from .tasks.video_classification import ORTModelForVideoClassification as ORTModelForVideoClassification
+    from .tasks.zero_shot_audio_classification import (
+        ORTModelForZeroShotAudioClassification as ORTModelForZeroShotAudioClassification,
+    )
+    from .tasks.zero_shot_image_classification import (
+        ORTModelForZeroShotImageClassification as ORTModelForZeroShotImageClassification,
+    )
+    from .tasks.zero_shot_object_detection import (
+        ORTModelForZeroShotObjectDetection as ORTModelForZeroShotObjectDetection,
+    )
     from .tuning.accuracy_budget import quantize as quantize
     from .tuning.tune import tune as tune
 
@@ -86,37 +96,37 @@ _MODULE_OF = {
     "OptimizeConfig": "config",
     "Optimizer": "interfaces.protocols",
     "ORTModel": "models.base",
-    "ORTModelForAudioClassification": "models.audio",
-    "ORTModelForAudioFrameClassification": "models.audio",
-    "ORTModelForAudioXVector": "models.audio",
+    "ORTModelForAudioClassification": "tasks.audio_classification",
+    "ORTModelForAudioFrameClassification": "tasks.audio_frame_classification",
+    "ORTModelForAudioXVector": "tasks.audio_xvector",
     "ORTModelForCausalLM": "models.generation_mixin",
-    "ORTModelForCTC": "models.audio",
-    "ORTModelForCustomTasks": "models.encoders",
-    "ORTModelForDocumentQuestionAnswering": "models.documents",
-    "ORTModelForFeatureExtraction": "models.encoders",
-    "ORTModelForImageClassification": "models.encoders",
+    "ORTModelForCTC": "tasks.ctc",
+    "ORTModelForCustomTasks": "tasks.custom",
+    "ORTModelForDocumentQuestionAnswering": "tasks.document_question_answering",
+    "ORTModelForFeatureExtraction": "tasks.feature_extraction",
+    "ORTModelForImageClassification": "tasks.image_classification",
     "ORTModelForImageTextToText": "models.vision_language",
-    "ORTModelForMaskedLM": "models.encoders",
-    "ORTModelForMaskGeneration": "models.masks",
-    "ORTModelForMultipleChoice": "models.encoders",
-    "ORTModelForQuestionAnswering": "models.encoders",
+    "ORTModelForMaskedLM": "tasks.fill_mask",
+    "ORTModelForMaskGeneration": "tasks.mask_generation",
+    "ORTModelForMultipleChoice": "tasks.multiple_choice",
+    "ORTModelForQuestionAnswering": "tasks.question_answering",
     "ORTModelForSeq2SeqLM": "models.encoder_decoder",
-    "ORTModelForSequenceClassification": "models.encoders",
+    "ORTModelForSequenceClassification": "tasks.text_classification",
     "ORTModelForSpeechSeq2Seq": "models.speech",
-    "ORTModelForTableQuestionAnswering": "models.tables",
-    "ORTModelForTextToWaveform": "models.voices",
-    "ORTModelForTokenClassification": "models.encoders",
-    "ORTModelForVideoClassification": "models.videos",
+    "ORTModelForTableQuestionAnswering": "tasks.table_question_answering",
+    "ORTModelForTextToWaveform": "tasks.text_to_audio",
+    "ORTModelForTokenClassification": "tasks.token_classification",
+    "ORTModelForVideoClassification": "tasks.video_classification",
     "ORTModelForVision2Seq": "models.encoder_decoder",
-    "ORTModelForDepthEstimation": "models.images",
-    "ORTModelForImageSegmentation": "models.images",
-    "ORTModelForImageToImage": "models.images",
-    "ORTModelForKeypointMatching": "models.images",
-    "ORTModelForObjectDetection": "models.images",
-    "ORTModelForSemanticSegmentation": "models.images",
-    "ORTModelForZeroShotAudioClassification": "models.audio",
-    "ORTModelForZeroShotImageClassification": "models.images",
-    "ORTModelForZeroShotObjectDetection": "models.images",
+    "ORTModelForDepthEstimation": "tasks.depth_estimation",
+    "ORTModelForImageSegmentation": "tasks.image_segmentation",
+    "ORTModelForImageToImage": "tasks.image_to_image",
+    "ORTModelForKeypointMatching": "tasks.keypoint_matching",
+    "ORTModelForObjectDetection": "tasks.object_detection",
+    "ORTModelForSemanticSegmentation": "tasks.image_segmentation",
+    "ORTModelForZeroShotAudioClassification": "tasks.zero_shot_audio_classification",
+    "ORTModelForZeroShotImageClassification": "tasks.zero_shot_image_classification",
+    "ORTModelForZeroShotObjectDetection": "tasks.zero_shot_object_detection",
     "pipeline": "models.pipelines.pipeline",
     "prepare_qat": "stages.prepare.training",
     "quantize": "tuning.accuracy_budget",

@@ -71,6 +71,8 @@ class ORTModel(Familiar, Saveable):
     _any_task: ClassVar[bool] = True
     base_model_prefix = "model"
     generation_config: Any = None
+    output_class: ClassVar[type[Any] | None] = None
+    """What `forward` returns, where transformers has no class for the task."""
     _after: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     """What a task's class makes of the graph's outputs."""
 
@@ -282,7 +284,7 @@ class ORTModel(Familiar, Saveable):
     def _choose_output(self, names: Sequence[str]) -> Any:
         spec = task_spec(self.artifact.task)
         self._check_outputs(spec, {output.name: output.shape for output in self._session.outputs})
-        return getattr(modeling_outputs, spec.output) if spec.output else ModelOutput
+        return self.output_class or (getattr(modeling_outputs, spec.output) if spec.output else ModelOutput)
 
     def _check_outputs(self, spec: TaskSpec, returned: Mapping[str, tuple[int | str, ...]]) -> None:
         """Hold a graph's outputs against its task and its labels.

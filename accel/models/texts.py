@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..artifact.sentence_settings import SentenceSettings, sentence_settings
-from ..capture.sentence_embeddings import SentenceLayers, sentence_layers
+from ..capture.sentence_embeddings import SentenceLayers, activation_function, sentence_layers
 from ..data.batches import longest
 from ..errors import InputError, TaskError
 from .processors import kept_companion_of
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""What turns the outputs of a cross-encoder into scores."""
 TokenRow = Mapping[str, Sequence[int]]
 """Token ids, mask and so on of one text."""
 COUNTED = "counted"
@@ -231,3 +233,18 @@ class PairScorer(TextRows):
         """Outputs of rows: `(rows, num_labels)` float32 on the CPU."""
         found: torch.Tensor = self.model(**self.batch(rows)).logits.float().cpu()
         return found
+
+
+def activation_of(model: Any) -> Activation:
+    """What turns a model's outputs into scores; see `activation_path`."""
+    return activation_function(activation_path(model.config, sentence_settings(model.artifact.path)))
+
+
+def activation_path(config: Any, settings: SentenceSettings) -> str:
+    """The class that turns outputs into scores: as Sentence Transformers wrote it into its own file (from version 6) or into the
+    model's config (before), else its default, a sigmoid for one output and nothing for several.
+    """
+    written = getattr(config, "sentence_transformers", None) or {}
+    older = getattr(config, "sbert_ce_default_activation_function", None)
+    found = settings.activation or written.get("activation_fn") or older
+    return str(found or ("torch.nn.Sigmoid" if config.num_labels == 1 else "torch.nn.Identity"))

@@ -11,8 +11,7 @@ import torch
 
 from ..artifact.sentence_settings import sentence_settings
 from ..errors import InputError, did_you_mean
-from ..models.ranking import activation_of
-from ..models.texts import COUNTED, Embedder, PairScorer, TextRows, TokenRow
+from ..models.texts import COUNTED, Embedder, PairScorer, TextRows, TokenRow, activation_of
 from .job import Prepared, Row, UnknownOptionError
 from .pipeline_work import Options, can_pad
 

@@ -11,7 +11,13 @@ from ..data.rows import Rows
 from ..data.sounds import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Classes, Predictor
-from ..models.audio import ORTModelForAudioClassification
+from ..models.modality_models import SoundModel
+
+
+class ORTModelForAudioClassification(SoundModel):
+    """Sounds to classes: `logits: (batch, num_labels)`."""
+
+    task = "audio-classification"
 
 
 class AudioClassification(Task):

@@ -12,7 +12,13 @@ from ..data.sounds import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Predictor
 from ..measuring.accuracy.sounds import Frames
-from ..models.audio import ORTModelForAudioFrameClassification
+from ..models.modality_models import SoundModel
+
+
+class ORTModelForAudioFrameClassification(SoundModel):
+    """A class for each frame, such as who speaks: `logits: (batch, frames, num_labels)`."""
+
+    task = "audio-frame-classification"
 
 
 class AudioFrameClassification(Task):

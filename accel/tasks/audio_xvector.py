@@ -13,7 +13,13 @@ from ..data.sounds import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Predictor
 from ..measuring.accuracy.sounds import Voices
-from ..models.audio import ORTModelForAudioXVector
+from ..models.modality_models import SoundModel
+
+
+class ORTModelForAudioXVector(SoundModel):
+    """Voices: `embeddings: (batch, xvector_output_dim)` to compare by their cosine, and `logits: (batch, speakers)`."""
+
+    task = "audio-xvector"
 
 
 class AudioXvector(Task):

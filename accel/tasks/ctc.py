@@ -12,7 +12,13 @@ from ..data.sounds import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Predictor
 from ..measuring.accuracy.sounds import Transcripts
-from ..models.audio import ORTModelForCTC
+from ..models.modality_models import SoundModel
+
+
+class ORTModelForCTC(SoundModel):
+    """Speech to text by frames (connectionist temporal classification): `logits: (batch, frames, vocab_size)`."""
+
+    task = "ctc"
 
 
 class Ctc(Task):

@@ -10,7 +10,13 @@ from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.pictures import Depths
 from ..measuring.accuracy.predictors import Predictor
-from ..models.images import ORTModelForDepthEstimation
+from ..models.modality_models import ImageModel
+
+
+class ORTModelForDepthEstimation(ImageModel):
+    """How far away each pixel is: `predicted_depth: (batch, height, width)`."""
+
+    task = "depth-estimation"
 
 
 class DepthEstimation(Task):

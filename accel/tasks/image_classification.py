@@ -8,7 +8,13 @@ from ..data.batches import Encoded, encode_images
 from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.predictors import Classes, Predictor
-from ..models.encoders import ORTModelForImageClassification
+from ..models.modality_models import ImageModel
+
+
+class ORTModelForImageClassification(ImageModel):
+    """Image classification: `pixel_values: (batch, channels, height, width)` to `logits: (batch, num_labels)`."""
+
+    task = "image-classification"
 
 
 class ImageClassification(Task):

@@ -10,7 +10,13 @@ from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.pictures import Pixels
 from ..measuring.accuracy.predictors import Predictor
-from ..models.images import ORTModelForImageToImage
+from ..models.modality_models import ImageModel
+
+
+class ORTModelForImageToImage(ImageModel):
+    """Images made of images, such as larger ones: `reconstruction: (batch, channels, height, width)`."""
+
+    task = "image-to-image"
 
 
 class ImageToImage(Task):

@@ -3,11 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers.utils import ModelOutput
+
 from ..capture.generation_graphs import family_parts
+from ..errors import InputError
+from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.task import Task
-from ..models.masks import ORTModelForMaskGeneration
+from ..models.modality_models import TwoGraphModel
+from ..models.outputs import fast_output, numpy_too
+
+
+@dataclass
+class MaskGenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What a model returns for points; an image processor's `post_process_masks` makes masks of the image's size.
+
+    Attributes:
+        iou_scores: `(batch, points, 3)`: how much each mask overlaps with the true one, as the model believes.
+        pred_masks: `(batch, points, 3, height / 4, width / 4)`: above 0 inside.
+    """
+
+    iou_scores: torch.Tensor | None = None
+    pred_masks: torch.Tensor | None = None
+
+
+class ORTModelForMaskGeneration(TwoGraphModel):
+    """Masks for points in images: `pred_masks: (batch, points, 3, height / 4, width / 4)`."""
+
+    task = "mask-generation"
+    output_class = MaskGenerationOutput
+    components = (IMAGE_ENCODER, MASK_DECODER)
+
+    @numpy_too
+    def get_image_embeddings(self, pixel_values: Any, **inputs: Any) -> Any:
+        """Run the first graph on `(batch, channels, height, width)`; of SAM-HQ also a list with what one of its layers answered."""
+        found = self._run({"pixel_values": pixel_values, **inputs})
+        return (found[EMBEDDINGS], [found[INTERMEDIATE]]) if INTERMEDIATE in found else found[EMBEDDINGS]
+
+    def forward(
+        self,
+        pixel_values: Any = None,
+        input_points: Any = None,
+        input_labels: Any = None,
+        image_embeddings: Any = None,
+        intermediate_embeddings: Any = None,
+        multimask_output: bool = True,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Make three masks for each group of points.
+
+        Args:
+            pixel_values: `(batch, channels, height, width)`; or `image_embeddings`.
+            input_points: `(batch, points, each, 2)`: x and y in pixels of what the processor made of the image.
+            input_labels: `(batch, points, each)`: 1 for a point inside, 0 for one outside, -10 for padding; ones when `None`.
+            image_embeddings: What `get_image_embeddings` returned, for many calls about one image.
+            intermediate_embeddings: Likewise, of SAM-HQ.
+            multimask_output: Three masks for each; `False` is another graph.
+            return_dict: `False` for a tuple.
+            **others: What a processor makes beside them is passed over where it is none of the model's.
+
+        Raises:
+            InputError: No points, no image, both an image and embeddings, or prompts of another kind.
+        """
+        self._check_fork()
+        asked = sorted(name for name in _OTHER_PROMPTS if not _is_nothing(others.pop(name, None)))
+        if asked or not multimask_output:
+            raise InputError(
+                f"The graphs make three masks for points, and nothing of {asked[0] if asked else 'multimask_output=False'}.",
+                fix="pass input_points=... alone, or run the model with transformers.",
+            )
+        if input_points is None:
+            raise InputError("No input_points came.", fix="pass input_points=...: (batch, points, each, 2).")
+        if (pixel_values is None) is (image_embeddings is None):
+            raise InputError(
+                "One of pixel_values and image_embeddings is needed, and only one.", fix="pass the one that you have."
+            )
+        numpy = not isinstance(input_points, torch.Tensor)
+        others = {name: value for name, value in others.items() if name not in _OF_PROCESSORS}
+        if image_embeddings is None:
+            pixel_values = torch.as_tensor(pixel_values)
+            found = self.get_image_embeddings(pixel_values, **others)
+            image_embeddings, intermediate_embeddings = found if isinstance(found, tuple) else (found, None)
+        elif others:
+            raise InputError(f"The graphs take no {min(others)!r}.", fix=f"leave {min(others)} out.")
+        points = torch.as_tensor(input_points)
+        labels = torch.ones(points.shape[:-1]) if input_labels is None else torch.as_tensor(input_labels)
+        feeds = {
+            EMBEDDINGS: torch.as_tensor(image_embeddings),
+            "input_points": points.to(self.dtype),
+            "input_labels": labels.to(device=points.device, dtype=torch.int64),
+        }
+        if any(spec.name == INTERMEDIATE for spec in self._decoder.inputs):
+            if not intermediate_embeddings:
+                raise InputError(
+                    "SAM-HQ also reads intermediate_embeddings.", fix="pass both that get_image_embeddings returned."
+                )
+            feeds[INTERMEDIATE] = torch.as_tensor(intermediate_embeddings[0])
+        if len(feeds[EMBEDDINGS]) != len(points):
+            raise InputError(
+                f"Points for {len(points)} images came, and {len(feeds[EMBEDDINGS])} images.",
+                fix="pass points for each image.",
+            )
+        values = self._decoder.run(feeds)
+        ordered: dict[str, Any] = {name: values[name] for name in ("iou_scores", "pred_masks")}
+        if numpy:
+            ordered = {name: value.cpu().numpy() for name, value in ordered.items()}
+        return tuple(ordered.values()) if return_dict is False else fast_output(MaskGenerationOutput, ordered)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is False
+
+
+_OTHER_PROMPTS = ("input_boxes", "input_masks", "attention_similarity", "target_embedding", "hq_token_only")
+_OF_PROCESSORS = ("original_sizes", "reshaped_input_sizes")
 
 
 class MaskGeneration(Task):

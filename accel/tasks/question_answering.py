@@ -9,7 +9,13 @@ from ..data.batches import Encoded, encode_questions
 from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.predictors import Answers, Predictor
-from ..models.encoders import ORTModelForQuestionAnswering
+from ..models.modality_models import TextModel
+
+
+class ORTModelForQuestionAnswering(TextModel):
+    """Extractive question answering: `start_logits` and `end_logits: (batch, sequence)`."""
+
+    task = "question-answering"
 
 
 class QuestionAnswering(Task):

@@ -11,7 +11,7 @@ from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.predictors import Predictor
 from ..measuring.accuracy.ranking import Rankings
-from ..models.encoders import ORTModelForSequenceClassification
+from .text_classification import ORTModelForSequenceClassification
 
 
 class TextRanking(Task):

@@ -2,12 +2,172 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers.utils import ModelOutput
+
 from ..capture.generation_graphs import family_parts
+from ..errors import InputError
+from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
 from ..interfaces.task import Task
-from ..models.voices import ORTModelForTextToWaveform
+from ..models.modality_models import TwoGraphModel
+from ..models.outputs import fast_output, numpy_too
+
+
+@dataclass
+class WaveformOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What a model that speaks returns.
+
+    Attributes:
+        waveform: `(batch, samples)` at the config's `sampling_rate`.
+        sequence_lengths: `(batch,)`: samples of each row; what is behind is padding.
+        spectrogram: `(batch, channels, frames)`
+    """
+
+    waveform: torch.Tensor | None = None
+    sequence_lengths: torch.Tensor | None = None
+    spectrogram: torch.Tensor | None = None
+
+
+class ORTModelForTextToWaveform(TwoGraphModel):
+    """Texts to sounds: `waveform: (batch, samples)`.
+
+    The noise is PyTorch's: after `torch.manual_seed(...)` the sound is the one that the PyTorch model makes on a CPU.
+
+    Attributes:
+        speaking_rate: Larger values are faster; the config's at first, like the two scales of the noise.
+        noise_scale: Of the sound.
+        noise_scale_duration: Of how long each token lasts.
+    """
+
+    task = "text-to-audio"
+    output_class = WaveformOutput
+    components = (TEXT_ENCODER, WAVEFORM_DECODER)
+
+    def _open(self) -> None:
+        super()._open()
+        self.speaking_rate = float(self.config.speaking_rate)
+        self.noise_scale = float(self.config.noise_scale)
+        self.noise_scale_duration = float(self.config.noise_scale_duration)
+
+    @property
+    def output_modalities(self) -> tuple[str, ...]:
+        """What it makes, in transformers' words."""
+        return ("audio",)
+
+    @numpy_too
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        speaker_id: Any = None,
+        speaking_rate: float | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Speak.
+
+        Args:
+            input_ids: `(batch, sequence)`
+            attention_mask: `(batch, sequence)`; ones when `None`.
+            speaker_id: A number, or one for each row `(batch,)`; needed where the model has several voices.
+            speaking_rate: The model's own when `None`.
+            return_dict: `False` for a tuple.
+            **others: The graph's others.
+
+        Raises:
+            InputError: No speaker where there are several, or one that is not there; a rate that is not above 0.
+        """
+        self._check_fork()
+        rate = self.speaking_rate if speaking_rate is None else float(speaking_rate)
+        if not (rate > 0 and math.isfinite(rate)):
+            raise InputError(f"The speaking rate is {rate}.", fix="pass a number above 0.")
+        ids = torch.as_tensor(input_ids)
+        if ids.ndim != 2:
+            raise InputError(f"input_ids have the shape {tuple(ids.shape)}.", fix="pass (batch, sequence).")
+        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
+        speaker = self._speaker(speaker_id, len(ids))
+        given = {"input_ids": ids, "attention_mask": mask, **speaker, **others}
+        if any(spec.name == NOISE for spec in self._session.inputs):
+            drawn = torch.randn(ids.shape[0], 2, ids.shape[1]).to(device=ids.device, dtype=self.dtype)
+            given[NOISE] = drawn * self.noise_scale_duration
+        encoded = self._run(given)
+        durations = torch.ceil(torch.exp(encoded["log_durations"]) * mask * (1 / rate))
+        means, variances = (_laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
+        latents = means + torch.randn_like(means) * torch.exp(variances) * self.noise_scale
+        lengths = _lengths_of(durations)
+        sound = self._decode(latents, lengths, speaker)
+        values = {
+            "waveform": sound["waveform"],
+            "sequence_lengths": lengths * math.prod(self.config.upsample_rates),
+            "spectrogram": sound["spectrogram"],
+        }
+        return tuple(values.values()) if return_dict is False else fast_output(WaveformOutput, values)
+
+    def _decode(
+        self, latents: torch.Tensor, lengths: torch.Tensor, speaker: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Decode rows of equal length together, and pad the results with zeros.
+
+        The decoder's convolutions have biases: padded frames would reach the end of a shorter row.
+        """
+        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for length in sorted(set(lengths.tolist())):
+            rows = (lengths == length).nonzero()[:, 0]
+            feeds = {LATENTS: latents[rows, :, :length].contiguous(), FRAMES: lengths.new_ones(len(rows), length)}
+            feeds |= {name: values[rows.to(values.device)] for name, values in speaker.items()}
+            for name, value in self._decoder.run(feeds).items():
+                parts.setdefault(name, []).append((rows, value))
+        if all(len(of_name) == 1 for of_name in parts.values()):
+            return {name: value for name, ((_, value),) in parts.items()}
+        decoded = {}
+        for name, of_name in parts.items():
+            longest = of_name[-1][1]
+            whole = longest.new_zeros(len(lengths), *longest.shape[1:])
+            for rows, value in of_name:
+                whole[rows.to(whole.device), ..., : value.shape[-1]] = value
+            decoded[name] = whole
+        return decoded
+
+    def _speaker(self, speaker_id: Any, rows: int) -> dict[str, torch.Tensor]:
+        voices = int(self.config.num_speakers)
+        if voices <= 1:
+            return {}
+        if speaker_id is None:
+            raise InputError(f"The model has {voices} voices, and none was chosen.", fix="pass speaker_id=0, ...")
+        chosen = torch.as_tensor(speaker_id).long().reshape(-1)
+        if len(chosen) not in (1, rows) or not bool(((chosen >= 0) & (chosen < voices)).all()):
+            raise InputError(
+                f"speaker_id is {chosen.tolist()}; the model has the voices 0 to {voices - 1}.",
+                fix="pass one of them, or one for each row.",
+            )
+        return {SPEAKER: chosen.expand(rows).contiguous()}
+
+
+_PRIORS = ("prior_means", "prior_log_variances")
+
+
+def _laid_out(per_token: torch.Tensor, durations: torch.Tensor) -> torch.Tensor:
+    """Values of tokens `(batch, sequence, channels)` as those of frames `(batch, frames, channels)`, each as long as its token lasts;
+    rows that end earlier are zero behind their end.
+    """
+    ends = durations.cumsum(-1)
+    lengths = _lengths_of(durations)
+    frames = torch.arange(int(lengths.max()), device=per_token.device)
+    # How many tokens have ended at a frame is which token it is of.
+    token = (ends[:, None, :] <= frames[None, :, None]).sum(-1).clamp(max=per_token.shape[1] - 1)
+    found = per_token.gather(1, token[..., None].expand(-1, -1, per_token.shape[-1]))
+    # A row of no duration at all still has one frame, which is of no token.
+    return found * (frames < ends[:, -1:]).unsqueeze(-1)
+
+
+def _lengths_of(durations: torch.Tensor) -> torch.Tensor:
+    """How many frames each row has, `(batch,)`; one at least."""
+    return durations.sum(-1).clamp(min=1).long()
 
 
 class TextToAudio(Task):

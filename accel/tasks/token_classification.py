@@ -9,7 +9,13 @@ from ..data.batches import Encoded, encode_words
 from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.predictors import Predictor, Tags
-from ..models.encoders import ORTModelForTokenClassification
+from ..models.modality_models import TextModel
+
+
+class ORTModelForTokenClassification(TextModel):
+    """Named entities and the like: `logits: (batch, sequence, num_labels)`."""
+
+    task = "token-classification"
 
 
 class TokenClassification(Task):

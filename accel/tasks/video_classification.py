@@ -11,7 +11,21 @@ from ..data.rows import Rows
 from ..data.videos import encode_videos
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Classes, Predictor
-from ..models.videos import ORTModelForVideoClassification
+from ..models.modality_models import ImageModel
+
+
+class ORTModelForVideoClassification(ImageModel):
+    """Videos to classes: `pixel_values: (batch, frames, channels, height, width)` to `logits: (batch, num_labels)`.
+
+    V-JEPA 2 calls its frames `pixel_values_videos`.
+    """
+
+    task = "video-classification"
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        """What it reads."""
+        return ("video",)
 
 
 class VideoClassification(Task):

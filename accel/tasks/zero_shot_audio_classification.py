@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
 
 from ..capture.sound_text_samples import sound_text_sample
 from ..data.batches import Encoded
@@ -12,7 +16,35 @@ from ..data.sounds import encode_sounds_with_texts
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Predictor
 from ..measuring.accuracy.sounds import SoundCandidates
-from ..models.audio import ORTModelForZeroShotAudioClassification
+from ..models.base import ORTModel
+
+
+@dataclass
+class AudioTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
+    """What a model of sounds and texts returns.
+
+    Attributes:
+        logits_per_audio: `(batch, texts)`
+        logits_per_text: `(texts, batch)`
+        text_embeds: `(texts, projection)`
+        audio_embeds: `(batch, projection)`
+    """
+
+    logits_per_audio: torch.Tensor | None = None
+    logits_per_text: torch.Tensor | None = None
+    text_embeds: torch.Tensor | None = None
+    audio_embeds: torch.Tensor | None = None
+
+
+class ORTModelForZeroShotAudioClassification(ORTModel):
+    """Sounds compared with texts: `logits_per_audio: (batch, texts)`."""
+
+    task = "zero-shot-audio-classification"
+    output_class = AudioTextOutput
+
+    def forward(self, input_ids: Any = None, input_features: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `input_ids: (texts, sequence)` and `input_features: (batch, channels, frames, bins)`."""
+        return self._run({"input_ids": input_ids, "input_features": input_features, **inputs})
 
 
 class ZeroShotAudioClassification(Task):

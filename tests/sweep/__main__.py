@@ -106,7 +106,7 @@ def _preload() -> None:
     warnings.simplefilter("ignore")
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
                  "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
-                 "accel.tuning.accuracy_budget", "accel.models.encoder_decoder", "accel.models.encoders"):  # fmt: skip
+                 "accel.tuning.accuracy_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
         # A library that looks at GPUs while it is imported (torchao) leaves a process that cannot be forked.
         with contextlib.suppress(ImportError), patch("torch.cuda.is_available", return_value=False):
             importlib.import_module(name)

@@ -13,8 +13,7 @@ from ...artifact.manifest import Artifact
 from ...artifact.sentence_settings import embedding_roles, sentence_settings
 from ...capture.sentence_embeddings import Normalize, sentence_layers
 from ...errors import ConfigError, TaskError
-from ...models.ranking import activation_path
-from ...models.texts import prompt_length
+from ...models.texts import activation_path, prompt_length
 from ...stages.resolution import recorded_export
 
 TEXT = "string"
