@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 BATCH_SIZE = 32
 _CALIBRATION_TOKENS = 256
 _UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
-_QUESTION_TOKENS = 384
 
 _PROCESSORS: Mapping[tuple[Modality, ...], tuple[str, str]] = {
     ("text",): ("AutoTokenizer", "tokenizer"),
@@ -163,28 +162,7 @@ def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Enc
 
 def encode_texts(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
     """One text a row."""
-    return from_tokenizer(processor(texts(rows, "text"), **_cut(max_length)), processor)
-
-
-def encode_pairs(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """One text a row, or two where there are two."""
-    both = [texts(rows, use) for use in ("text", "text_pair") if rows.has(use)]
-    return from_tokenizer(processor(*both, **_cut(max_length)), processor)
-
-
-def encode_words(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """Lists of words; which word a token came from is kept."""
-    if not getattr(processor, "is_fast", False):
-        raise InputError("Words need a fast tokenizer to be found again.", fix="load it with AutoTokenizer.")
-    found = processor(rows.column("words"), is_split_into_words=True, **_cut(max_length))
-    words = [found.word_ids(i) for i in range(len(found["input_ids"]))]
-    return replace(from_tokenizer(found, processor), words=words)
-
-
-def encode_questions(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """Questions with their contexts, which are cut where both are too long."""
-    cut = {"truncation": "only_second", "max_length": min(max_length or _QUESTION_TOKENS, _QUESTION_TOKENS)}
-    return from_tokenizer(processor(texts(rows, "question"), texts(rows, "context"), **cut), processor)
+    return from_tokenizer(processor(texts(rows, "text"), **cut(max_length)), processor)
 
 
 def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
@@ -192,7 +170,8 @@ def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded
     return Encoded(images=(images_of(rows), processor))
 
 
-def _cut(max_length: int | None) -> dict[str, Any]:
+def cut(max_length: int | None) -> dict[str, Any]:
+    """The arguments of a tokenizer that cuts texts to so many tokens."""
     return {"truncation": max_length is not None, "max_length": max_length}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
@@ -117,6 +117,45 @@ def texts(rows: Rows, use: str) -> list[str]:
             f"{bad} of {len(values)} rows of {rows.sample.source} have no {use}.", fix="remove them, or fill them in."
         )
     return values
+
+
+def accepted_answers(value: Any, rows: Rows) -> list[str]:
+    """Accepted answers of a row: `{"text": [...]}` as in SQuAD, a list, or one text; empty for unanswerable."""
+    if isinstance(value, Mapping):
+        value = value.get("text")
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
+        return list(value)
+    raise InputError(
+        f"An answer of {rows.sample.source} is {value!r}.",
+        fix="give a text, a list of texts, or {'text': [...]} as SQuAD does.",
+    )
+
+
+def candidate_texts(rows: Rows, names_in: Callable[[Mapping[str, Any]], list[str]] | None = None) -> list[str]:
+    """Texts that a model compares its inputs with: a column of texts, else the names of the data's classes, each once.
+
+    Args:
+        rows: The data, its columns mapped.
+        names_in: Finds the names of classes among features, where they are not those of a column.
+
+    Raises:
+        InputError: The data has neither.
+    """
+    features = rows.dataset.features
+    if rows.has("text"):
+        found = texts(rows, "text")
+    elif names_in is not None:
+        found = names_in(features)
+    else:
+        found = next((list(names) for one in features.values() if (names := getattr(one, "names", None))), [])
+    if not found:
+        raise InputError(
+            f"{rows.sample.source} holds no texts to compare with, and no classes with names.",
+            fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
+        )
+    return list(dict.fromkeys(found))
 
 
 def _some(values: Sequence[Any]) -> str:

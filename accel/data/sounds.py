@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from ..errors import InputError
 from .batches import Encoded
-from .labels import texts
-from .pictures import tokenized
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -69,44 +67,6 @@ def encode_sounds(rows: Rows, processor: Any, max_length: int | None) -> Encoded
     extractor = getattr(processor, "feature_extractor", processor)
     uses = [use for use in ("audio", "audio_pair") if rows.has(use)]
     return Sounds(waves=_Waves(rows, uses, int(extractor.sampling_rate)), extractor=extractor)
-
-
-def encode_sounds_with_texts(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """Sounds with texts beside them: a column of texts, else the names of the data's classes.
-
-    Raises:
-        InputError: The data has neither.
-    """
-    if rows.has("text"):
-        found = texts(rows, "text")
-    else:
-        found = next(
-            (list(names) for one in rows.dataset.features.values() if (names := getattr(one, "names", None))), []
-        )
-    if not found:
-        raise InputError(
-            f"{rows.sample.source} holds no texts that sounds could be compared with, and no classes with names.",
-            fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
-        )
-    return sounds_beside(rows, processor, list(dict.fromkeys(found)), max_length)
-
-
-def sounds_beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
-    """Sounds, with the same texts beside every batch of them."""
-    made = encode_sounds(rows, processor, None)
-    assert isinstance(made, Sounds)
-    return replace(made, extractor=_WithTexts(made.extractor, tokenized(processor, candidates, max_length)))
-
-
-class _WithTexts:
-    """A feature extractor whose answers also hold texts."""
-
-    def __init__(self, extractor: Any, tokens: Mapping[str, Any]) -> None:
-        self.sampling_rate = extractor.sampling_rate
-        self._extractor, self._tokens = extractor, tokens
-
-    def __call__(self, waves: Sequence[Wave], **options: Any) -> dict[str, Any]:
-        return {**self._extractor(waves, **options), **self._tokens}
 
 
 class _Waves(Sequence[Wave]):

@@ -93,7 +93,11 @@ class Task:
         return None
 
     def predictor(self, config: Any) -> type[Any] | None:
-        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures a model with this config, if any."""
+        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures a model, if any.
+
+        Args:
+            config: The model's; `None` asks for the usual one.
+        """
         return None
 
     @property

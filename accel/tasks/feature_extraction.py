@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import modeling_outputs
 
 from ..artifact.sentence_settings import embedding_roles, sentence_settings
+from ..data.batches import Encoded, from_tokenizer
+from ..data.labels import numbers, texts
 from ..errors import ConfigError, InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Predictor, Similarities
+from ..measuring.accuracy.metrics import Metric, correlation
+from ..measuring.accuracy.predictors import Cosines, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
-from ..models.texts import Embedder, SentenceVectors
+from ..models.texts import COUNTED, Embedder, SentenceRows, SentenceVectors
 from ..stages.resolution import recorded_export
+from ..upstream.library_output import quiet
 
 
 class ORTModelForFeatureExtraction(ORTModel):
@@ -120,6 +125,37 @@ class ORTModelForFeatureExtraction(ORTModel):
             embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
         result: Any = embeddings.cpu().numpy() if convert_to_numpy else embeddings
         return result[0] if single else result
+
+
+class Similarities(Cosines):
+    """How alike the embeddings of a row's two texts are: their cosine, or what the model's own files name."""
+
+    kind = "similarities"
+
+    @classmethod
+    def metrics(cls, classes: int) -> Mapping[str, Metric]:
+        """See `Predictor`."""
+        return {name: correlation(name) for name in ("spearmanr", "pearsonr")}
+
+    def _references(self) -> list[Any]:
+        return numbers(self.rows, "score")
+
+    def _longest(self, limit: int | None, asked: int | None) -> int | None:
+        found = super()._longest(limit, asked)
+        own = self.settings.max_length
+        return found if own is None or (found is not None and found < own) else own
+
+    def _encode(self) -> Encoded:
+        both = texts(self.rows, "text") + texts(self.rows, "text_pair")
+        self._vectors = SentenceVectors(self.settings)
+        reader = SentenceRows(self.processor, self.settings, self.max_length)
+        with quiet():
+            rows = reader.rows(both)
+        tokens = {name: [row[name] for row in rows] for name in rows[0]}
+        return replace(from_tokenizer({}, self.processor), tokens=tokens)
+
+    def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
+        return self._vectors(output, feeds.get("attention_mask"), feeds.get(COUNTED)).cpu()
 
 
 class FeatureExtraction(Task):

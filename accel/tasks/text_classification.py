@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..data.batches import Encoded, encode_pairs
+from ..data.batches import Encoded, cut, from_tokenizer
+from ..data.labels import numbers, texts
 from ..data.rows import Rows
 from ..errors import ConfigError, InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Predictor, classifier
+from ..measuring.accuracy.metrics import Floats, Metric, Values, correlation, ratio
+from ..measuring.accuracy.predictors import Classes, Model, Predictor
 from ..models.modality_models import TextModel
 from ..models.texts import Activation, PairScorer, activation_of
 
@@ -133,16 +136,57 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
+class Numbers(Predictor):
+    """A number a row: regression."""
+
+    kind = "numbers"
+
+    @classmethod
+    def metrics(cls, classes: int) -> Mapping[str, Metric]:
+        """See `Predictor`."""
+        return {name: correlation(name) for name in ("spearmanr", "pearsonr")} | {"mse": _MSE}
+
+    def _references(self) -> list[Any]:
+        return numbers(self.rows, "label")
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Numbers."""
+        return self._by_row(model, what, lambda logits, part: logits.reshape(len(part), -1)[:, 0].tolist())
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Numbers are hardly ever the same."""
+        return None
+
+
+def _mse(predictions: Values, references: Values) -> dict[str, float]:
+    found, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+    return {"mse": float(np.mean((found - true) ** 2))}
+
+
+def _squares(predictions: Values, references: Values) -> Floats:
+    squared = (np.asarray(predictions, np.float64) - np.asarray(references, np.float64)) ** 2
+    return np.stack([squared, np.ones_like(squared)], axis=1)
+
+
+_MSE = Metric(
+    name="mse", key="mse", compute=_mse, sums=_squares, finish=ratio, points=1.0, higher_is_better=False,
+)  # fmt: skip
+
+
 class TextClassification(Task):
     """Text classification and regression, of a text or of a pair of texts."""
 
     model = ORTModelForSequenceClassification
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_pairs(rows, processor, max_length)
+        both = [texts(rows, use) for use in ("text", "text_pair") if rows.has(use)]
+        return from_tokenizer(processor(*both, **cut(max_length)), processor)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return classifier(config)
+        kind = getattr(config, "problem_type", None)
+        if kind == "multi_label_classification":
+            raise TaskError("Models with several labels a row cannot be measured yet.", fix="measure them yourself.")
+        return Numbers if kind == "regression" or getattr(config, "num_labels", 2) == 1 else Classes
 
     def fronts(self) -> Mapping[str, Any]:
         from ..deploying.triton.text_fronts import CLASSIFICATION, ZERO_SHOT

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..data.batches import Encoded, encode_words
+import numpy as np
+import torch
+
+from ..data.batches import Encoded, cut, from_tokenizer
+from ..data.labels import IGNORED, label_ids
 from ..data.rows import Rows
+from ..errors import InputError
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Predictor, Tags
+from ..measuring.accuracy.metrics import Floats, Metric, Values, divide
+from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.modality_models import TextModel
 
 
@@ -18,13 +25,129 @@ class ORTModelForTokenClassification(TextModel):
     task = "token-classification"
 
 
+class Tags(Predictor):
+    """A tag for each labelled word; a word's first token stands for it."""
+
+    kind = "tags"
+
+    @classmethod
+    def metrics(cls, classes: int) -> Mapping[str, Metric]:
+        """See `Predictor`."""
+        return {"seqeval": _SEQEVAL, "accuracy": _ACCURACY}
+
+    def _references(self) -> list[Any]:
+        names = {int(i): str(name) for i, name in self.config.id2label.items()}
+        return [
+            [names.get(i) if i != IGNORED else None for i in row] for row in label_ids(self.rows, "tags", self.config)
+        ]
+
+    def _encode(self) -> Encoded:
+        encoded = super()._encode()
+        assert encoded.words is not None
+        self._kept = [self._words(i, words) for i, words in enumerate(encoded.words)]
+        self.references = [
+            [tags[word] for word, _ in kept] for tags, kept in zip(self.references, self._kept, strict=True)
+        ]
+        return encoded
+
+    def _words(self, row: int, words: Sequence[int | None]) -> list[tuple[int, int]]:
+        """Labelled words of a row and the token that stands for each: its first one."""
+        tags = self.references[row]
+        first: dict[int, int] = {}
+        for position, word in enumerate(words):
+            if word is not None:
+                first.setdefault(word, position)
+        if first and max(first) >= len(tags):
+            raise InputError(
+                f"Row {row} has {max(first) + 1} words and {len(tags)} tags.", fix="give one tag for each word."
+            )
+        return [(word, position) for word, position in first.items() if tags[word] is not None]
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Lists of tag names."""
+        return self._by_row(model, what, self._tags)
+
+    def _tags(self, logits: torch.Tensor, part: Sequence[int]) -> list[list[str]]:
+        best = logits.argmax(-1)
+        words = self.encoded.words
+        assert words is not None
+        offset = [best.shape[1] - len(words[i]) if self.encoded.left else 0 for i in part]
+        return [
+            [str(self.config.id2label[int(best[place, offset[place] + position])]) for _, position in self._kept[i]]
+            for place, i in enumerate(part)
+        ]
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Share of words."""
+        return super().agreement([tag for row in first for tag in row], [tag for row in second for tag in row])
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Spans `(type, first, last)` in tags of the IOB1, IOB2, IOE and IOBES schemes, as conlleval and seqeval read them.
+
+    A tag without a prefix counts as `I-`.
+    """
+    found: set[tuple[str, int, int]] = set()
+    start, kind, before = 0, "", "O"
+    for position, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-", "E-", "S-") else ("I", "", tag)
+        if tag == "O":
+            prefix, name = "O", ""
+        continues = before in ("B", "I") and prefix in ("I", "E") and name == kind
+        if not continues:
+            if before != "O":
+                found.add((kind, start, position - 1))
+            start, kind = position, name
+        before = prefix
+    return found
+
+
+def _span_sums(predictions: Values, references: Values) -> Floats:
+    rows = []
+    for found, true in zip(predictions, references, strict=True):
+        a, b = entities(found), entities(true)
+        hits = sum(x == y for x, y in zip(found, true, strict=True))
+        rows.append((len(a & b), len(a), len(b), hits, len(true)))
+    return np.asarray(rows, np.float64)
+
+
+def _seqeval(predictions: Values, references: Values) -> dict[str, float]:
+    hits, predicted, true, right, tokens = _span_sums(predictions, references).sum(0)
+    return {
+        "overall_precision": float(hits / predicted) if predicted else 0.0,
+        "overall_recall": float(hits / true) if true else 0.0,
+        "overall_f1": float(2 * hits / (predicted + true)) if predicted + true else 0.0,
+        "overall_accuracy": float(right / tokens) if tokens else 0.0,
+    }
+
+
+def _span_f1(sums: Floats) -> Floats:
+    return divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
+
+
+def _token_accuracy(predictions: Values, references: Values) -> dict[str, float]:
+    return {"accuracy": _seqeval(predictions, references)["overall_accuracy"]}
+
+
+def _token_share(sums: Floats) -> Floats:
+    return divide(sums[..., 3], sums[..., 4])
+
+
+_SEQEVAL = Metric(name="seqeval", key="overall_f1", compute=_seqeval, sums=_span_sums, finish=_span_f1)
+_ACCURACY = Metric(name="accuracy", key="accuracy", compute=_token_accuracy, sums=_span_sums, finish=_token_share)
+
+
 class TokenClassification(Task):
     """Token classification: a tag for each word."""
 
     model = ORTModelForTokenClassification
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_words(rows, processor, max_length)
+        if not getattr(processor, "is_fast", False):
+            raise InputError("Words need a fast tokenizer to be found again.", fix="load it with AutoTokenizer.")
+        found = processor(rows.column("words"), is_split_into_words=True, **cut(max_length))
+        words = [found.word_ids(i) for i in range(len(found["input_ids"]))]
+        return replace(from_tokenizer(found, processor), words=words)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return Tags

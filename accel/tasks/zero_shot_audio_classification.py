@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from transformers.utils import ModelOutput
 
 from ..capture.sound_text_samples import sound_text_sample
 from ..data.batches import Encoded
+from ..data.labels import candidate_texts
+from ..data.pictures import tokenized
 from ..data.rows import Rows
-from ..data.sounds import encode_sounds_with_texts
+from ..data.sounds import Sounds, Wave, encode_sounds
 from ..interfaces.task import Sample, Task
-from ..measuring.accuracy.predictors import Predictor
-from ..measuring.accuracy.sounds import SoundCandidates
+from ..measuring.accuracy.predictors import Candidates, Predictor
 from ..models.base import ORTModel
 
 
@@ -47,6 +49,34 @@ class ORTModelForZeroShotAudioClassification(ORTModel):
         return self._run({"input_ids": input_ids, "input_features": input_features, **inputs})
 
 
+def _beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    """Sounds, with the same texts beside every batch of them."""
+    made = encode_sounds(rows, processor, None)
+    assert isinstance(made, Sounds)
+    return replace(made, extractor=_WithTexts(made.extractor, tokenized(processor, candidates, max_length)))
+
+
+class _WithTexts:
+    """A feature extractor whose answers also hold texts."""
+
+    def __init__(self, extractor: Any, tokens: Mapping[str, Any]) -> None:
+        self.sampling_rate = extractor.sampling_rate
+        self._extractor, self._tokens = extractor, tokens
+
+    def __call__(self, waves: Sequence[Wave], **options: Any) -> dict[str, Any]:
+        return {**self._extractor(waves, **options), **self._tokens}
+
+
+class SoundCandidates(Candidates):
+    """The likeliest of the data's classes for a sound, by their names alone."""
+
+    template = "This is a sound of {}."
+    output = "logits_per_audio"
+
+    def _beside(self, candidates: Sequence[str]) -> Encoded:
+        return _beside(self.rows, self.processor, candidates, self.max_length)
+
+
 class ZeroShotAudioClassification(Task):
     """Audio classification with labels that are named at call time."""
 
@@ -56,7 +86,7 @@ class ZeroShotAudioClassification(Task):
         return sound_text_sample(module, folder)
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_sounds_with_texts(rows, processor, max_length)
+        return _beside(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return SoundCandidates

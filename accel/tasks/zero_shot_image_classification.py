@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..capture.image_text_samples import image_text_sample
-from ..data.batches import Encoded
-from ..data.pictures import encode_images_with_texts
+from ..data.batches import Encoded, images_of
+from ..data.labels import candidate_texts
+from ..data.pictures import makes_one_size, tokenized
 from ..data.rows import Rows
 from ..interfaces.task import Sample, Task
-from ..measuring.accuracy.pictures import Candidates
-from ..measuring.accuracy.predictors import Predictor
+from ..measuring.accuracy.predictors import Candidates, Predictor
 from ..models.base import ORTModel
 
 
@@ -47,6 +48,26 @@ class ORTModelForZeroShotImageClassification(ORTModel):
         return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
 
 
+def _beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    """Images, with the same texts beside every batch of them."""
+    tokens = tokenized(processor, candidates, max_length)
+
+    def both(pictures: Sequence[Any], return_tensors: str) -> dict[str, Any]:
+        return {**processor.image_processor(pictures, return_tensors=return_tensors), **tokens}
+
+    return Encoded(images=(images_of(rows), both), alone=not makes_one_size(processor.image_processor))
+
+
+class ImageCandidates(Candidates):
+    """The likeliest of the data's classes for an image, by their names alone."""
+
+    template = "This is a photo of {}."
+    output = "logits_per_image"
+
+    def _beside(self, candidates: Sequence[str]) -> Encoded:
+        return _beside(self.rows, self.processor, candidates, self.max_length)
+
+
 class ZeroShotImageClassification(Task):
     """Image classification with labels that are named at call time."""
 
@@ -56,7 +77,7 @@ class ZeroShotImageClassification(Task):
         return image_text_sample(module, folder)
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_images_with_texts(rows, processor, max_length)
+        return _beside(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Candidates
+        return ImageCandidates

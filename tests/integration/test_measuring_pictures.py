@@ -19,11 +19,11 @@ from accel.artifact import Artifact
 from accel.capture import feeds_for
 from accel.data.batches import calibration_batches
 from accel.data.columns import map_columns
-from accel.data.pictures import categories
 from accel.data.rows import load_rows
 from accel.errors import InputError
 from accel.interfaces.task_registry import load_task
 from accel.models.base import model_class
+from accel.tasks.object_detection import categories
 from accel.testing.pictures import PICTURES
 
 SIZES = ((60, 80), (96, 64), (64, 64))

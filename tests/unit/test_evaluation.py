@@ -19,7 +19,13 @@ from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.measuring.accuracy.comparing import bootstrap, difference_interval, mcnemar, paired_proportions
 from accel.measuring.accuracy.evaluation import EvaluationData, EvaluationSet
-from accel.measuring.accuracy.metrics import OFFERED, TokenScores, entities, metric_for
+from accel.measuring.accuracy.metrics import TokenScores
+from accel.measuring.accuracy.predictors import Classes, metric_for
+from accel.tasks.feature_extraction import Similarities
+from accel.tasks.question_answering import Answers
+from accel.tasks.text_classification import Numbers
+from accel.tasks.text_generation import NextTokens
+from accel.tasks.token_classification import Tags, entities
 from accel.testing.models import tiny_model, tiny_tokenizer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
@@ -44,9 +50,9 @@ class TestMetrics:
     truth = (0, 1, 2, 2, 1, 0, 2, 1, 0, 0)
     found = (0, 1, 2, 1, 1, 0, 0, 1, 2, 0)
 
-    @pytest.mark.parametrize("name", OFFERED["classes"])
+    @pytest.mark.parametrize("name", list(Classes.metrics(3)))
     def test_sums_give_the_same_value_as_scikit_learn(self, name: str) -> None:
-        metric = metric_for(name, "classes", classes=3)
+        metric = metric_for(name, Classes, classes=3)
         value = metric.compute(self.found, self.truth)[metric.key]
         assert metric.sums is not None
         assert metric.finish is not None
@@ -55,7 +61,7 @@ class TestMetrics:
 
     def test_averages(self) -> None:
         def value(name: str, classes: int, found: Sequence[int], truth: Sequence[int]) -> float:
-            metric = metric_for(name, "classes", classes=classes)
+            metric = metric_for(name, Classes, classes=classes)
             return metric.compute(found, truth)[metric.key]
 
         macro = sklearn_metrics.f1_score(self.truth, self.found, average="macro")
@@ -65,19 +71,19 @@ class TestMetrics:
         assert value("f1_micro", 3, self.found, self.truth) == pytest.approx(0.7)
 
     def test_matthews_correlation(self) -> None:
-        metric = metric_for("mcc", "classes", classes=3)
+        metric = metric_for("mcc", Classes, classes=3)
         expected = sklearn_metrics.matthews_corrcoef(self.truth, self.found)
         assert metric.compute(self.found, self.truth) == {"matthews_correlation": pytest.approx(expected)}
 
     def test_correlations(self) -> None:
         scores, found = [0.0, 1.0, 2.0, 3.0, 4.0], [0.1, 0.4, 0.2, 0.8, 0.9]
-        pearson = metric_for("pearson", "similarities")
+        pearson = metric_for("pearson", Similarities)
         assert pearson.sums is not None
         assert pearson.finish is not None
         expected = stats.pearsonr(found, scores)[0]
         assert pearson.compute(found, scores)["pearsonr"] == pytest.approx(expected)
         assert pearson.finish(pearson.sums(found, scores).sum(0)) == pytest.approx(expected)
-        assert metric_for(None, "similarities").compute(found, scores)["spearmanr"] == pytest.approx(0.9)
+        assert metric_for(None, Similarities).compute(found, scores)["spearmanr"] == pytest.approx(0.9)
 
     @pytest.mark.parametrize(
         ("tags", "spans"),
@@ -95,7 +101,7 @@ class TestMetrics:
         assert entities(tags.split()) == spans
 
     def test_seqeval_counts_whole_entities(self) -> None:
-        metric = metric_for(None, "tags")
+        metric = metric_for(None, Tags)
         scores = metric.compute([["B-PER", "O", "B-LOC"]], [["B-PER", "I-PER", "B-LOC"]])
         assert scores == {
             "overall_precision": 0.5,
@@ -105,26 +111,26 @@ class TestMetrics:
         }
 
     def test_squad_forgives_articles_and_punctuation(self) -> None:
-        metric = metric_for(None, "answers")
+        metric = metric_for(None, Answers)
         scores = metric.compute(["The bank!", "", "old money"], [["bank"], [], ["money", "old cash"]])
         assert scores["exact_match"] == pytest.approx(200 / 3)
         assert scores["f1"] == pytest.approx(100 * (1 + 1 + 2 / 3) / 3)
 
     def test_points(self) -> None:
-        assert metric_for("accuracy", "classes").drop(0.93, 0.9) == pytest.approx(3)
-        assert metric_for("squad", "answers").drop(93, 90) == pytest.approx(3)
-        assert metric_for("mse", "numbers").drop(1.0, 1.5) == pytest.approx(0.5)
+        assert metric_for("accuracy", Classes).drop(0.93, 0.9) == pytest.approx(3)
+        assert metric_for("squad", Answers).drop(93, 90) == pytest.approx(3)
+        assert metric_for("mse", Numbers).drop(1.0, 1.5) == pytest.approx(0.5)
 
     def test_mistyped_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="Did you mean 'accuracy'"):
-            metric_for("acuracy", "classes")
+            metric_for("acuracy", Classes)
 
     def test_metric_of_another_task(self) -> None:
         with pytest.raises(ConfigError, match="squad does not measure classes"):
-            metric_for("squad", "classes")
+            metric_for("squad", Classes)
 
     def test_perplexity(self) -> None:
-        metric = metric_for(None, "tokens")
+        metric = metric_for(None, NextTokens)
         rows = [TokenScores(6.0, 4, (0,) * 4), TokenScores(2.0, 1, (0,)), TokenScores(0.0, 0, ())]
         scores = metric.compute(rows, [None] * 3)
         assert scores["perplexity"] == pytest.approx(np.exp(8 / 5))
@@ -133,11 +139,11 @@ class TestMetrics:
         assert metric.finish(metric.sums(rows, [None] * 3).sum(0)) == pytest.approx(scores["perplexity"])
         assert metric.drop(reference=10.0, value=10.5) == pytest.approx(0.5), "lower is better"
         with pytest.raises(ConfigError, match="perplexity does not measure classes"):
-            metric_for("perplexity", "classes")
+            metric_for("perplexity", Classes)
 
     def test_scripts_of_hub_users_are_not_run_unasked(self) -> None:
         with pytest.raises(ConfigError, match="trust_remote_code=True"):
-            metric_for("somebody/metric", "classes")
+            metric_for("somebody/metric", Classes)
 
     def test_metric_script_through_evaluate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate = pytest.importorskip("evaluate")
@@ -154,7 +160,7 @@ class TestMetrics:
             "        return {'off_by': sum(abs(a - b) for a, b in zip(predictions, references)) / len(references)}\n",
             encoding="utf-8",
         )
-        metric = metric_for(str(script), "classes")
+        metric = metric_for(str(script), Classes)
         assert metric.compute([1, 2, 3], [1, 2, 5])[metric.key] == pytest.approx(2 / 3)
 
 
@@ -203,7 +209,7 @@ class TestIntervals:
         truth = generator.integers(0, 3, 2000)
         first = np.where(generator.random(2000) < 0.9, truth, (truth + 1) % 3)
         second = np.where(generator.random(2000) < 0.97, first, (first + 1) % 3)
-        metric = metric_for("accuracy", "classes")
+        metric = metric_for("accuracy", Classes)
         exact = difference_interval(metric, list(first), list(second), list(truth))
         resampled = bootstrap(metric, list(first), list(second), list(truth))
         assert "Tango" in exact.method
@@ -215,14 +221,14 @@ class TestIntervals:
     def test_bootstrap_is_paired(self) -> None:
         truth = [0, 1] * 50
         found = [0, 1, 1, 0] * 25
-        metric = metric_for("f1", "classes", classes=2)
+        metric = metric_for("f1", Classes, classes=2)
         same = difference_interval(metric, found, found, truth)
         assert (same.low, same.high) == (0.0, 0.0)
 
     def test_many_classes_stay_small(self) -> None:
         generator = np.random.default_rng(3)
         truth = generator.integers(0, 1000, 5000)
-        metric = metric_for("f1", "classes", classes=1000)
+        metric = metric_for("f1", Classes, classes=1000)
         assert metric.sums is not None
         # A dense matrix would take 120 MB.
         assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
@@ -233,7 +239,7 @@ class TestIntervals:
         generator = np.random.default_rng(2)
         truth = generator.normal(size=80)
         first, second = truth + 0.1 * generator.normal(size=80), truth + generator.normal(size=80)
-        metric = metric_for("spearmanr", "similarities")
+        metric = metric_for("spearmanr", Similarities)
         found = bootstrap(metric, list(first), list(second), list(truth), resamples=200)
         assert -1 < found.low < found.high < 0
 

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from accel.measuring.accuracy.comparing import Scored, compare
-from accel.measuring.accuracy.image_metrics import METRICS
-from accel.measuring.accuracy.metrics import OFFERED, metric_for
+from accel.measuring.accuracy.predictors import metric_for
+from accel.tasks.depth_estimation import Depths
+from accel.tasks.image_segmentation import Segments
+from accel.tasks.image_to_image import Pixels
+from accel.tasks.object_detection import Detections
+
+METRICS = {name: metric for kind in (Detections, Segments, Depths, Pixels) for name, metric in kind.metrics(2).items()}
 
 SQUARE = (10.0, 10.0, 50.0, 50.0)
 
@@ -114,7 +119,7 @@ class TestAreas:
         assert scores["mean_accuracy"] == pytest.approx((2 / 3 + 6 / 7) / 2)
 
     def test_sums_are_the_metric(self) -> None:
-        for name in OFFERED["areas"]:
+        for name in Segments.metrics(2):
             metric = METRICS[name]
             assert metric.sums is not None
             assert metric.finish is not None
@@ -135,8 +140,7 @@ def test_decibels() -> None:
     assert METRICS["psnr"].drop(30.0, 29.5) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("kind", ["boxes", "areas", "depths", "pixels"])
-def test_found_by_name(kind: str) -> None:
-    assert metric_for(None, kind).name == OFFERED[kind][0]
-    for name in OFFERED[kind]:
-        assert metric_for(name, kind).name == name
+def test_found_by_name() -> None:
+    assert metric_for(None, Segments).name == "mean_iou"
+    for name, metric in METRICS.items():
+        assert metric.name == name

@@ -16,7 +16,11 @@ from accel.data.columns import map_columns
 from accel.data.rows import load_rows
 from accel.data.sounds import encode_sounds, wave_of
 from accel.errors import InputError
-from accel.measuring.accuracy.metrics import metric_for
+from accel.measuring.accuracy.predictors import metric_for
+from accel.tasks.audio_frame_classification import Frames
+from accel.tasks.audio_xvector import Voices
+from accel.tasks.ctc import Transcripts
+from accel.tasks.text_ranking import Rankings
 from accel.testing.sounds import RATE, tiny_sound
 
 WAVE = tiny_sound(0.5)
@@ -147,13 +151,13 @@ def test_wav_without_samples_is_refused() -> None:
 )
 def test_error_rates(found: list[str], true: list[str], wer: float, cer: float | None) -> None:
     """By hand, from the definition: edits over the length of what is right."""
-    assert metric_for(None, "transcripts").compute(found, true)["wer"] == pytest.approx(wer)
+    assert metric_for(None, Transcripts).compute(found, true)["wer"] == pytest.approx(wer)
     if cer is not None:
-        assert metric_for("cer", "transcripts").compute(found, true)["cer"] == pytest.approx(cer)
+        assert metric_for("cer", Transcripts).compute(found, true)["cer"] == pytest.approx(cer)
 
 
 def test_equal_error_rate() -> None:
-    eer = metric_for(None, "voices")
+    eer = metric_for(None, Voices)
     assert eer.compute([0.9, 0.8, 0.2, 0.1], [1, 1, 0, 0])["eer"] == pytest.approx(0.0)
     # One of four of each is on the wrong side of any threshold between 0.4 and 0.6.
     found = [0.9, 0.8, 0.7, 0.4, 0.6, 0.3, 0.2, 0.1]
@@ -163,7 +167,7 @@ def test_equal_error_rate() -> None:
 
 
 def test_frame_accuracy_leaves_unlabelled_frames_out() -> None:
-    found = metric_for(None, "frames").compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
+    found = metric_for(None, Frames).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
     assert found["accuracy"] == pytest.approx(2 / 3)
 
 
@@ -172,7 +176,7 @@ def test_rankings() -> None:
     from sklearn.metrics import ndcg_score
 
     rows = [([0.9, 0.1, 0.5, 0.3], [0.0, 1.0, 1.0, 0.0]), ([0.2, 0.8], [0.0, 1.0])]
-    scores = metric_for(None, "rankings").compute([row[0] for row in rows], [row[1] for row in rows])
+    scores = metric_for(None, Rankings).compute([row[0] for row in rows], [row[1] for row in rows])
     expected = np.mean([ndcg_score([true], [found], k=10) for found, true in rows])
     assert scores["ndcg@10"] == pytest.approx(expected)
     assert scores["mrr@10"] == pytest.approx((1 / 2 + 1) / 2)
@@ -181,7 +185,7 @@ def test_rankings() -> None:
 
 @pytest.mark.parametrize("name", ["ndcg@10", "mrr@10", "map"])
 def test_equal_scores_rank_nothing_well(name: str) -> None:
-    metric = metric_for(name, "rankings")
+    metric = metric_for(name, Rankings)
     assert (
         metric.compute([[0.5] * 3], [[1.0, 0.0, 0.0]])[name]
         < metric.compute([[0.5, 0.1, 0.1]], [[1.0, 0.0, 0.0]])[name]

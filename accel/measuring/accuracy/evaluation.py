@@ -28,8 +28,8 @@ from ...signatures import checked_arguments
 from ...stages.export import weights_of
 from ...stages.resolution import original, recorded_export, resolve
 from .comparing import Comparison, Scored, compare
-from .metrics import Metric, metric_for
-from .predictors import Model, Predictor, predictor_for
+from .metrics import Metric
+from .predictors import Model, Predictor, metric_for, predictor_for
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class EvaluationSet:
         # The metric first: a mistyped name should not cost a download.
         self.metric: Metric = metric_for(
             given.metric,
-            kind.kind,
+            kind,
             classes=int(getattr(config, "num_labels", 2)),
             trust_remote_code=given.trust_remote_code,
         )

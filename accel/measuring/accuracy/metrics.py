@@ -1,6 +1,6 @@
 """Metrics by the names of the `evaluate` library.
 
-The common ones are here, on scikit-learn and SciPy, so that they work offline and fast; any other name, or the path of a
+Those that several tasks share are here, on scikit-learn and SciPy, so that they work offline and fast; any other name, or the path of a
 metric script, goes to `evaluate` where it is installed and the script can be reached. Values are on the scale that
 `evaluate` gives them: fractions, except `squad`'s percentages.
 
@@ -10,10 +10,6 @@ turns their sum into the value. A resampled value is then one matrix product awa
 
 from __future__ import annotations
 
-import pkgutil
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +72,10 @@ def _correct(predictions: Values, references: Values) -> Floats:
 
 def ratio(sums: Floats) -> Floats:
     """The first of two sums over the second, 0 where that is 0."""
-    return _divide(sums[..., 0], sums[..., 1])
+    return divide(sums[..., 0], sums[..., 1])
 
 
-def _divide(numerator: Floats, denominator: Floats) -> Floats:
+def divide(numerator: Floats, denominator: Floats) -> Floats:
     """The quotient, 0 where the denominator is 0, as scikit-learn counts it."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
 
@@ -105,12 +101,12 @@ def _averaged(which: str, average: str) -> Callable[[Floats], Floats]:
         if average == "binary":
             hits, predicted, true = (part[..., 1:2] for part in (hits, predicted, true))
         below = {"f1": (predicted + true) / 2, "precision": predicted, "recall": true}[which]
-        values = _divide(hits, below)
+        values = divide(hits, below)
         if average == "weighted":
-            return _divide((values * true).sum(-1), true.sum(-1))
+            return divide((values * true).sum(-1), true.sum(-1))
         # Classes that are neither true nor predicted do not count.
         present = (predicted + true) > 0
-        return _divide((values * present).sum(-1), present.sum(-1).astype(np.float64))
+        return divide((values * present).sum(-1), present.sum(-1).astype(np.float64))
 
     return finish
 
@@ -125,16 +121,6 @@ def _by_sklearn(which: str, average: str) -> Callable[[Values, Values], dict[str
     return compute
 
 
-def _class_metric(name: str, which: str, average: str) -> Metric:
-    return Metric(
-        name=name,
-        key=which,
-        compute=_by_sklearn(which, average),
-        sums=_class_sums,
-        finish=_averaged(which, average),
-    )
-
-
 def _matthews(predictions: Values, references: Values) -> dict[str, float]:
     from sklearn.metrics import matthews_corrcoef
 
@@ -147,13 +133,34 @@ def _matthews_finish(sums: Floats) -> Floats:
     rows, correct = true.sum(-1), hits.sum(-1)
     covariance = correct * rows - (predicted * true).sum(-1)
     spread = (rows**2 - (predicted**2).sum(-1)) * (rows**2 - (true**2).sum(-1))
-    return _divide(covariance, np.sqrt(spread))
+    return divide(covariance, np.sqrt(spread))
+
+
+def class_metrics(classes: int) -> dict[str, Metric]:
+    """Metrics of class numbers by name. `f1`, `precision` and `recall` are those of class 1 for two classes and macro averages for more."""
+    made = {
+        "accuracy": Metric(
+            name="accuracy", key="accuracy", compute=_accuracy, sums=_correct, finish=ratio, rowwise=True
+        )
+    }
+    usual = "binary" if classes == 2 else "macro"
+    averages = {"": usual, "_macro": "macro", "_micro": "micro", "_weighted": "weighted"}
+    for which in ("f1", "precision", "recall"):
+        for suffix, average in averages.items():
+            made[which + suffix] = Metric(
+                name=which + suffix, key=which, compute=_by_sklearn(which, average), sums=_class_sums,
+                finish=_averaged(which, average),
+            )  # fmt: skip
+    name = "matthews_correlation"
+    return {**made, name: Metric(name=name, key=name, compute=_matthews, sums=_class_sums, finish=_matthews_finish)}
 
 
 # Numbers: regression, similarity.
 
 
-def _correlation(which: str) -> Callable[[Values, Values], dict[str, float]]:
+def correlation(which: str) -> Metric:
+    """The correlation of numbers: `spearmanr` or `pearsonr`."""
+
     def compute(predictions: Values, references: Values) -> dict[str, float]:
         from scipy import stats
 
@@ -163,7 +170,9 @@ def _correlation(which: str) -> Callable[[Values, Values], dict[str, float]]:
         function = stats.spearmanr if which == "spearmanr" else stats.pearsonr
         return {which: float(function(found, true)[0])}
 
-    return compute
+    if which == "spearmanr":
+        return Metric(name=which, key=which, compute=compute)
+    return Metric(name=which, key=which, compute=compute, sums=_moments, finish=_pearson_finish)
 
 
 def _moments(predictions: Values, references: Values) -> Floats:
@@ -175,113 +184,10 @@ def _moments(predictions: Values, references: Values) -> Floats:
 
 def _pearson_finish(sums: Floats) -> Floats:
     n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
-    return _divide(n * xy - x * y, np.sqrt(np.maximum((n * xx - x * x) * (n * yy - y * y), 0)))
+    return divide(n * xy - x * y, np.sqrt(np.maximum((n * xx - x * x) * (n * yy - y * y), 0)))
 
 
-def _mse(predictions: Values, references: Values) -> dict[str, float]:
-    found, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
-    return {"mse": float(np.mean((found - true) ** 2))}
-
-
-def _squares(predictions: Values, references: Values) -> Floats:
-    squared = (np.asarray(predictions, np.float64) - np.asarray(references, np.float64)) ** 2
-    return np.stack([squared, np.ones_like(squared)], axis=1)
-
-
-# Tags: predictions and references are lists of tag names.
-
-
-def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Spans `(type, first, last)` in tags of the IOB1, IOB2, IOE and IOBES schemes, as conlleval and seqeval read them.
-
-    A tag without a prefix counts as `I-`.
-    """
-    found: set[tuple[str, int, int]] = set()
-    start, kind, before = 0, "", "O"
-    for position, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-", "E-", "S-") else ("I", "", tag)
-        if tag == "O":
-            prefix, name = "O", ""
-        continues = before in ("B", "I") and prefix in ("I", "E") and name == kind
-        if not continues:
-            if before != "O":
-                found.add((kind, start, position - 1))
-            start, kind = position, name
-        before = prefix
-    return found
-
-
-def _span_sums(predictions: Values, references: Values) -> Floats:
-    rows = []
-    for found, true in zip(predictions, references, strict=True):
-        a, b = entities(found), entities(true)
-        hits = sum(x == y for x, y in zip(found, true, strict=True))
-        rows.append((len(a & b), len(a), len(b), hits, len(true)))
-    return np.asarray(rows, np.float64)
-
-
-def _seqeval(predictions: Values, references: Values) -> dict[str, float]:
-    hits, predicted, true, right, tokens = _span_sums(predictions, references).sum(0)
-    return {
-        "overall_precision": float(hits / predicted) if predicted else 0.0,
-        "overall_recall": float(hits / true) if true else 0.0,
-        "overall_f1": float(2 * hits / (predicted + true)) if predicted + true else 0.0,
-        "overall_accuracy": float(right / tokens) if tokens else 0.0,
-    }
-
-
-def _span_f1(sums: Floats) -> Floats:
-    return _divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
-
-
-def _token_accuracy(predictions: Values, references: Values) -> dict[str, float]:
-    return {"accuracy": _seqeval(predictions, references)["overall_accuracy"]}
-
-
-def _token_share(sums: Floats) -> Floats:
-    return _divide(sums[..., 3], sums[..., 4])
-
-
-# Answers: predictions are texts, references lists of accepted texts (none: unanswerable).
-
-
-def _normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces (the official SQuAD 1.1 script)."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
-def _overlap(found: str, true: str) -> float:
-    a, b = _normalized(found).split(), _normalized(true).split()
-    if not a or not b:
-        return float(a == b)
-    same = sum((Counter(a) & Counter(b)).values())
-    return 2 * same / (len(a) + len(b))
-
-
-def _answer_sums(predictions: Values, references: Values) -> Floats:
-    rows = []
-    for found, accepted in zip(predictions, references, strict=True):
-        accepted = accepted or [""]
-        exact = any(_normalized(found) == _normalized(text) for text in accepted)
-        rows.append((float(exact), 1.0, max(_overlap(found, text) for text in accepted)))
-    return np.asarray(rows, np.float64)
-
-
-def _squad(predictions: Values, references: Values) -> dict[str, float]:
-    exact, rows, overlap = _answer_sums(predictions, references).sum(0)
-    return {"exact_match": float(100 * exact / rows), "f1": float(100 * overlap / rows)}
-
-
-def _squad_f1(sums: Floats) -> Floats:
-    return 100 * _divide(sums[..., 2], sums[..., 1])
-
-
-def _exact_match(predictions: Values, references: Values) -> dict[str, float]:
-    return {"exact_match": _squad(predictions, references)["exact_match"] / 100}
-
-
-# Tokens: predictions are `TokenScores`; the rows themselves are the references.
+# Texts: of language models, predictions are `TokenScores`, and the rows themselves are the references.
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,54 +205,17 @@ class TokenScores:
     best: tuple[int, ...]
 
 
-def _losses(predictions: Values, _: Values) -> Floats:
-    return np.asarray([(row.loss, row.tokens) for row in predictions], np.float64)
+def edits(found: Sequence[str], true: Sequence[str]) -> int:
+    """Insertions, removals and replacements between two sequences (Levenshtein, 1966)."""
+    row = list(range(len(found) + 1))
+    for i, wanted in enumerate(true, start=1):
+        before, row[0] = row[0], i
+        for j, have in enumerate(found, start=1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (wanted != have))
+    return row[-1]
 
 
-def _perplexity_finish(sums: Floats) -> Floats:
-    # A loss whose exponential is no number any more is infinitely perplexed.
-    with np.errstate(over="ignore"):
-        return np.exp(ratio(sums))
-
-
-def _perplexity(predictions: Values, references: Values) -> dict[str, float]:
-    sums = _losses(predictions, references).sum(0)
-    return {"perplexity": float(_perplexity_finish(sums)), "loss": float(ratio(sums)), "tokens": float(sums[1])}
-
-
-_AVERAGED = tuple(
-    f"{which}_{average}" for which in ("f1", "precision", "recall") for average in ("macro", "micro", "weighted")
-)
-OFFERED: Mapping[str, tuple[str, ...]] = {
-    "classes": ("accuracy", "f1", "precision", "recall", "matthews_correlation", *_AVERAGED),
-    "tags": ("seqeval", "accuracy"),
-    "answers": ("squad", "exact_match"),
-    "numbers": ("spearmanr", "pearsonr", "mse"),
-    "similarities": ("spearmanr", "pearsonr"),
-    "tokens": ("perplexity",),
-    "boxes": ("map", "map_50", "map_75"),
-    "areas": ("mean_iou", "pixel_accuracy", "mean_accuracy"),
-    "depths": ("abs_rel", "delta1", "rmse"),
-    "pixels": ("psnr",),
-    "transcripts": ("wer", "cer"),
-    "frames": ("accuracy",),
-    "document answers": ("anls",),
-    "voices": ("eer",),
-    "rankings": ("ndcg@10", "mrr@10", "map"),
-}
-"""The metrics that work offline, by what predictions are, the default first."""
-
-_MADE_BY = {
-    **dict.fromkeys(("boxes", "areas", "depths", "pixels"), "accel.measuring.accuracy.image_metrics:of_images"),
-    "transcripts": "accel.measuring.accuracy.rates:edit_rate",
-    "document answers": "accel.measuring.accuracy.documents:answers_alike",
-    "frames": "accel.measuring.accuracy.rates:frame_accuracy",
-    "voices": "accel.measuring.accuracy.rates:equal_error_rate",
-    "rankings": "accel.measuring.accuracy.ranking:ranked",
-}
-"""What makes the metrics of predictions that have a module of their own, from a metric's name."""
-
-_SYNONYMS = {
+SYNONYMS = {
     "miou": "mean_iou",
     "map@50": "map_50",
     "spearman": "spearmanr",
@@ -354,67 +223,10 @@ _SYNONYMS = {
     "mcc": "matthews_correlation",
     "em": "exact_match",
 }
+"""Other words for names of metrics."""
 
 
-def metric_for(name: str | None, kind: str, *, classes: int = 2, trust_remote_code: bool = False) -> Metric:
-    """The metric of that name.
-
-    Args:
-        name: One of `OFFERED`, another one of `evaluate`'s, or the path of a metric script; the default when `None`. `f1`,
-            `precision` and `recall` are those of class 1 for two classes and macro averages for more; `f1_micro`,
-            `f1_macro` and `f1_weighted` say it.
-        kind: What predictions are; a key of `OFFERED`.
-        classes: Of the model.
-        trust_remote_code: Allow a metric of a Hub user, whose script is run.
-
-    Raises:
-        ConfigError: A metric that does not exist, does not fit the predictions, or cannot be reached from here.
-    """
-    known = OFFERED[kind]
-    plain = known[0] if name is None else _SYNONYMS.get(name, name)
-    if plain in known:
-        return _shipped(plain, kind, classes)
-    assert name is not None
-    if any(plain in names for names in OFFERED.values()):
-        raise ConfigError(f"{name} does not measure {kind}.", fix=f"use one of {', '.join(known)}.")
-    return _through_evaluate(name, known, trust_remote_code)
-
-
-def _shipped(name: str, kind: str, classes: int) -> Metric:
-    which, _, average = name.partition("_")
-    if which in ("f1", "precision", "recall"):
-        return _class_metric(name, which, average or ("binary" if classes == 2 else "macro"))
-    if kind in _MADE_BY:
-        made: Metric = pkgutil.resolve_name(_MADE_BY[kind])(name)
-        return made
-    if name == "accuracy" and kind == "tags":
-        return Metric(name=name, key=name, compute=_token_accuracy, sums=_span_sums, finish=_token_share)
-    return {
-        "accuracy": Metric(name=name, key=name, compute=_accuracy, sums=_correct, finish=ratio, rowwise=True),
-        "matthews_correlation": Metric(
-            name=name, key=name, compute=_matthews, sums=_class_sums, finish=_matthews_finish
-        ),
-        "seqeval": Metric(name=name, key="overall_f1", compute=_seqeval, sums=_span_sums, finish=_span_f1),
-        "squad": Metric(name=name, key="f1", compute=_squad, sums=_answer_sums, finish=_squad_f1, points=1.0),
-        "exact_match": Metric(name=name, key=name, compute=_exact_match, sums=_answer_sums, finish=ratio, rowwise=True),
-        "pearsonr": Metric(name=name, key=name, compute=_correlation(name), sums=_moments, finish=_pearson_finish),
-        "spearmanr": Metric(name=name, key=name, compute=_correlation(name)),
-        "perplexity": Metric(
-            name=name,
-            key=name,
-            compute=_perplexity,
-            sums=_losses,
-            finish=_perplexity_finish,
-            points=1.0,
-            higher_is_better=False,
-        ),
-        "mse": Metric(
-            name=name, key=name, compute=_mse, sums=_squares, finish=ratio, points=1.0, higher_is_better=False
-        ),
-    }[name]
-
-
-def _through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -> Metric:
+def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -> Metric:
     """A metric script, from a path or from the Hub.
 
     Raises:
@@ -430,7 +242,7 @@ def _through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) 
         import evaluate
     except ImportError as error:
         raise ConfigError(
-            f"{name!r} is not a metric that accel has.{did_you_mean(name, [*known, *_SYNONYMS])}",
+            f"{name!r} is not a metric that accel has.{did_you_mean(name, [*known, *SYNONYMS])}",
             fix=f'{hint}, or install the evaluate library: pip install "accel-transformers[evaluate]".',
         ) from error
     try:
@@ -439,7 +251,7 @@ def _through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) 
     except Exception as error:
         raise ConfigError(
             f"The metric {name!r} cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
-            f"{did_you_mean(name, [*known, *_SYNONYMS])}",
+            f"{did_you_mean(name, [*known, *SYNONYMS])}",
             fix=f"{hint}, which work offline; or give the path of a metric script.",
         ) from error
 
