@@ -1,0 +1,49 @@
+"""A span head over an encoder of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+
+class SpanExtractor(transformers.PreTrainedModel):
+    """Scores every token as the first and as the last one of a span, for every label.
+
+    Labels and text are one sequence, `[CLS] city, person [SEP] Wolfgang lives in Berlin [SEP]`. A label is compared with the tokens by
+    the hidden state of its own first token.
+
+    The config is the encoder's own, with one more field: `span_size`, the size of what is compared.
+    """
+
+    config_class = transformers.PretrainedConfig
+    base_model_prefix = "encoder"
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        size = config.span_size
+        self.encoder = transformers.AutoModel.from_config(config)
+        self.tokens = torch.nn.Linear(config.hidden_size, 2 * size)
+        self.labels = torch.nn.Linear(config.hidden_size, size)
+        self.post_init()
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, label_positions: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Compute `start_logits` and `end_logits: (batch, labels, sequence)`.
+
+        Args:
+            input_ids: `(batch, sequence)`
+            attention_mask: `(batch, sequence)`
+            label_positions: `(batch, labels)`: the place of each label's first token in the sequence.
+        """
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        places = label_positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        labels = self.labels(hidden.gather(1, places))
+        starts, ends = self.tokens(hidden).chunk(2, dim=-1)
+        return {
+            "start_logits": labels @ starts.transpose(1, 2),
+            "end_logits": labels @ ends.transpose(1, 2),
+        }

@@ -1,0 +1,204 @@
+"""What accel has to know about models that extract spans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from accel import ORTModel
+from accel.data.batches import Encoded, from_tokenizer
+from accel.data.labels import texts
+from accel.data.rows import Rows
+from accel.interfaces.task import Sample, Task
+from accel.measuring.accuracy.metrics import Floats, Metric, Values, divide
+from accel.measuring.accuracy.predictors import Model, Predictor
+
+from .model import SpanExtractor
+
+_LONGEST = 12
+"""Tokens of a span."""
+
+
+class ORTModelForSpanExtraction(ORTModel):
+    """Spans of a text for labels: `start_logits` and `end_logits: (batch, labels, sequence)`."""
+
+    task = "span-extraction"
+
+
+class SpanExtraction(Task):
+    """Extraction of spans for labels that are given at call time."""
+
+    model = ORTModelForSpanExtraction
+
+    def load(self, folder: Path, **options: Any) -> torch.nn.Module:
+        """transformers has no class of this name."""
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return SpanExtractor.from_pretrained(folder, config=config, **options)
+
+    def sample(self, module: torch.nn.Module, folder: Path | None) -> Sample:
+        """Two rows of unequal length with four labels, whose places even the shortest text has."""
+        ids = torch.randint(5, module.config.vocab_size, (2, 8))
+        mask = torch.ones_like(ids)
+        mask[1, 5:] = 0
+        example = {"input_ids": ids, "attention_mask": mask, "label_positions": torch.tensor([[0, 1, 2, 1]] * 2)}
+        axes = {name: {0: "batch", 1: "sequence"} for name in example}
+        axes["label_positions"] = {0: "batch", 1: "labels"}
+        return example, axes, ("token_type_ids",)
+
+    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+        """Labels and texts as one sequence."""
+        asked = [
+            ask(processor, labels, text, max_length)
+            for labels, text in zip(rows.column("labels"), texts(rows, "text"), strict=True)
+        ]
+        encodings, positions = zip(*asked, strict=True)
+        tokens = {name: [one[name] for one in encodings] for name in ("input_ids", "attention_mask")}
+        padding = from_tokenizer({}, processor).padding
+        return AskedTexts(tokens=tokens, padding=padding, positions=positions)
+
+    def predictor(self, config: Any) -> type[Predictor]:
+        """Spans, measured by their F1."""
+        return Spans
+
+    def pipeline(self, name: str) -> type[transformers.Pipeline]:
+        """The pipeline `span-extraction`."""
+        return SpanExtractionPipeline
+
+
+# Rows to inputs
+
+
+def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None = None) -> tuple[Any, list[int]]:
+    """Labels and a text as one sequence, and the place of each label's first token."""
+    found = tokenizer(
+        ", ".join(labels),
+        text,
+        truncation="only_second" if max_length else False,
+        max_length=max_length,
+        return_offsets_mapping=True,
+    )
+    starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
+    return found, [found.char_to_token(0, start, 0) for start in starts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTexts(Encoded):
+    """Rows of labels and texts.
+
+    Attributes:
+        positions: The places of each row's labels.
+    """
+
+    positions: Sequence[Sequence[int]]
+
+    def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The inputs of some rows; labels that a row does not have are at its first token."""
+        labels = max(len(self.positions[i]) for i in rows)
+        filled = [[*self.positions[i], *[0] * (labels - len(self.positions[i]))] for i in rows]
+        return {**Encoded.batch(self, rows), "label_positions": torch.tensor(filled)}
+
+
+# Outputs to answers
+
+
+def found_spans(
+    encoding: Any, labels: Sequence[str], starts: torch.Tensor, ends: torch.Tensor, text: str, threshold: float
+) -> list[dict[str, Any]]:
+    """The spans whose score reaches the threshold, in the order of the text.
+
+    Args:
+        encoding: What `ask` returned.
+        labels: Of the row.
+        starts: `start_logits: (labels, sequence)`
+        ends: `end_logits: (labels, sequence)`
+        text: Of the row.
+        threshold: From 0 to 1: the probability of the first token times the one of the last.
+    """
+    first, last = starts.float().sigmoid(), ends.float().sigmoid()
+    tokens = [i for i, sequence in enumerate(encoding.sequence_ids(0)) if sequence == 1]
+    spans = []
+    for number, label in enumerate(labels):
+        for place, begin in enumerate(tokens):
+            if first[number, begin] < threshold:
+                continue
+            stop = max(tokens[place : place + _LONGEST], key=lambda token: last[number, token])
+            score = float(first[number, begin] * last[number, stop])
+            if score >= threshold:
+                start, end = encoding["offset_mapping"][begin][0], encoding["offset_mapping"][stop][1]
+                spans.append({"label": label, "score": score, "start": start, "end": end, "text": text[start:end]})
+    return sorted(spans, key=lambda span: (span["start"], span["end"], span["label"]))
+
+
+class SpanExtractionPipeline(transformers.Pipeline):
+    """`pipe("Wolfgang lives in Berlin", labels=["city", "person"])`: `[{"label", "score", "start", "end", "text"}, ...]`."""
+
+    _load_tokenizer = True
+
+    def _sanitize_parameters(
+        self, labels: Sequence[str] = (), threshold: float | None = None, **_: Any
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return {"labels": list(labels)} if labels else {}, {}, {} if threshold is None else {"threshold": threshold}
+
+    def preprocess(self, text: str, labels: Sequence[str]) -> dict[str, Any]:
+        """Labels and a text as inputs."""
+        encoding, positions = ask(self.tokenizer, labels, text, self.tokenizer.model_max_length)
+        inputs = {name: torch.tensor([encoding[name]]) for name in ("input_ids", "attention_mask")}
+        return {**inputs, "label_positions": torch.tensor([positions]), "labels": labels, "text": text}
+
+    def _forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        labels, text = inputs.pop("labels"), inputs.pop("text")
+        return {**self.model(**inputs), "labels": labels, "text": text}
+
+    def postprocess(self, outputs: dict[str, Any], threshold: float = 0.5) -> list[dict[str, Any]]:
+        """Outputs as spans."""
+        encoding, _ = ask(self.tokenizer, outputs["labels"], outputs["text"], self.tokenizer.model_max_length)
+        starts, ends = outputs["start_logits"][0], outputs["end_logits"][0]
+        return found_spans(encoding, outputs["labels"], starts, ends, outputs["text"], threshold)
+
+
+# Accuracy
+
+
+def _span_sums(predictions: Values, references: Values) -> Floats:
+    pairs = zip(predictions, references, strict=True)
+    return np.asarray([(len(found & true), len(found), len(true)) for found, true in pairs], np.float64)
+
+
+def _f1(sums: Floats) -> Floats:
+    return divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
+
+
+def _span_f1(predictions: Values, references: Values) -> dict[str, float]:
+    return {"span_f1": float(_f1(_span_sums(predictions, references).sum(0)))}
+
+
+class Spans(Predictor):
+    """The spans of a row, as `(label, start, end)`."""
+
+    kind = "spans"
+
+    @classmethod
+    def metrics(cls, classes: int) -> Mapping[str, Metric]:
+        """Precision and recall of whole spans, together."""
+        return {"span_f1": Metric(name="span_f1", key="span_f1", compute=_span_f1, sums=_span_sums, finish=_f1)}
+
+    def _references(self) -> list[Any]:
+        return [{(one["label"], one["start"], one["end"]) for one in row} for row in self.rows.column("spans")]
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Sets of spans, a row each."""
+        found: list[Any] = [None] * len(self.rows)
+        labels, text = self.rows.column("labels"), texts(self.rows, "text")
+        for part, _, output in self.batches(model, what):
+            for i, starts, ends in zip(part, output["start_logits"], output["end_logits"], strict=True):
+                encoding, _ = ask(self.processor, labels[i], text[i], self.max_length)
+                spans = found_spans(encoding, labels[i], starts.cpu(), ends.cpu(), text[i], 0.5)
+                found[i] = {(span["label"], span["start"], span["end"]) for span in spans}
+        return found

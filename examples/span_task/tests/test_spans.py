@@ -1,0 +1,115 @@
+"""The task from export to server, compared with PyTorch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accel_spans.model import SpanExtractor
+from accel_spans.task import ORTModelForSpanExtraction, SpanExtractionPipeline
+
+import accel
+from accel.testing.models import VOCABULARY, rescale, tiny_tokenizer
+
+TASK = "span-extraction"
+LABELS = ["bank", "phone", "city"]
+TEXTS = ["i lost my card in london", "the bank in paris is open", "my new phone is slow, please help", "pay"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights."""
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=96, span_size=8,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("spans")
+    rescale(SpanExtractor(config)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def original(folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return SpanExtractor.from_pretrained(folder, config=config).eval()
+
+
+@pytest.fixture(scope="session")
+def artifact(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> accel.Artifact:
+    # The task is inferred from the architecture's name; the export compares the graph with PyTorch.
+    return accel.export(folder, tmp_path_factory.mktemp("exported") / "artifact")
+
+
+@pytest.fixture(scope="session")
+def rows(original: Any, folder: Path) -> list[dict[str, Any]]:
+    """Rows whose spans are the PyTorch model's answers."""
+    pipe = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+    answers = [pipe(text, labels=LABELS) for text in TEXTS]
+    assert any(answers)
+    return [
+        {"text": text, "labels": LABELS, "spans": [{k: one[k] for k in ("label", "start", "end")} for one in answer]}
+        for text, answer in zip(TEXTS, answers, strict=True)
+    ]
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return [{**one, "score": 0} for one in found] == [{**one, "score": 0} for one in expected] and [
+        one["score"] for one in found
+    ] == pytest.approx([one["score"] for one in expected], abs=1e-3)
+
+
+def test_export_and_model(artifact: accel.Artifact, original: Any) -> None:
+    assert artifact.task == TASK
+    with ORTModelForSpanExtraction(artifact) as model:
+        ids, mask = torch.tensor([[2, 8, 9, 3, 20, 21, 3], [2, 8, 9, 3, 22, 3, 0]]), torch.ones(2, 7, dtype=torch.int64)
+        mask[1, 6] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask, "label_positions": torch.tensor([[1, 2]] * 2)}
+        with torch.inference_mode():
+            expected = original(**inputs)
+        found = model(**inputs)
+        for name, values in expected.items():
+            assert found[name].shape == (2, 2, 7)
+            assert torch.allclose(found[name], values, atol=1e-4)
+
+
+def test_pipeline(artifact: accel.Artifact, original: Any, folder: Path) -> None:
+    expected = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+    pipe = accel.pipeline(TASK, model=artifact.path)
+    for text in TEXTS:
+        assert same(pipe(text, labels=LABELS), expected(text, labels=LABELS))
+    assert len(pipe(TEXTS[0], labels=LABELS, threshold=0.99)) <= len(pipe(TEXTS[0], labels=LABELS, threshold=0.1))
+
+
+def test_evaluate(artifact: accel.Artifact, rows: list[dict[str, Any]]) -> None:
+    found = accel.evaluate(artifact, rows, against=True)
+    assert (found.metric, found.value) == ("span_f1", 1.0)
+    assert found.comparison is not None
+
+
+def test_quantize(artifact: accel.Artifact, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    assert 0 <= accel.evaluate(made, rows).value <= 1
+
+
+def test_tune(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    tuned = accel.tune(folder, tmp_path / "tuned", data=rows, backends=["pytorch"], sequence=[16], max_drop=20)
+    assert tuned.artifact.task == TASK
+    assert tuned.reference == 1.0
+
+
+def test_serve(artifact: accel.Artifact, original: Any, folder: Path) -> None:
+    pipe = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+
+    async def answers() -> list[Any]:
+        async with accel.Engine({"spans": artifact}) as engine:
+            # Rows of several callers share calls of the model.
+            asked = (engine(text, operation=TASK, labels=LABELS) for text in TEXTS)
+            return list(await asyncio.gather(*asked))
+
+    for found, text in zip(asyncio.run(answers()), TEXTS, strict=True):
+        assert same(found, pipe(text, labels=LABELS))
