@@ -1,19 +1,24 @@
 """Settings of the stages and of sessions: frozen, validated when made, and round-tripped through JSON."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: the types of fields are read when settings are checked.
+import functools
+import inspect
 import math
+import numbers
 import os
 import re
+import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
 from .errors import ConfigError, did_you_mean
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -23,41 +28,103 @@ QatPreset = Literal["int8", "int8-symmetric", "int8-per-tensor", "int4-int8", "i
 Calibration = Literal["minmax", "moving_average", "entropy", "percentile"]
 
 
-def _check_type(owner: str, name: str, value: object, hint: Any) -> None:
-    """Refuse a number where text is meant, and the like; `Literal`s are checked by `_check_choice`."""
+_PATH = (str, os.PathLike)
+# Without a default that tells its type, an argument of one name has one type in all public functions.
+_ARGUMENTS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("out", "folder", "path", "cache_dir"), _PATH),
+    **dict.fromkeys(("task", "backend", "split", "calibration_split", "metric", "method"), (str,)),
+    **dict.fromkeys(("revision", "data_revision", "file_name", "variant", "provider", "dtype"), (str,)),
+    **dict.fromkeys(("batch_size", "max_length", "rows", "samples", "threads"), (numbers.Integral,)),
+    **dict.fromkeys(("atol", "max_drop", "min_accuracy", "max_latency_ms", "max_memory_mb"), (numbers.Real,)),
+    **dict.fromkeys(("max_size_mb", "rate", "time_limit_s"), (numbers.Real,)),
+    **dict.fromkeys(("export", "use_cache"), (bool,)),
+    **dict.fromkeys(("columns", "calibration_columns", "sample", "axes", "model_kwargs"), (Mapping,)),
+    **dict.fromkeys(("backends", "providers", "cuda_graph"), (Sequence,)),
+    "token": (str, bool),
+    "texts": (*_PATH, Sequence),
+}
+_OF_DEFAULTS: Mapping[type, tuple[type, ...]] = {
+    bool: (bool,), int: (numbers.Integral,), float: (numbers.Real,), str: (str,), tuple: (Sequence,)
+}  # fmt: skip
+_WORDS = {numbers.Integral: "a whole number", numbers.Real: "a number", type(None): "None"}
+
+
+def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str = "", expected: str = "") -> None:
+    """Refuse a value of another type, and text that no system takes.
+
+    Args:
+        subject: The name of the argument or setting.
+        value: Its value. `True` is an int to Python, but no number of threads.
+        kinds: The types that it may have.
+        taker: The function that has the argument.
+        expected: The types in words; their names when empty.
+
+    Raises:
+        ConfigError: With the name, the value and the types.
+    """
+    by = f", which {taker} does not take" if taker else ""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        words = expected or " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
+        raise ConfigError(f"{subject} is {reprlib.repr(value)}{by}.", fix=f"use {words}.")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{subject} is {value!r}, which holds a NUL character.", fix="leave it out.")
+
+
+def checked_arguments(
+    taker: str = "", /, **kinds: type | tuple[type, ...]
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Wrap a public function so that it raises on arguments of the wrong type.
+
+    The type follows from the argument's default. Where that is `None`, or there is none, the table above says it, or `kinds`. Other
+    arguments, and the items of sequences and mappings, are not checked.
+
+    Args:
+        taker: The name of the function in messages; its own when empty.
+        kinds: Types of arguments by name. `None` is allowed where it is the default.
+    """
+
+    def wrap(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        signature = inspect.signature(function)
+        allowed: dict[str, tuple[type, ...]] = {}
+        for name, parameter in signature.parameters.items():
+            own = kinds.get(name, _OF_DEFAULTS.get(type(parameter.default), _ARGUMENTS.get(name)))
+            if own is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                found = own if isinstance(own, tuple) else (own,)
+                allowed[name] = (*found, type(None)) if parameter.default is None else found
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                values = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                # One is missing or one too many: Python's own error.
+                return function(*args, **kwargs)
+            for name in allowed.keys() & values.keys():
+                check_type(name, values[name], allowed[name], taker or function.__qualname__)
+            return function(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _check_setting(subject: str, value: object, hint: Any) -> None:
+    """Check a setting against its type: classes, tuples of one class, or `Literal`s, each also next to `None`."""
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    allowed: list[type] = []
-    for option in options:
-        origin = get_origin(option) or option
-        if origin is Literal or not isinstance(origin, type):
-            return
-        allowed += [int, float] if origin is float else [origin]
-    # `True` is an int to Python, and not a number of threads.
-    wrong = not isinstance(value, tuple(allowed)) or (isinstance(value, bool) and bool not in allowed)
-    items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
-    if not wrong and isinstance(value, tuple) and isinstance(items, type):
-        wrong = not all(isinstance(item, items) for item in value)
-    if wrong:
-        words = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
-        raise ConfigError(
-            f"{owner}.{name} is {value!r}.", fix=f"use {words}{f' of {items.__name__}' if items else ''}."
-        )
-
-
-def _check_choice(owner: str, name: str, value: object, hint: Any) -> None:
-    """Refuse a value that is none of the `Literal`s in `hint`."""
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None:
-            return
-        literals = [arg for arg in get_args(hint) if get_origin(arg) is Literal]
-        if not literals:
-            return
-        hint = literals[0]
-    if get_origin(hint) is Literal and value not in get_args(hint):
-        choices = [str(choice) for choice in get_args(hint)]
-        raise ConfigError(
-            f"{owner}.{name} is {value!r}.{did_you_mean(str(value), choices)}", fix=f"use one of {', '.join(choices)}."
-        )
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    if choices:
+        if value not in choices and not (value is None and type(None) in options):
+            words = [str(choice) for choice in choices]
+            raise ConfigError(
+                f"{subject} is {value!r}.{did_you_mean(str(value), words)}", fix=f"use one of {', '.join(words)}."
+            )
+        return
+    kinds = [get_origin(option) or option for option in options]
+    items = next((get_args(option)[0] for option in options if get_origin(option) is tuple), None)
+    expected = f"tuple of {items.__name__}" if isinstance(items, type) else ""
+    check_type(subject, value, (*kinds, *((int,) if float in kinds else ())), expected=expected)
+    if isinstance(value, tuple) and isinstance(items, type) and not all(isinstance(item, items) for item in value):
+        check_type(subject, value, (), expected=expected)
 
 
 class JsonConfig:
@@ -66,16 +133,14 @@ class JsonConfig:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value = getattr(self, item.name)
-            hint = hints[item.name]
+            hint = item.type
             if isinstance(value, list | range) and any(get_origin(one) is tuple for one in (hint, *get_args(hint))):
                 # Any sequence will do; frozen settings keep a tuple.
                 value = tuple(value)
                 object.__setattr__(self, item.name, value)
-            _check_type(type(self).__name__, item.name, value, hint)
-            _check_choice(type(self).__name__, item.name, value, hint)
+            _check_setting(f"{type(self).__name__}.{item.name}", value, hint)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -167,17 +232,6 @@ class OptimizeConfig(JsonConfig):
     def __post_init__(self) -> None:
         super(OptimizeConfig, self).__post_init__()
         check_tolerance("OptimizeConfig.atol", self.atol)
-
-
-def _check_patterns(config: QuantizeConfig | QatConfig) -> None:
-    for pattern in config.exclude:
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise ConfigError(
-                f"{type(config).__name__}.exclude holds {pattern!r}, which is no regular expression: {error}.",
-                fix="write it as Python's re module reads it, or use a layer's name.",
-            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +380,17 @@ class QatConfig(PrepareConfig):
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"QatConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
         _check_patterns(self)
+
+
+def _check_patterns(config: QuantizeConfig | QatConfig) -> None:
+    for pattern in config.exclude:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(
+                f"{type(config).__name__}.exclude holds {pattern!r}, which is no regular expression: {error}.",
+                fix="write it as Python's re module reads it, or use a layer's name.",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

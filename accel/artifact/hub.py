@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 
-from ..errors import ArtifactNotFoundError, ConfigError, did_you_mean
+from ..config import check_type
+from ..errors import ArtifactNotFoundError, did_you_mean
 from .hub_files import files_to_fetch
 from .manifest import MANIFEST
 
@@ -40,14 +41,9 @@ class HubOptions:
 
     def __post_init__(self) -> None:
         # Any text counts as true to Python, "False" too, and this one says whose code runs.
-        for name, kinds, words in (
-            ("trust_remote_code", (bool, NoneType), "True or False"),
-            ("revision", (str, NoneType), "a branch, a tag or a commit"),
-            ("subfolder", (str, os.PathLike, NoneType), "a folder's name"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kinds):
-                raise ConfigError(f"{name} is {value!r}.", fix=f"pass {words}.")
+        check_type("trust_remote_code", self.trust_remote_code, (bool, NoneType))
+        check_type("revision", self.revision, (str, NoneType))
+        check_type("subfolder", self.subfolder, (str, os.PathLike, NoneType))
 
 
 @dataclass(frozen=True, slots=True)

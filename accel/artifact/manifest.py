@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._version import __version__
+from ..config import checked_arguments
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
-from ..signatures import checked_arguments
 from .checksums import FileRecord, record_files, verify
 from .reading import build, read_bytes_and_json
 from .tensors import TensorSpec
@@ -356,7 +356,7 @@ class Artifact:
         return sum({record.name: record.bytes for component in self.components for record in component.files}.values())
 
     @classmethod
-    @checked_arguments
+    @checked_arguments()
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
         """Read a folder that has a manifest and check its files.
 
@@ -373,7 +373,7 @@ class Artifact:
         return artifact
 
     @classmethod
-    @checked_arguments
+    @checked_arguments()
     def accept_files(cls, path: str | os.PathLike[str]) -> Artifact:
         """Record the configs and tokenizer files of a folder as they are now; graphs have to be what they were.
 

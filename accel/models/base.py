@@ -24,7 +24,7 @@ from ..artifact.resolved_model import Resolved
 from ..backends import registry
 from ..backends.plan import Plan, RunSettings, make_plan
 from ..backends.sessions import open_plan
-from ..config import SessionOptions
+from ..config import SessionOptions, checked_arguments
 from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
 from ..interfaces.fork_hooks import at_fork
 from ..interfaces.forks import never_destroyed
@@ -32,7 +32,6 @@ from ..interfaces.protocols import Session
 from ..interfaces.specs import DeviceSpec
 from ..interfaces.task_registry import load_task, missing_config, read_config, specs_for, task_spec
 from ..interfaces.task_spec import LABELS, TaskSpec
-from ..signatures import checked_arguments
 from ..stages.export import folder_identity, was_removed, with_artifact
 from .arguments import LoadingArguments, read_arguments
 from .inputs import Inputs, too_long
@@ -108,7 +107,7 @@ class ORTModel(Familiar, Saveable):
     # Loading
 
     @classmethod
-    @checked_arguments
+    @checked_arguments(model_id=(str, os.PathLike, Artifact, Resolved), device=(str, int, torch.device))
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str] | Artifact,

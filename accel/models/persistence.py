@@ -14,8 +14,8 @@ from typing import Any
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..artifact.manifest import MANIFEST, Artifact, with_files
 from ..artifact.writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
+from ..config import checked_arguments
 from ..errors import ArtifactError, OutputFolderError
-from ..signatures import checked_arguments
 
 
 class Saveable:
@@ -25,7 +25,7 @@ class Saveable:
     config: Any
     generation_config: Any
 
-    @checked_arguments
+    @checked_arguments()
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
     ) -> None:

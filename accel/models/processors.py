@@ -1,12 +1,22 @@
-"""The tokenizer, processor or generation config beside one of our models."""
+"""Tokenizers, processors and generation configs next to our models, and those that a caller names."""
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..artifact.companions import open_companion
+from ..errors import ConfigError
+
+_LOADERS = {
+    "tokenizer": "AutoTokenizer",
+    "image_processor": "AutoImageProcessor",
+    "feature_extractor": "AutoFeatureExtractor",
+    "processor": "AutoProcessor",
+}
 
 
 class _Kept(threading.local):
@@ -39,3 +49,30 @@ def kept_companion_of(model: Any, loader: str) -> Any:
     if loader not in kept:
         kept[loader] = companion_of(model, loader)
     return kept[loader]
+
+
+def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Tokenizers and processors as they were given, those given by folder or Hub id opened; `None` is left out.
+
+    Args:
+        given: By name of the argument.
+        **arguments: More arguments of transformers' `from_pretrained`.
+
+    Raises:
+        ConfigError: One that is none.
+        ArtifactNotFoundError: No such folder or id.
+        IntegrityError: A damaged one.
+    """
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, str | os.PathLike):
+            found[name] = open_companion(_LOADERS[name], value, local_files_only=False, **arguments)
+        # transformers also takes an id with its options.
+        elif callable(value) or isinstance(value, tuple):
+            found[name] = value
+        elif value is not None:
+            raise ConfigError(
+                f"{value!r:.100} is no {name.replace('_', ' ')}.",
+                fix=f"pass one that transformers.{_LOADERS[name]}.from_pretrained(...) returned, its folder or Hub id.",
+            )
+    return found

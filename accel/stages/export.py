@@ -21,7 +21,7 @@ from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
 from ..backends.plan import Plan
-from ..config import ExportConfig
+from ..config import ExportConfig, checked_arguments
 from ..errors import (
     ConfigError,
     ExportError,
@@ -36,7 +36,6 @@ from ..errors import (
 from ..interfaces.protocols import Exporter, OpenRequest
 from ..interfaces.specs import BackendSpec, DeviceSpec
 from ..interfaces.task_registry import is_adapter, task_spec
-from ..signatures import checked_arguments
 from .adoption import adopt_weights
 from .graph_comparison import check_rows, compare, compare_whole, merged
 from .resolution import resolve
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@checked_arguments
+@checked_arguments(config=ExportConfig)
 def export(
     model: str | os.PathLike[str] | torch.nn.Module,
     out: str | os.PathLike[str],

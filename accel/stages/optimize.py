@@ -15,11 +15,10 @@ from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.plan import make_plan
 from ..backends.sessions import open_plan
-from ..config import OptimizeConfig
+from ..config import OptimizeConfig, checked_arguments
 from ..data.batches import calibration_batches
 from ..errors import OptimizeError, ValidationError
 from ..interfaces.protocols import Session
-from ..signatures import checked_arguments
 from .graph_comparison import compare, merged, recorded_rounding, warn_of_size
 from .resolution import artifact_of
 
@@ -28,7 +27,7 @@ _DECODING = ("position_ids", "logits_to_keep")
 logger = logging.getLogger(__name__)
 
 
-@checked_arguments
+@checked_arguments(artifact=(Artifact, str, os.PathLike), config=OptimizeConfig)
 def optimize(
     artifact: Artifact | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ..artifact.hub import HubOptions, Location, locate
@@ -18,7 +19,7 @@ from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import Kind, Resolved
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
-from ..config import ExportConfig
+from ..config import ExportConfig, check_type
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
 from ..interfaces.task_registry import (
     fitting_task,
@@ -80,8 +81,7 @@ def resolve(
             kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
         )
     for word, value in (("file_name", file_name), ("variant", variant)):
-        if not isinstance(value, str | None):
-            raise ConfigError(f"{word} is {value!r}.", fix=f"pass a text as {word}, or leave it out.")
+        check_type(word, value, (str, NoneType))
     if not os.fspath(model):
         raise ConfigError("The model's name is empty.", fix="name a Hub id or a folder; `.` is the current one.")
     weights = weights or export is True

@@ -15,10 +15,9 @@ from ..artifact.resolved_model import Resolved
 from ..backends.plan import RunSettings, make_plan
 from ..backends.sessions import open_plan
 from ..capture.graph_forms import FormVerdict, HasForms
-from ..config import ExportConfig, check_tolerance
+from ..config import ExportConfig, check_tolerance, checked_arguments
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import task_spec
-from ..signatures import checked_arguments
 from .export import load_source
 from .graph_comparison import differences, merged, recorded_rounding
 from .resolution import artifact_of, original, resolve
@@ -53,7 +52,7 @@ class Validation:
     forms: tuple[FormVerdict, ...] = ()
 
 
-@checked_arguments
+@checked_arguments(artifact=(Artifact, str, os.PathLike), device=str, hub=HubOptions)
 def validate(
     artifact: Artifact | str | os.PathLike[str],
     *,

@@ -23,7 +23,7 @@ from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.plan import make_plan
-from ..config import QuantizeConfig
+from ..config import QuantizeConfig, checked_arguments
 from ..data.batches import calibration_batches, data_name, load_processor
 from ..errors import BudgetError, ConfigError, QuantizeError, SessionError
 from ..interfaces.protocols import Feeds
@@ -36,7 +36,6 @@ from ..measuring.latency.variants import Variant
 from ..measuring.latency.workloads import Load
 from ..models.base import ORTModel
 from ..models.decoder_batches import PartBatches
-from ..signatures import checked_arguments
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
 from ..stages.resolution import resolve
@@ -101,7 +100,7 @@ class Attempt:
         return f"{name}: loses {self.drop:.2f} points{speed}{' <- kept' if self.chosen else ''}"
 
 
-@checked_arguments
+@checked_arguments(artifact=(Artifact, str, os.PathLike), config=QuantizeConfig)
 def quantize(
     artifact: Artifact | str | os.PathLike[str],
     out: str | os.PathLike[str],

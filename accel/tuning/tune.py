@@ -12,11 +12,11 @@ from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
+from ..config import checked_arguments
 from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.workloads import Load, read_texts
-from ..signatures import checked_arguments
 from ..stages.export import source_digest
 from ..stages.resolution import original, resolve
 from .candidates import Space
@@ -29,7 +29,7 @@ from .trials import Constraints, Goal, Objective, Tuning
 logger = logging.getLogger(__name__)
 
 
-@checked_arguments
+@checked_arguments(model=(str, os.PathLike), device=str)
 def tune(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accel.measuring.latency.worker import _Served
 from typer.testing import CliRunner
 
 import accel
@@ -17,7 +18,6 @@ from accel.artifact import Artifact
 from accel.backends import plan, registry
 from accel.cli import app
 from accel.config import SessionOptions
-from accel.measuring.latency.calls import _Served
 from accel.measuring.latency.variants import Variant
 from accel.serving.engine import Engine
 from accel.serving.worker_models import Opening, open_all
@@ -68,7 +68,7 @@ def measured(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
 
 def loads(folder: Path) -> dict[str, Callable[[], Any]]:
     def benchmark() -> Any:
-        return _Served(Variant(name="one", path=folder, task="text-classification"), 1).load()
+        return _Served().load(Variant(name="one", path=folder, task="text-classification"), 1)
 
     def serve() -> None:
         with Engine(folder):

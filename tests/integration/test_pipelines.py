@@ -394,11 +394,11 @@ def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def load(model: Any, **arguments: Any) -> Any:
+    def read(**arguments: Any) -> Any:
         given.update(arguments)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(accel.ORTModelForSequenceClassification, "from_pretrained", load)
+    monkeypatch.setattr("accel.models.pipelines.pipeline.read_arguments", read)
     words = {name: object() for name in loading_words() - {"task", "backend", "device", "revision", "token"}}
     words |= {"trust_remote_code": False, "subfolder": "inner"}
     for name in ("subfolder", "file_name", "variant", "provider", "session_options", "export", "cache_dir", "config"):

@@ -1,7 +1,5 @@
 """How an artifact is deployed to Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

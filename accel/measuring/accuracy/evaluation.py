@@ -17,14 +17,13 @@ from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
 from ...artifact.resolved_model import Resolved
 from ...backends.plan import RunSettings, make_plan
-from ...config import SessionOptions
+from ...config import SessionOptions, checked_arguments
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
-from ...signatures import checked_arguments
 from ...stages.export import weights_of
 from ...stages.resolution import original, recorded_export, resolve
 from .comparing import Comparison, Scored, compare
@@ -201,7 +200,7 @@ class EvaluationSet:
         )
 
 
-@checked_arguments
+@checked_arguments(device=str, session_options=SessionOptions)
 def evaluate(
     model: str | os.PathLike[str] | Artifact | Model,
     data: Any,

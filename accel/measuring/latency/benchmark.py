@@ -21,11 +21,10 @@ from ...artifact.resolved_model import Resolved
 from ...backends import registry
 from ...backends.machine import machine
 from ...backends.plan import RunSettings, make_plan
-from ...config import ExportConfig, SessionOptions, available_processors
+from ...config import ExportConfig, SessionOptions, available_processors, checked_arguments
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS
 from ...interfaces.task_registry import task_spec
-from ...signatures import checked_arguments
 from ...stages.export import with_artifact
 from ...stages.resolution import original, resolve
 from ..disturbance import MachineWatch
@@ -40,7 +39,7 @@ Model = str | os.PathLike[str] | Artifact | Variant
 Way = Literal["compile", "cuda_graph"]
 
 
-@checked_arguments
+@checked_arguments(batch=(int, Sequence), sequence=(int, Sequence), device=str, session_options=SessionOptions)
 def benchmark(
     models: Model | Sequence[Model],
     *,

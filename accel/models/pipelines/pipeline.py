@@ -15,18 +15,16 @@ import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
-from ...backends.plan import Plan
+from ...config import checked_arguments
 from ...errors import ConfigError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec
 from ...interfaces.task_spec import TaskSpec
-from ...signatures import checked_arguments
 from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
-from ..processors import companion_of
+from ..processors import companion_of, opened_processors
 from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
-from .given import check_given, opened_processors
-from .pipeline_arguments import check_words, loading_words
+from .pipeline_arguments import check_count, check_model, check_words, loading_words
 from .sorting import LengthSorted
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ _ONCE_USUAL = {
 }
 
 
-@checked_arguments
+@checked_arguments(device=(str, int, torch.device))
 def pipeline(
     task: str | None = None,
     model: str | os.PathLike[str] | ORTModel | Any | None = None,
@@ -82,7 +80,9 @@ def pipeline(
         ArtifactNotFoundError: A model or tokenizer that is not there.
         TaskError: The task is unknown, or the model does another one.
     """
-    check_given(task, model, batch_size=batch_size, model_kwargs=model_kwargs, num_workers=kwargs.get("num_workers"))
+    check_model(model)
+    check_count("batch_size", batch_size, 1)
+    check_count("num_workers", kwargs.get("num_workers"), 0)
     if model is None:
         model, revision = usual_model(task, revision)
     if kwargs.get("framework") in (None, "pt"):
@@ -94,8 +94,7 @@ def pipeline(
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-        plan, arguments = _planned(task, model, read_arguments(**{**hub, **loading, **given}))
-        model = ORTModel.from_plan(plan, config=arguments.config, use_cache=arguments.use_cache)
+        model = _load(task, model, read_arguments(**{**hub, **loading, **given}))
     elif loads := _set(backend=backend, revision=revision, token=token, model_kwargs=model_kwargs, **loading):
         raise ConfigError(
             f"{', '.join(f'{name}=...' for name in loads)}: for a model given by id or folder.",
@@ -250,14 +249,13 @@ def _set(**values: Any) -> list[str]:
     return sorted(name for name, value in values.items() if value is not None and value != {})
 
 
-def _planned(
-    task: str | None, model: str | os.PathLike[str], arguments: LoadingArguments
-) -> tuple[Plan, LoadingArguments]:
-    """How a model is opened for a pipeline: by the one class that serves the task, or by that of the model's own task."""
+def _load(task: str | None, model: str | os.PathLike[str], arguments: LoadingArguments) -> ORTModel:
+    """Open a model for a pipeline: by the one class that serves the task, or by the class of the model's own task."""
     if task is None or has_several_classes(task):
-        arguments = replace(arguments, task=arguments.task or task)
-        return ORTModel.plan(model, arguments), arguments
-    return model_class(task).plan(model, arguments), arguments
+        cls, arguments = ORTModel, replace(arguments, task=arguments.task or task)
+    else:
+        cls = model_class(task)
+    return cls.from_plan(cls.plan(model, arguments), config=arguments.config, use_cache=arguments.use_cache)
 
 
 def has_several_classes(task: str) -> bool:

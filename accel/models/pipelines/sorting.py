@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .given import check_count
+from .pipeline_arguments import check_count
 
 WINDOW_BATCHES = 64
 """Batches that share one sort: enough for little padding, few enough that a stream starts early."""

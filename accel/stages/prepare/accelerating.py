@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ...config import AccelerateConfig, Dtype
-from ...signatures import checked_arguments
+from ...config import AccelerateConfig, Dtype, checked_arguments
 from .dispatching import prepare
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-@checked_arguments
+@checked_arguments(config=AccelerateConfig, shapes=Iterable)
 def accelerate(
     model: Model,
     *,

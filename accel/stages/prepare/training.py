@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...config import QatConfig, QatPreset
-from ...signatures import checked_arguments
+from ...config import QatConfig, QatPreset, checked_arguments
 from .dispatching import prepare
 
 if TYPE_CHECKING:
     import torch
 
 
-@checked_arguments
+@checked_arguments(calibration=Iterable)
 def prepare_qat(
     model: torch.nn.Module,
     *,
