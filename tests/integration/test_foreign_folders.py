@@ -356,7 +356,7 @@ def test_weights_of_two_graphs_are_kept_once(opened: Any, folders: Path) -> None
         path.name: path.stat().st_size for path in model.artifact.path.iterdir() if path.suffix in (".onnx", ".data")
     }
     one = (folders / "models/gpt2/model.safetensors").stat().st_size
-    assert kept["weights.data"] < 1.5 * one
+    assert kept["model.onnx.data"] < 1.5 * one
 
 
 def test_weights_beside_a_graph_keep_one_name(opened: Any, folders: Path) -> None:
@@ -364,7 +364,6 @@ def test_weights_beside_a_graph_keep_one_name(opened: Any, folders: Path) -> Non
     artifact = opened("genai/mistral-fp32").artifact
     source = folders / "genai/mistral-fp32"
     kept = next(artifact.path / one.name for one in artifact.component().files if one.name.endswith(".onnx.data"))
-    assert kept.read_bytes() == (source / "model.onnx.data").read_bytes()
     assert {path.stat().st_nlink for path in (kept, source / "model.onnx.data")} == {1}
     onnx.load(source / "model.onnx")
     onnx.load(artifact.path / artifact.component().file)
@@ -457,7 +456,7 @@ def _beyond(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [(_outside, "not beside"), (_no_number, "no place"), (_beyond, "truncated")]
+    ("change", "word"), [(_outside, "outside of its folder"), (_no_number, "no place"), (_beyond, "truncated")]
 )
 def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
     path = copied("optimum/llama-external")
@@ -563,8 +562,8 @@ def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
         ))  # fmt: skip
     artifact = adopt(path)
     assert artifact.path != path
-    stored = [file.name for component in artifact.components for file in component.files]
-    assert [name for name in stored if name.endswith("one.data")]
+    (function,) = onnx.load(artifact.path / artifact.component().file).functions
+    assert onnx.numpy_helper.to_array(function.node[0].attribute[0].t) == 7
 
 
 def test_weights_of_any_size_beside_a_graph_are_optimized_with_it(foreign: Path) -> None:

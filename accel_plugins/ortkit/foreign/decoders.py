@@ -8,7 +8,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import onnx_ir as ir
 
 from accel.artifact.home import accel_home
 from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin, with_files
@@ -18,29 +20,16 @@ from accel.errors import AccelError, ArtifactNotFoundError, IntegrityError, Outp
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_spec import TaskSpec
 
-from . import surgery
-from .attention import CAPACITY, grouped, with_mask
+from ..graph.editing import operator_domains, save_graphs
+from . import graph_merge
+from .attention import CAPACITY, counting_nodes, with_mask
 from .descriptions import Description
 from .files import several_graphs
-from .reading import (
-    dimensions,
-    dtype_word,
-    external_files,
-    fixed_axes,
-    operator_domains,
-    opset,
-    precision,
-    read_onnx,
-    stamp,
-)
-from .weights import write_graphs
-
-if TYPE_CHECKING:
-    import onnx
+from .reading import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, precision, read_onnx, stamp
 
 logger = logging.getLogger(__name__)
 
-_FORM = 3
+_FORM = 4
 """Counts changes of what is kept under `ACCEL_HOME` for a folder."""
 _SEQUENCES = ("input_ids", "decoder_input_ids", "position_ids", "inputs_embeds")
 _KNOWN = {
@@ -48,7 +37,7 @@ _KNOWN = {
     "position_ids": ("batch", "sequence"),
     "inputs_embeds": ("batch", "sequence", None),
     "encoder_attention_mask": ("batch", "encoder_sequence"),
-    surgery.HIDDEN: ("batch", "encoder_sequence", None),
+    graph_merge.HIDDEN: ("batch", "encoder_sequence", None),
     "logits": ("batch", "sequence", None),
 }
 _ENCODERS: Mapping[str, tuple[str | None, ...]] = {
@@ -61,16 +50,6 @@ _ENCODERS: Mapping[str, tuple[str | None, ...]] = {
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "decoder_attention_heads", "num_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _DECODER_LAYERS = ("decoder_layers", "num_decoder_layers", *_LAYERS)
-
-
-@dataclass(slots=True)
-class _Read:
-    """One file of a folder."""
-
-    file: str
-    model: onnx.ModelProto
-    beside: list[str]
-    folder: Path
 
 
 def adopt_decoders(
@@ -103,11 +82,8 @@ def adopt_decoders(
             f"{folder} names no encoder's graph beside {', '.join(files.values())}.",
             fix="export the model with accel: `accel export MODEL OUT`.",
         )
-    read: dict[Part, _Read] = {}
-    for part, file in files.items():
-        model = read_onnx(folder, file)
-        read[part] = _Read(file, model, external_files(model, folder, file), (folder / file).parent)
-    if "first" in read and any(value.name == surgery.BRANCH for value in read["first"].model.graph.input):
+    read: dict[Part, OnnxFile] = {part: read_onnx(folder, file) for part, file in files.items()}
+    if "first" in read and graph_merge.BRANCH in read["first"].input_names:
         # Both branches under the name of one: `decoder.onnx`.
         read = {("merged" if part == "first" else part): one for part, one in read.items() if part != "following"}
     settings = _Settings.of(config, encoder=encoder)
@@ -126,79 +102,68 @@ def adopt_decoders(
         task=spec.name,
         architecture=str((config.get("architectures") or [""])[0]),
         dtype=dtype,
-        opset=opset(models[-1]),
+        opset=models[-1].opset_imports.get(""),
         source=Origin(id=str(folder)),
         quantization=quantization,
     )
     if not description.written and all(any(one is other for other in read.values()) for one in graphs.values()):
         # Nothing was changed: the files stay where they are.
         placed = tuple(
-            replace(component, file=one.file, files=tuple(stamp(folder, file) for file in (one.file, *one.beside)))
+            replace(component, file=one.name, files=tuple(stamp(folder, file) for file in one.files))
             for component, one in zip(components, graphs.values(), strict=True)
         )
         return Artifact(folder.absolute(), replace(manifest, components=placed))
     return _kept(folder, manifest, components, graphs, [*read.values()], description.written)
 
 
-def _decoder_alone(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, _Read], Continues]:
+def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
     # Newer folders of transformers.js call a graph without branches merged, too.
-    plain = "merged" in read and all(value.name != surgery.BRANCH for value in read["merged"].model.graph.input)
+    plain = "merged" in read and graph_merge.BRANCH not in read["merged"].input_names
     if "model" in read or set(read) == {"first"} or plain:
-        one = read.get("model") or read["merged" if plain else "first"]
-        inputs = {value.name for value in one.model.graph.input}
-        if surgery.BRANCH in inputs:
-            return {"model": _joined(folder, *_branches(folder, one))}, "one"
-        if not any(map(surgery.our_name, inputs)):
-            return {"model": one}, "none"
-        if grouped(one.model):
-            return {"model": replace(one, model=with_mask(surgery.in_our_words(one.model), folder / one.file))}, "any"
-        return {"model": one}, "any"
+        file = read.get("model") or read["merged" if plain else "first"]
+        if graph_merge.BRANCH in file.input_names:
+            return {"model": _merged(folder, *_branches(folder, file))}, "one"
+        if not any(map(graph_merge.our_name, file.input_names)):
+            return {"model": file}, "none"
+        if counting_nodes(file.model):
+            model = with_mask(graph_merge.with_our_names(file.model), folder / file.name)
+            return {"model": replace(file, model=model)}, "any"
+        return {"model": file}, "any"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
-    # transformers' exporter makes both kinds of graphs behind a past, and says which by the axis of the tokens.
-    free = "past_key_values.layers" in str([v.name for v in pair[1].model.graph.input]) and _takes_several(
-        pair[1].model
-    )
-    return {"model": _joined(folder, *pair)}, "any" if free else "one"
+    # transformers' exporter writes graphs for one token and for several after a cache; the axis of the tokens tells which.
+    tokens = next((value for value in pair[1].model.graph.inputs if value.name == "input_ids"), None)
+    several = tokens is not None and isinstance(dimensions(tokens)[1], str)
+    free = several and any("past_key_values.layers" in name for name in pair[1].input_names)
+    return {"model": _merged(folder, *pair)}, "any" if free else "one"
 
 
-def _takes_several(model: onnx.ModelProto) -> bool:
-    tokens = next((value for value in model.graph.input if value.name == "input_ids"), None)
-    return tokens is not None and isinstance(dimensions(tokens)[1], str)
-
-
-def _encoder_decoder(folder: Path, read: Mapping[Part, _Read]) -> tuple[dict[str, _Read], Continues]:
+def _encoder_decoder(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
     encoder = read["encoder"]
     if set(read) == {"encoder", "first"}:
         return {"encoder": encoder, "decoder": read["first"]}, "none"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
-    prompt, following = (replace(one, model=surgery.in_our_words(one.model)) for one in pair)
-    where = folder / prompt.file
-    cross = surgery.cross_attention(prompt.model, where)
-    cut = replace(prompt, model=surgery.with_cross_inputs(prompt.model))
-    kept = {value.name for value in cut.model.graph.output}
-    behind = replace(following, model=surgery.only(following.model, lambda name: name in kept))
-    return {
-        "encoder": encoder,
-        "cross_attention": replace(prompt, model=cross),
-        "decoder": _joined(folder, cut, behind),
-    }, "one"
+    prompt, following = (replace(file, model=graph_merge.with_our_names(file.model)) for file in pair)
+    cross = replace(prompt, model=graph_merge.cross_attention(prompt.model, folder / prompt.name))
+    cut = replace(prompt, model=graph_merge.with_cross_inputs(prompt.model))
+    outputs = {value.name for value in cut.model.graph.outputs}
+    graph_merge.keep_outputs(following.model, lambda name: name in outputs)
+    return {"encoder": encoder, "cross_attention": cross, "decoder": _merged(folder, cut, following)}, "one"
 
 
-def _branches(folder: Path, one: _Read) -> tuple[_Read, _Read]:
-    prompt, following = surgery.branches(one.model, folder / one.file)
-    return replace(one, model=prompt), replace(one, model=following)
+def _branches(folder: Path, file: OnnxFile) -> tuple[OnnxFile, OnnxFile]:
+    prompt, following = graph_merge.branches(file.model, folder / file.name)
+    return replace(file, model=prompt), replace(file, model=following)
 
 
-def _joined(folder: Path, prompt: _Read, following: _Read) -> _Read:
-    """Both under an `If`, in our words."""
-    models = [surgery.in_our_words(one.model) for one in (prompt, following)]
-    pasts = [value.name for value in models[1].graph.input if value.name.startswith("past_key_values.")]
+def _merged(folder: Path, prompt: OnnxFile, following: OnnxFile) -> OnnxFile:
+    """Both under an `If`, with our names."""
+    first, second = (graph_merge.with_our_names(file.model) for file in (prompt, following))
+    pasts = [str(value.name) for value in second.graph.inputs if str(value.name).startswith("past_key_values.")]
     if not pasts:
         raise IntegrityError(
-            f"{folder / following.file} reads no past keys and values.", fix="export the model again, with its cache."
+            f"{folder / following.name} reads no past keys and values.", fix="export the model again, with its cache."
         )
-    model = surgery.joined(models[0], models[1], (prompt.folder, following.folder), pasts[0])
-    return replace(prompt, model=model)
+    return replace(prompt, model=graph_merge.merged(first, second, pasts[0]))
 
 
 # What goes in and out
@@ -241,15 +206,14 @@ class _Settings:
         )
 
 
-def _component(name: str, read: _Read, settings: _Settings, folder: Path, *, continues: Continues) -> Component:
+def _component(name: str, file: OnnxFile, settings: _Settings, folder: Path, *, continues: Continues) -> Component:
     """What a graph takes and returns, in our axes.
 
     Raises:
         IntegrityError: It takes what no model here is given, or does not fit the config.
     """
-    graph, where = read.model.graph, folder / read.file
-    stored = {tensor.name for tensor in graph.initializer}
-    inputs = [value for value in graph.input if value.name not in stored]
+    where, domains = folder / file.name, operator_domains(file.model)
+    inputs, outputs = given_inputs(file.model.graph), list(file.model.graph.outputs)
     if name in ("encoder", "cross_attention"):
         known = _ENCODERS if name == "encoder" else _CROSS
         return Component(
@@ -257,40 +221,40 @@ def _component(name: str, read: _Read, settings: _Settings, folder: Path, *, con
             file="",
             files=(),
             inputs=tuple(_spec(value, known, settings) for value in inputs),
-            outputs=tuple(_spec(value, known, settings) for value in graph.output if _returned(name, value.name)),
-            domains=operator_domains(read.model),
+            outputs=tuple(_spec(value, known, settings) for value in outputs if _returned(name, str(value.name))),
+            domains=domains,
         )
     cached = continues != "none"
-    pairs = _pairs([v.name for v in inputs], [v.name for v in graph.output], where) if cached else {}
+    pairs = _pairs([str(v.name) for v in inputs], [str(v.name) for v in outputs], where) if cached else {}
     whole = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
     takes = {*whole, *pairs, "logits_to_keep", "num_logits_to_keep"}
-    odd = [v.name for v in inputs if v.name not in takes and not v.name.startswith("cross.")]
+    odd = [v.name for v in inputs if v.name not in takes and not str(v.name).startswith("cross.")]
     if odd:
         raise IntegrityError(
             f"{where} takes {odd}, which a decoder here is not given.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     made = [_spec(value, whole, settings, pairs) for value in inputs]
-    outputs = [
+    given = [
         _spec(value, whole, settings, {v: k for k, v in pairs.items()}, output=True)
-        for value in graph.output
+        for value in outputs
         if value.name == "logits" or value.name in pairs.values()
     ]
-    _check(made, outputs, settings, where, continues)
+    _check(made, given, settings, where, continues)
     return Component(
         name=name,
         file="",
         files=(),
         inputs=tuple(made),
-        outputs=tuple(outputs),
+        outputs=tuple(given),
         max_sizes={} if settings.positions is None else {"total": settings.positions},
         stateful=cached,
         continues=continues,
-        domains=operator_domains(read.model),
+        domains=domains,
     )
 
 
-_CROSS: Mapping[str, tuple[str | None, ...]] = {surgery.HIDDEN: ("batch", "encoder_sequence", None)}
+_CROSS: Mapping[str, tuple[str | None, ...]] = {graph_merge.HIDDEN: ("batch", "encoder_sequence", None)}
 
 
 def _returned(component: str, name: str) -> bool:
@@ -299,10 +263,10 @@ def _returned(component: str, name: str) -> bool:
 
 def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]:
     """The output that each input of the cache comes from."""
-    ours = {our: name for name in outputs if (our := surgery.our_name(name, output=True)) is not None}
+    ours = {our: name for name in outputs if (our := graph_merge.our_name(name, output=True)) is not None}
     pairs = {}
     for name in inputs:
-        our = surgery.our_name(name)
+        our = graph_merge.our_name(name)
         if our is None or not our.startswith("past_key_values."):
             continue
         present = ours.get(our.replace("past_key_values", "present", 1))
@@ -315,7 +279,7 @@ def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]
 
 
 def _spec(
-    value: onnx.ValueInfoProto,
+    value: ir.Value,
     known: Mapping[str, tuple[str | None, ...]],
     settings: _Settings,
     pairs: Mapping[str, str] | None = None,
@@ -323,9 +287,10 @@ def _spec(
     output: bool = False,
 ) -> TensorSpec:
     sizes = tuple(settings.fixed.get(size, size) if isinstance(size, str) else size for size in dimensions(value))
-    axes: tuple[str | None, ...] = known.get(value.name, ("batch", *(None for _ in sizes[1:])))
-    our = surgery.our_name(value.name, output=output) or value.name
-    pair = (pairs or {}).get(value.name)
+    name = str(value.name)
+    axes: tuple[str | None, ...] = known.get(name, ("batch", *(None for _ in sizes[1:])))
+    our = graph_merge.our_name(name, output=output) or name
+    pair = (pairs or {}).get(name)
     if pair is not None:
         # One name for both is one buffer with room for more tokens.
         one = sizes[2] == CAPACITY
@@ -334,7 +299,7 @@ def _spec(
         axes = ("batch", None, "encoder_sequence", None)
     if len(axes) != len(sizes):
         raise IntegrityError(
-            f"{value.name!r} has {len(sizes)} axes, {sizes}; a decoder here has {len(axes)} for it.",
+            f"{name!r} has {len(sizes)} axes, {sizes}; a decoder here has {len(axes)} for it.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     shape = tuple(
@@ -347,13 +312,13 @@ def _spec(
             for found, given in ((shape[1], settings.heads), (shape[3], settings.head_size))
         )
         shape = (shape[0], heads, shape[2], size)
-    bounded = value.name == "input_ids" and settings.vocabulary is not None
+    bounded = name == "input_ids" and settings.vocabulary is not None
     return TensorSpec(
-        value.name,
-        dtype_word(value.type.tensor_type.elem_type),
+        name,
+        dtype_word(value),
         shape,
-        role="cache" if pair is not None else "mask" if value.name == "attention_mask" else "data",
-        pad_value=settings.pad if value.name == "input_ids" else 0,
+        role="cache" if pair is not None else "mask" if name == "attention_mask" else "data",
+        pad_value=settings.pad if name == "input_ids" else 0,
         pair=pair,
         bounds=(0, (settings.vocabulary or 1) - 1) if bounded else None,
     )
@@ -404,12 +369,12 @@ def _kept(
     folder: Path,
     manifest: Manifest,
     components: list[Component],
-    graphs: Mapping[str, _Read],
-    read: list[_Read],
+    graphs: Mapping[str, OnnxFile],
+    read: list[OnnxFile],
     written: Mapping[str, dict[str, Any]],
 ) -> Artifact:
     """The graphs in our form under `ACCEL_HOME`, or those kept there before for the same files."""
-    names = [file for one in read for file in (one.file, *one.beside)]
+    names = [file for one in read for file in one.files]
     names += [path.name for path in sorted(folder.iterdir()) if is_companion(path)]
     key = {
         "folder": str(folder.absolute()),
@@ -432,10 +397,9 @@ def _kept(
             copy_companions(folder, temporary)
             for name, values in written.items():
                 (temporary / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            beside = write_graphs(
-                {c.file: (one.model, one.folder) for c, one in zip(placed, graphs.values(), strict=True)}, temporary
-            )
-            recorded = with_files(temporary, placed, [[c.file, *beside[c.file]] for c in placed])
+            models = {c.file: one.model for c, one in zip(placed, graphs.values(), strict=True)}
+            weights = save_graphs(models, temporary)
+            recorded = with_files(temporary, placed, [[c.file, *weights] for c in placed])
             artifact = Artifact.create(temporary, replace(manifest, components=recorded))
     except OutputFolderError as error:
         if (out / MANIFEST).is_file():

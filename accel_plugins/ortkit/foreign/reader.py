@@ -11,22 +11,13 @@ from accel.interfaces.family_registry import max_text_sizes
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_registry import task_spec
 
+from ..graph.editing import operator_domains
 from .decoders import adopt_decoders
 from .descriptions import describe
 from .files import descriptions_in, graph_files, graphs_to_fetch, one_graph, several_graphs
-from .reading import (
-    axes_of,
-    external_files,
-    fixed_axes,
-    named_specs,
-    operator_domains,
-    opset,
-    precision,
-    read_onnx,
-    stamp,
-)
-from .surgery import our_name
-from .tables import with_bounds
+from .graph_merge import our_name
+from .id_bounds import with_bounds
+from .reading import axes_of, fixed_axes, given_inputs, named_specs, precision, read_onnx, stamp
 
 
 class OnnxFolderReader:
@@ -76,8 +67,9 @@ def _adopted(
     if spec.generates:
         return adopt_decoders(folder, candidates, spec, description, file_name=file_name, variant=variant)
     name = one_graph(folder, candidates, file_name or description.files.get("model"), variant)
-    model = read_onnx(folder, name)
-    past = [value.name for value in model.graph.input if our_name(value.name) is not None]
+    file = read_onnx(folder, name)
+    graph = file.model.graph
+    past = [name for name in file.input_names if our_name(name) is not None]
     if past and spec.name != "custom":
         raise TaskError(
             f"{folder / name} takes the keys and values of earlier tokens ({past[0]}, ...), as graphs that generate do; a model for "
@@ -85,26 +77,25 @@ def _adopted(
             fix=f"export the original model: `accel export MODEL OUT --task {spec.name}`.",
         )
     pad = config.get("pad_token_id")
-    stored = {tensor.name for tensor in model.graph.initializer}
-    axes: dict[str, str | int] = {**axes_of(model.graph.input), **fixed_axes(config)}
+    axes: dict[str, str | int] = {**axes_of(graph.inputs), **fixed_axes(config)}
     architecture = str((config.get("architectures") or [""])[0])
-    inputs = with_bounds(named_specs(model.graph.input, axes, pad if isinstance(pad, int) else 0, stored), model.graph)
+    inputs = with_bounds(named_specs(given_inputs(graph), axes, pad if isinstance(pad, int) else 0), graph)
     component = Component(
         name="model",
         file=name,
-        files=tuple(stamp(folder, file) for file in (name, *external_files(model, folder, name))),
+        files=tuple(stamp(folder, one) for one in file.files),
         inputs=inputs,
-        outputs=named_specs(model.graph.output, axes),
+        outputs=named_specs(graph.outputs, axes),
         max_sizes=max_text_sizes(config),
-        domains=operator_domains(model),
+        domains=operator_domains(file.model),
     )
-    dtype, quantization = precision([model])
+    dtype, quantization = precision([file.model])
     manifest = Manifest(
         format="onnx",
         task=spec.name,
         architecture=architecture,
         dtype=dtype,
-        opset=opset(model),
+        opset=file.model.opset_imports.get(""),
         source=Origin(id=str(folder)),
         components=(component,),
         quantization=quantization,

@@ -39,7 +39,8 @@ _CACHE_TYPES: Mapping[ir.DataType | None, str] = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.BFLOAT16: "bfloat16",
 }
-_INLINE_BYTES = 256
+INLINE_BYTES = 256
+"""Smaller weights are in the graph itself."""
 # Runtimes map large weights from the file, page by page; small ones only need their elements aligned.
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1 << 20
@@ -56,17 +57,22 @@ def load_graph(artifact: Artifact, component: Component) -> ir.Model:
     return read_graph(artifact.path / component.file)
 
 
-def read_graph(path: Path) -> ir.Model:
+def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
     """The graph of a file; weights stay on disk until they are read, but for those in attributes of nodes.
 
     Their files are in the folder of `path.resolve()`.
+
+    Args:
+        path: The file.
+        proto: What was read from it, without its external data.
 
     Raises:
         IntegrityError: It cannot be read.
     """
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
     try:
-        model = ir.load(path)
+        model = ir.from_proto(proto or onnx.load(path, load_external_data=False))
+        ir.external_data.set_base_dir(model.graph, path.parent)
         for inner in model.graphs():
             for value in inner.initializers.values():
                 if isinstance(value.const_value, ir.ExternalTensor):
@@ -75,6 +81,7 @@ def read_graph(path: Path) -> ir.Model:
             for node in ir.traversal.RecursiveGraphIterator(graph):
                 for name, attribute in node.attributes.items():
                     if isinstance(attribute.value, ir.ExternalTensor):
+                        attribute.value.base_dir = path.parent
                         tensor = _behind_link(attribute.value, path)
                         node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
     # onnx_ir says of damaged graphs what protobuf, NumPy and its own classes say.
@@ -135,23 +142,23 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             for graph in model.graphs():
                 for value in graph.initializers.values():
                     tensor = value.const_value
-                    if tensor is None or tensor.nbytes < _INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                    if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
                         if isinstance(tensor, ir.ExternalTensor):
                             # Other tools put small ones beside their graphs, too.
                             value.const_value = _in_memory(tensor)
                         continue
                     key = identity(tensor)
                     if key not in offsets:
-                        content = _content(tensor)
-                        if content not in places:
+                        digest = content(tensor)
+                        if digest not in places:
                             alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
                             file.write(b"\0" * (-file.tell() % alignment))
-                            places[content] = (file.tell(), tensor.nbytes)
+                            places[digest] = (file.tell(), tensor.nbytes)
                             if hasattr(tensor, "tofile"):
                                 tensor.tofile(file)
                             else:
                                 file.write(tensor.tobytes())
-                        offsets[key] = places[content]
+                        offsets[key] = places[digest]
                     replaced.append((value, tensor))
     for value, tensor in replaced:
         offset, length = offsets[identity(tensor)]
@@ -217,7 +224,7 @@ def drop_initializer_info(graph: onnx.GraphProto) -> None:
                 drop_initializer_info(inner)
 
 
-def _content(tensor: Any) -> bytes:
+def content(tensor: Any) -> bytes:
     """Digest of a weight's bytes, 32 bytes. Takes about a second for two gigabytes."""
     if tensor.dtype.bitwidth < 8:
         return hashlib.sha256(tensor.tobytes()).digest()
