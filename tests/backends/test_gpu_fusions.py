@@ -450,4 +450,4 @@ def test_tokens_beside_a_value_of_unknown_size_are_all_computed(known: bool) -> 
     graph = ir.Graph(
         [hidden, other], gather.outputs, nodes=[relu, add, gather], initializers=[index], opset_imports={"": 21}
     )
-    assert (compute_one_token(ir.Model(graph, ir_version=10)) > 0) == known
+    assert (compute_one_token().apply(ir.Model(graph, ir_version=10)) > 0) == known

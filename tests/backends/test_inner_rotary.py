@@ -178,11 +178,11 @@ def attention(
 
 
 def test_what_does_not_fit_stays_outside() -> None:
-    assert fuse_inner_rotary(attention()) == 1
+    assert fuse_inner_rotary().apply(attention()) == 1
     # A head's size that the operator does not turn, keys that something else reads, one position for all.
-    assert fuse_inner_rotary(attention(size=8)) == 0
-    assert fuse_inner_rotary(attention(elsewhere=True)) == 0
-    assert fuse_inner_rotary(attention(positions=(1,))) == 0
+    assert fuse_inner_rotary().apply(attention(size=8)) == 0
+    assert fuse_inner_rotary().apply(attention(elsewhere=True)) == 0
+    assert fuse_inner_rotary().apply(attention(positions=(1,))) == 0
     # What flash attention computes, which counts positions by itself.
-    assert fuse_inner_rotary(attention(local_window_size=4)) == 0
-    assert fuse_inner_rotary(attention(softcap=5.0)) == 0
+    assert fuse_inner_rotary().apply(attention(local_window_size=4)) == 0
+    assert fuse_inner_rotary().apply(attention(softcap=5.0)) == 0

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 import transformers
+from onnx_ir.passes import PostconditionError, PreconditionError
 
 from accel.artifact import Artifact
 from accel.backends.plan import RunSettings, make_plan
@@ -23,6 +24,7 @@ from accel.stages.quantize import quantize
 from accel.testing.models import LABELS, POSITIONS, VOCABULARY, rescale
 from accel_plugins.ortkit.graph.analysis import bounds, shape_value
 from accel_plugins.ortkit.graph.editing import add_initializer, load_graph, save_graph
+from accel_plugins.ortkit.graph.rewrites import Rewrite, graph_rewrite
 from accel_plugins.ortkit.optimization import activations, fusions
 from accel_plugins.ortkit.optimization.precision import to_half
 from accel_plugins.ortkit.optimization.simplifications import infer_shapes
@@ -218,10 +220,51 @@ def test_a_wrong_rewrite_writes_nothing(tiny_artifact: Get, tmp_path: Path, monk
         norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
         return 1
 
-    monkeypatch.setattr(fusions, "FUSIONS", (fusions.Fusion("spoil", "O1", "", spoil),))
+    monkeypatch.setattr(fusions, "FUSIONS", (fusions.Fusion("spoil", "O1", "", graph_rewrite(spoil)),))
     with pytest.raises(ValidationError, match="After optimizing at O2"):
         optimize(tiny_artifact("bert"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _graph(artifact: Artifact) -> ir.Model:
+    return load_graph(artifact, artifact.component())
+
+
+def _rename_output(model: ir.Model) -> None:
+    model.graph.outputs[0].name = "renamed"
+
+
+def _move_last_node_first(model: ir.Model) -> None:
+    last = model.graph[-1]
+    model.graph.remove(last)
+    model.graph.insert_before(model.graph[0], last)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_rename_output, "changed inputs or outputs"), (_move_last_node_first, "read before it is made")],
+)
+def test_a_rewrite_checks_what_it_ensures(tiny_artifact: Get, change: Callable[[ir.Model], None], said: str) -> None:
+    model = _graph(tiny_artifact("bert"))
+    with pytest.raises(PostconditionError, match=said):
+        Rewrite("broken", lambda model: change(model) or 1)(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("target", [fusions.CPU, fusions.CUDA], ids=["cpu", "cuda"])
+def test_a_second_run_of_a_rewrite_finds_nothing(artifact_of: Get, model: str, target: fusions.Target) -> None:
+    graph = _graph(artifact_of(model))
+    for fusion in fusions.chosen_fusions(OptimizeConfig(level="O3"), target):
+        assert fusion.rewrite is not None
+        fusion.rewrite().apply(graph)
+        assert fusion.rewrite().apply(graph) == 0, fusion.name
+
+
+def test_a_rewrite_requires_names(tiny_artifact: Get) -> None:
+    model = _graph(tiny_artifact("bert"))
+    model.graph.outputs[0].name = None
+    with pytest.raises(PreconditionError, match="has no name"):
+        Rewrite("any", lambda model: 0)(model)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -381,7 +424,7 @@ def _spelled_out() -> ir.Model:
 def test_spelled_out_norm_and_gelu_are_found(tmp_path: Path) -> None:
     model = _spelled_out()
     save_graph(model, tmp_path / "plain.onnx")
-    assert (activations.fuse_layer_norms(model), activations.fuse_gelus(model)) == (1, 1)
+    assert (activations.fuse_layer_norms().apply(model), activations.fuse_gelus().apply(model)) == (1, 1)
     assert [node.op_type for node in model.graph] == ["LayerNormalization", "Gelu"]
     save_graph(model, tmp_path / "fused.onnx")
     x = {"x": np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)}
@@ -395,7 +438,7 @@ def test_what_is_read_elsewhere_is_not_fused() -> None:
     extra = ir.node("Neg", [product.outputs[0]])
     model.graph.append(extra)
     model.graph.outputs.append(extra.outputs[0])
-    assert activations.fuse_gelus(model) == 0
+    assert activations.fuse_gelus().apply(model) == 0
 
 
 def test_shape_arithmetic_and_bounds() -> None:

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, producer
 from ..graph.editing import MICROSOFT, constant, nodes, replace_node, scalar
+from ..graph.rewrites import graph_rewrite, node_rewrite
 
 _TANH_GELU_OPSET = 20
 
@@ -55,28 +55,25 @@ def _root_of_mean_square(value: ir.Value | None) -> tuple[ir.Value, float] | Non
     return source, epsilon
 
 
-def fuse_rms_norms(model: ir.Model) -> int:
+@node_rewrite("Mul")
+def fuse_rms_norms(scaled: ir.Node) -> bool:
     """`x / sqrt(mean(x^2) + epsilon) * weight` as `SimplifiedLayerNormalization`, ONNX Runtime's name of RMSNorm."""
-    count = 0
-    for scaled in nodes(model, "Mul"):
-        operands = _constant_operand(scaled)
-        if operands is None:
-            continue
-        normalized, weight = operands
-        found = _match_rms(normalized)
-        if found is None or dims(weight) != (dims(found[0]) or [])[-1:]:
-            continue
-        source, epsilon = found
-        norm = ir.node(
-            "SimplifiedLayerNormalization",
-            [source, weight],
-            {"axis": -1, "epsilon": epsilon, "stash_type": 1},
-            name=f"{scaled.name}.rms_norm",
-        )
-        replace_node(scaled, norm)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    operands = _constant_operand(scaled)
+    if operands is None:
+        return False
+    normalized, weight = operands
+    found = _match_rms(normalized)
+    if found is None or dims(weight) != (dims(found[0]) or [])[-1:]:
+        return False
+    source, epsilon = found
+    norm = ir.node(
+        "SimplifiedLayerNormalization",
+        [source, weight],
+        {"axis": -1, "epsilon": epsilon, "stash_type": 1},
+        name=f"{scaled.name}.rms_norm",
+    )
+    replace_node(scaled, norm)
+    return True
 
 
 def _match_rms(normalized: ir.Value) -> tuple[ir.Value, float] | None:
@@ -95,37 +92,35 @@ def _match_rms(normalized: ir.Value) -> tuple[ir.Value, float] | None:
     return None
 
 
-def fuse_layer_norms(model: ir.Model) -> int:
+@node_rewrite("Add")
+def fuse_layer_norms(shifted: ir.Node) -> bool:
     """`(x - mean) / sqrt(variance + epsilon) * weight + bias` as `LayerNormalization`, for graphs that spell it out."""
-    count = 0
-    for shifted in nodes(model, "Add"):
-        outer = _constant_operand(shifted)
-        scaled = producer(outer[0], "Mul") if outer is not None else None
-        inner = _constant_operand(scaled) if scaled is not None else None
-        divided = producer(inner[0], "Div") if inner is not None else None
-        found = _root_of_mean_square(divided.inputs[1]) if divided is not None else None
-        if outer is None or inner is None or divided is None or found is None or found[0] is not divided.inputs[0]:
-            continue
-        centered = producer(found[0], "Sub")
-        mean = producer(centered.inputs[1], "ReduceMean") if centered is not None else None
-        source = centered.inputs[0] if centered is not None else None
-        if mean is None or source is None or mean.inputs[0] is not source or not _is_last_axis(mean, source):
-            continue
-        width = (dims(source) or [])[-1:]
-        if not width or any(dims(value) != width for value in (inner[1], outer[1])):
-            continue
-        norm = ir.node(
-            "LayerNormalization",
-            [source, inner[1], outer[1]],
-            {"axis": -1, "epsilon": found[1], "stash_type": 1},
-            name=f"{shifted.name}.layer_norm",
-        )
-        replace_node(shifted, norm)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    outer = _constant_operand(shifted)
+    scaled = producer(outer[0], "Mul") if outer is not None else None
+    inner = _constant_operand(scaled) if scaled is not None else None
+    divided = producer(inner[0], "Div") if inner is not None else None
+    found = _root_of_mean_square(divided.inputs[1]) if divided is not None else None
+    if outer is None or inner is None or divided is None or found is None or found[0] is not divided.inputs[0]:
+        return False
+    centered = producer(found[0], "Sub")
+    mean = producer(centered.inputs[1], "ReduceMean") if centered is not None else None
+    source = centered.inputs[0] if centered is not None else None
+    if mean is None or source is None or mean.inputs[0] is not source or not _is_last_axis(mean, source):
+        return False
+    width = (dims(source) or [])[-1:]
+    if not width or any(dims(value) != width for value in (inner[1], outer[1])):
+        return False
+    norm = ir.node(
+        "LayerNormalization",
+        [source, inner[1], outer[1]],
+        {"axis": -1, "epsilon": found[1], "stash_type": 1},
+        name=f"{shifted.name}.layer_norm",
+    )
+    replace_node(shifted, norm)
+    return True
 
 
+@graph_rewrite
 def fuse_gelus(model: ir.Model) -> int:
     """`0.5 * x * (1 + erf(x / sqrt(2)))`, in any order, as `Gelu`."""
     count = 0
@@ -148,7 +143,6 @@ def fuse_gelus(model: ir.Model) -> int:
             gelu = ir.node("Gelu", [source], domain=MICROSOFT, name=f"{error.name}.gelu")
         replace_node(end, gelu)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 
@@ -182,6 +176,7 @@ def _gelu_end(error: ir.Node, source: ir.Value) -> ir.Node | None:
     return None
 
 
+@graph_rewrite
 def fuse_silus(model: ir.Model) -> int:
     """`x * sigmoid(x)` as `QuickGelu` with a factor of 1."""
     count = 0
@@ -195,10 +190,10 @@ def fuse_silus(model: ir.Model) -> int:
                 replace_node(product, silu)
                 count += 1
                 break
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 
+@graph_rewrite
 def approximate_gelus(model: ir.Model) -> int:
     """Exact GELU by its tanh form (Hendrycks and Gimpel, 2016): differs by up to 5e-4."""
     count = 0

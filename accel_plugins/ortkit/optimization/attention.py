@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer, split_heads, unscaled
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_node, replace_value, root_graph, scalar
+from ..graph.rewrites import graph_rewrite, node_rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +48,24 @@ def _match_scores(node: ir.Node) -> Scores | None:
     return Scores(node, query, key, query_scale * key_scale * inner_scale)
 
 
-def fuse_scores(model: ir.Model) -> int:
+@node_rewrite("MatMul")
+def fuse_scores(node: ir.Node) -> bool:
     """Scale and transpose inside the product of query and key (`FusedMatMul`)."""
-    count = 0
-    for node in nodes(model, "MatMul"):
-        found = _match_scores(node)
-        if found is None:
-            continue
-        fused = ir.node(
-            "FusedMatMul",
-            [found.query, found.key],
-            {"alpha": found.scale, "transA": 0, "transB": 1},
-            domain=MICROSOFT,
-            name=f"{node.name}.scores",
-        )
-        replace_node(node, fused)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    found = _match_scores(node)
+    if found is None:
+        return False
+    fused = ir.node(
+        "FusedMatMul",
+        [found.query, found.key],
+        {"alpha": found.scale, "transA": 0, "transB": 1},
+        domain=MICROSOFT,
+        name=f"{node.name}.scores",
+    )
+    replace_node(node, fused)
+    return True
 
 
+@graph_rewrite
 def multiply_masked_rows(model: ir.Model) -> int:
     """`Where(masked, 0, attention)` as a product with 0 or 1: one pass over memory instead of three.
 
@@ -115,6 +113,7 @@ def _kept_rows(
     return made[-1].outputs[0]
 
 
+@graph_rewrite
 def fuse_attention(model: ir.Model) -> int:
     """Whole attentions as `MultiHeadAttention`: one operator instead of ten, and each head stays in the cache.
 
@@ -161,7 +160,6 @@ def fuse_attention(model: ir.Model) -> int:
             result = zeroed.outputs[0]
         replace_value(merge.outputs[0], result)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -76,7 +76,7 @@ def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
     """
     model = read_graph(path)
     windowed = take_lengths(model, path.name)
-    inside = rotary_inside and fuse_inner_rotary(model) > 0
+    inside = rotary_inside and fuse_inner_rotary().apply(model) > 0
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return CausalForm(serialized, windowed, inside)
 

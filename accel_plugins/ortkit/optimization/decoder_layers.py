@@ -11,27 +11,26 @@ from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite, node_rewrite
 from .gpu_layers import put_skip_norm
 
 _HEADS_FIRST = [0, 2, 1, 3]
 
 
-def fuse_skip_rms_norms(model: ir.Model) -> int:
+@node_rewrite("SimplifiedLayerNormalization")
+def fuse_skip_rms_norms(norm: ir.Node) -> bool:
     """Residual sum and RMSNorm as `SkipSimplifiedLayerNormalization`."""
-    count = 0
-    for norm in nodes(model, "SimplifiedLayerNormalization"):
-        add = producer(norm.inputs[0], "Add")
-        sizes = dims(norm.outputs[0])
-        if add is None or sizes is None or len(sizes) != 3 or any(output.uses() for output in norm.outputs[1:]):
-            continue
-        if any(dims(term) != sizes for term in add.inputs) or add.outputs[0].is_graph_output():
-            continue
-        put_skip_norm(add, norm, "SkipSimplifiedLayerNormalization", [*add.inputs, norm.inputs[1]])
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    add = producer(norm.inputs[0], "Add")
+    sizes = dims(norm.outputs[0])
+    if add is None or sizes is None or len(sizes) != 3 or any(output.uses() for output in norm.outputs[1:]):
+        return False
+    if any(dims(term) != sizes for term in add.inputs) or add.outputs[0].is_graph_output():
+        return False
+    put_skip_norm(add, norm, "SkipSimplifiedLayerNormalization", [*add.inputs, norm.inputs[1]])
+    return True
 
 
+@graph_rewrite
 def cancel_transposes(model: ir.Model) -> int:
     """`(batch, length, heads, depth)` to heads first and back, and the split and merge around that, left out."""
     count = 0
@@ -51,10 +50,10 @@ def cancel_transposes(model: ir.Model) -> int:
             continue
         replace_value(merge.outputs[0], source)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 
+@graph_rewrite
 def merge_products(model: ir.Model) -> int:
     """Products of one value with several constant matrices, and their biases, as one product and a `Split`.
 
@@ -72,7 +71,6 @@ def merge_products(model: ir.Model) -> int:
         if len(group) > 1 and len({linear.weight.shape[0] for linear in group}) == 1:
             _merge(group)
             count += len(group)
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -4,78 +4,72 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite, node_rewrite
 
 
-def fold_single_rows(model: ir.Model) -> int:
+@node_rewrite("Gather")
+def fold_single_rows(gather: ir.Node) -> bool:
     """Add an embedding table of one row (RoBERTa's token types) to another table that is looked up beside it.
 
     An index into one row can only be 0, so the looked-up value is a constant.
     """
-    count = 0
-    for gather in nodes(model, "Gather"):
-        table = constant(gather.inputs[0])
-        if table is None or table.ndim != 2 or table.shape[0] != 1 or gather.attributes.get_int("axis", 0) != 0:
-            continue
-        add = only_user(gather.outputs[0])
-        if add is None or add.op_type != "Add":
-            continue
-        other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
-        beside = producer(other, "Gather")
-        if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(joined):
-            continue
-        rows = constant(beside.inputs[0])
-        if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
-            continue
-        graph = root_graph(gather)
-        total = (rows.astype(np.float32) + table.astype(np.float32)).astype(rows.dtype)
-        source = beside.inputs[0]
-        assert source is not None
-        beside.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
-        replace_value(joined, beside.outputs[0])
-        graph.remove(add, safe=True)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    table = constant(gather.inputs[0])
+    if table is None or table.ndim != 2 or table.shape[0] != 1 or gather.attributes.get_int("axis", 0) != 0:
+        return False
+    add = only_user(gather.outputs[0])
+    if add is None or add.op_type != "Add":
+        return False
+    other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
+    beside = producer(other, "Gather")
+    if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(joined):
+        return False
+    rows = constant(beside.inputs[0])
+    if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
+        return False
+    graph = root_graph(gather)
+    total = (rows.astype(np.float32) + table.astype(np.float32)).astype(rows.dtype)
+    source = beside.inputs[0]
+    assert source is not None
+    beside.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
+    replace_value(joined, beside.outputs[0])
+    graph.remove(add, safe=True)
+    return True
 
 
-def count_tokens(model: ir.Model) -> int:
+@node_rewrite("CumSum")
+def count_tokens(total: ir.Node) -> bool:
     """Position ids that count the tokens which are not padding (RoBERTa) in one integer type: four operators less.
 
     `cumsum(ids != padding) * (ids != padding)` goes through five conversions between integers in `torch.export`'s graph,
     a kernel each on a GPU.
     """
-    count = 0
-    for total in nodes(model, "CumSum"):
-        negation = producer(_unconverted(total.inputs[0]), "Not")
-        same = negation.inputs[0] if negation is not None else None
-        product = _converted_user(total.outputs[0])
-        if negation is None or same is None or product is None or product.op_type != "Mul":
-            continue
-        if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
-            continue
-        after = only_user(product.outputs[0])
-        result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
-        if result.dtype != ir.DataType.INT64:
-            continue
-        graph = root_graph(total)
-        zero, one = (add_initializer(graph, f"accel.int64_{n}", np.array(n, np.int64)) for n in (0, 1))
-        kept = ir.node("Where", [same, zero, one], name=f"{total.name}.kept")
-        counted = ir.node("CumSum", [kept.outputs[0], total.inputs[1]], name=f"{total.name}.counted")
-        counted.attributes.update(total.attributes)
-        placed = ir.node("Mul", [counted.outputs[0], kept.outputs[0]], name=f"{total.name}.placed")
-        for made in (kept, counted, placed):
-            made.outputs[0].type, made.outputs[0].shape = result.type, result.shape
-        maker = result.producer()
-        assert maker is not None
-        graph.insert_before(maker, [kept, counted, placed])
-        replace_value(result, placed.outputs[0])
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    negation = producer(_unconverted(total.inputs[0]), "Not")
+    same = negation.inputs[0] if negation is not None else None
+    product = _converted_user(total.outputs[0])
+    if negation is None or same is None or product is None or product.op_type != "Mul":
+        return False
+    if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
+        return False
+    after = only_user(product.outputs[0])
+    result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
+    if result.dtype != ir.DataType.INT64:
+        return False
+    graph = root_graph(total)
+    zero, one = (add_initializer(graph, f"accel.int64_{n}", np.array(n, np.int64)) for n in (0, 1))
+    kept = ir.node("Where", [same, zero, one], name=f"{total.name}.kept")
+    counted = ir.node("CumSum", [kept.outputs[0], total.inputs[1]], name=f"{total.name}.counted")
+    counted.attributes.update(total.attributes)
+    placed = ir.node("Mul", [counted.outputs[0], kept.outputs[0]], name=f"{total.name}.placed")
+    for made in (kept, counted, placed):
+        made.outputs[0].type, made.outputs[0].shape = result.type, result.shape
+    maker = result.producer()
+    assert maker is not None
+    graph.insert_before(maker, [kept, counted, placed])
+    replace_value(result, placed.outputs[0])
+    return True
 
 
 def _unconverted(value: ir.Value | None) -> ir.Value | None:
@@ -93,6 +87,7 @@ def _converted_user(value: ir.Value) -> ir.Node | None:
     return user
 
 
+@graph_rewrite
 def fuse_embeddings(model: ir.Model) -> int:
     """Two or three embedding lookups, their sum and its normalisation as `EmbedLayerNormalization`."""
     count = 0
@@ -159,7 +154,6 @@ def fuse_embeddings(model: ir.Model) -> int:
         graph.insert_before(norm, [*made, fused])
         replace_value(norm.outputs[0], fused.outputs[0])
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import onnx_ir as ir
 
 from accel.config import OptimizeConfig
 from accel.errors import ConfigError, did_you_mean
 
+from ..graph.rewrites import Made
 from . import (
     activations,
     attention,
@@ -61,8 +59,7 @@ class Fusion:
             different targets.
         level: The lowest level that has it; empty when it must be enabled by name.
         summary: What it does.
-        apply: Rewrites a graph in place; returns how many places it changed. `None` for changes of precision, which
-            run last and need data.
+        rewrite: Makes the pass. `None` for changes of precision, which run last and need data.
         targets: Whose kernels want it: `cpu`, `gpu`.
         own_operators: Whether it writes operators that are ONNX Runtime's own (`com.microsoft`, and RMSNorm under its name).
         replaced_by: The fusion that takes its place when that one is enabled on a target that has it.
@@ -71,7 +68,7 @@ class Fusion:
     name: str
     level: str
     summary: str
-    apply: Callable[[ir.Model], int] | None
+    rewrite: Made | None
     targets: tuple[str, ...] = _ALL
     own_operators: bool = False
     replaced_by: str = ""

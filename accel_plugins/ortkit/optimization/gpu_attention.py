@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import Split, dims, only_user, producer, reshaped_heads, split_heads, unscaled
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from ..graph.rewrites import graph_rewrite
 from .padding import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
 
 _SPLIT = (0, 2, 1, 3)
@@ -65,6 +65,7 @@ class Block:
     result: ir.Value
 
 
+@graph_rewrite
 def fuse_attention(model: ir.Model) -> int:
     """Every attention block as `Attention` (query, key and value from one input) or `MultiHeadAttention`."""
     count = 0
@@ -75,7 +76,6 @@ def fuse_attention(model: ir.Model) -> int:
             continue
         _replace(block, softmax, packed)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

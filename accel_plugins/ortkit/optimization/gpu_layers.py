@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import MICROSOFT, constant, nodes, replace_node, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite, node_rewrite
 
 
 def _like(value: ir.Value, other: ir.Value) -> None:
@@ -34,31 +34,28 @@ def _bias(node: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
 # Normalisations and activations
 
 
-def fuse_skip_norms(model: ir.Model) -> int:
+@node_rewrite("LayerNormalization")
+def fuse_skip_norms(norm: ir.Node) -> bool:
     """Bias, residual sum and normalisation as `SkipLayerNormalization`."""
-    count = 0
-    for norm in nodes(model, "LayerNormalization"):
-        add = producer(norm.inputs[0], "Add")
-        sizes = dims(norm.outputs[0])
-        if add is None or sizes is None or len(sizes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
-            continue
-        if len(norm.inputs) < 3 or norm.inputs[2] is None or any(output.uses() for output in norm.outputs[1:]):
-            continue
-        one, two = add.inputs
-        if one is None or two is None or dims(one) != sizes or dims(two) != sizes:
-            continue
-        bias = None
-        for left, right in ((one, two), (two, one)):
-            found = _bias(producer(left, "Add"))
-            if found is not None and _feeds_only(left, add):
-                (one, bias), two = found, right
-                break
-        if add.outputs[0].is_graph_output():
-            continue
-        put_skip_norm(add, norm, "SkipLayerNormalization", [one, two, norm.inputs[1], norm.inputs[2], bias])
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    add = producer(norm.inputs[0], "Add")
+    sizes = dims(norm.outputs[0])
+    if add is None or sizes is None or len(sizes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
+        return False
+    if len(norm.inputs) < 3 or norm.inputs[2] is None or any(output.uses() for output in norm.outputs[1:]):
+        return False
+    one, two = add.inputs
+    if one is None or two is None or dims(one) != sizes or dims(two) != sizes:
+        return False
+    bias = None
+    for left, right in ((one, two), (two, one)):
+        found = _bias(producer(left, "Add"))
+        if found is not None and _feeds_only(left, add):
+            (one, bias), two = found, right
+            break
+    if add.outputs[0].is_graph_output():
+        return False
+    put_skip_norm(add, norm, "SkipLayerNormalization", [one, two, norm.inputs[1], norm.inputs[2], bias])
+    return True
 
 
 def put_skip_norm(add: ir.Node, norm: ir.Node, operator: str, inputs: Sequence[ir.Value | None]) -> None:
@@ -94,22 +91,20 @@ def put_skip_norm(add: ir.Node, norm: ir.Node, operator: str, inputs: Sequence[i
         replace_value(total, fused.outputs[3])
 
 
-def fuse_bias_gelus(model: ir.Model) -> int:
+@node_rewrite("Gelu")
+def fuse_bias_gelus(gelu: ir.Node) -> bool:
     """Bias and `Gelu` as `BiasGelu` (exact) or `FastGelu` (where the model itself uses the tanh form)."""
-    count = 0
-    for gelu in nodes(model, "Gelu"):
-        tanh = gelu.attributes.get_string("approximate", "none") == "tanh"
-        value = gelu.inputs[0]
-        found = _bias(producer(value, "Add"))
-        if value is None or found is None or not _feeds_only(value, gelu):
-            continue
-        operator = "FastGelu" if tanh else "BiasGelu"
-        replace_node(gelu, ir.node(operator, list(found), domain=MICROSOFT, name=f"{gelu.name}.bias"))
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    tanh = gelu.attributes.get_string("approximate", "none") == "tanh"
+    value = gelu.inputs[0]
+    found = _bias(producer(value, "Add"))
+    if value is None or found is None or not _feeds_only(value, gelu):
+        return False
+    operator = "FastGelu" if tanh else "BiasGelu"
+    replace_node(gelu, ir.node(operator, list(found), domain=MICROSOFT, name=f"{gelu.name}.bias"))
+    return True
 
 
+@graph_rewrite
 def approximate_gelus(model: ir.Model) -> int:
     """`FastGelu`, the tanh form, for the exact one: at most 5e-4 off (Hendrycks and Gimpel, 2016)."""
     count = 0

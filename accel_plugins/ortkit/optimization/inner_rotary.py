@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, only_user, producer
 from ..graph.editing import MICROSOFT, add_initializer, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite
 
 _OPERATOR = "GroupQueryAttention"
 _PAST_KEY, _COS, _BIAS, _SINKS = 3, 7, 10, 11
@@ -19,6 +19,7 @@ _PAST_KEY, _COS, _BIAS, _SINKS = 3, 7, 10, 11
 _HEAD_SIZE_MULTIPLE = 16
 
 
+@graph_rewrite
 def fuse_inner_rotary(model: ir.Model) -> int:
     """`Split` and `RotaryEmbedding` in front of an attention with a cache, as its own inputs: a GPU launches one kernel where
     it launched four.
@@ -49,7 +50,6 @@ def fuse_inner_rotary(model: ir.Model) -> int:
         inputs[_COS:_BIAS] = [*(_longer(wave, node, tables) for wave in waves), positions]
         _replace(node, inputs)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims
 from ..graph.editing import MICROSOFT, constant, nodes, replace_value, root_graph, scalar
+from ..graph.rewrites import graph_rewrite
 
 _TOKENWISE = {
     ("", "LayerNormalization"): (0,),
@@ -23,6 +23,7 @@ _TOKENWISE = {
 """Operators that treat every token alike, and which of their inputs hold tokens."""
 
 
+@graph_rewrite
 def compute_one_token(model: ir.Model) -> int:
     """Take the token that a head reads before the last layer's products instead of after them.
 
@@ -40,7 +41,6 @@ def compute_one_token(model: ir.Model) -> int:
         if moved:
             _move(gather, moved)
             count += len(moved)
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -49,7 +49,7 @@ class OrtOptimizer:
                 fix="optimize first, then quantize.",
             )
         fusions = chosen_fusions(config, self._target)
-        dtype = self._half(artifact, [fusion.name for fusion in fusions if fusion.apply is None])
+        dtype = self._half(artifact, [fusion.name for fusion in fusions if fusion.rewrite is None])
         if calibration is not None and dtype is None:
             raise ConfigError(
                 f"Level {config.level} has no use for calibration data: only half precision has.",
@@ -64,8 +64,8 @@ class OrtOptimizer:
             before += count_nodes(model)
             with quiet():
                 for fusion in fusions:
-                    if fusion.apply is not None:
-                        counts[fusion.name] += fusion.apply(model)
+                    if fusion.rewrite is not None:
+                        counts[fusion.name] += fusion.rewrite().apply(model)
             after += count_nodes(model)
             if dtype is not None:
                 found = convert(artifact, component, model, dtype, calibration)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ..graph.analysis import dims, producer, split_heads
 from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from ..graph.rewrites import graph_rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class _Rotation:
     sin: ir.Value
 
 
+@graph_rewrite
 def fuse_rotary(model: ir.Model) -> int:
     """Rotary positions as `RotaryEmbedding`, before a projection's heads are transposed where that can be.
 
@@ -45,7 +46,6 @@ def fuse_rotary(model: ir.Model) -> int:
         turned = _turn(graph, added, found.source, [positions, *rows])
         replace_value(added.outputs[0], turned)
         count += 1
-    passes.RemoveUnusedNodesPass()(model)
     return count
 
 

@@ -10,6 +10,7 @@ from accel.capture import make_rewrites_exact
 
 from ..graph.analysis import Dim, bounds, dims, producer, shape_value
 from ..graph.editing import add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite, node_rewrite
 
 
 def count_nodes(model: ir.Model) -> int:
@@ -17,6 +18,7 @@ def count_nodes(model: ir.Model) -> int:
     return sum(len(graph) for graph in model.graphs())
 
 
+@graph_rewrite
 def fold_constants(model: ir.Model) -> int:
     """Compute what does not depend on inputs.
 
@@ -33,6 +35,7 @@ def fold_constants(model: ir.Model) -> int:
     return before - count_nodes(model)
 
 
+@graph_rewrite
 def merge_duplicates(model: ir.Model) -> int:
     """Compute once what is computed alike; keep one of equal constants."""
     before = count_nodes(model)
@@ -42,22 +45,19 @@ def merge_duplicates(model: ir.Model) -> int:
     return before - count_nodes(model)
 
 
-def fix_reshapes(model: ir.Model) -> int:
+@node_rewrite("Reshape")
+def fix_reshapes(node: ir.Node) -> bool:
     """Give `Reshape` a constant shape where it only copies sizes: 0 keeps the input's size at that position."""
-    count = 0
-    for node in nodes(model, "Reshape"):
-        if constant(node.inputs[1]) is not None:
-            continue
-        target = _reshape_target(node)
-        if target is None:
-            continue
-        graph = root_graph(node)
-        shape = add_initializer(graph, f"{node.name}.shape", np.array(target, np.int64))
-        node.replace_input_with(1, shape)
-        node.attributes.pop("allowzero", None)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    if constant(node.inputs[1]) is not None:
+        return False
+    target = _reshape_target(node)
+    if target is None:
+        return False
+    graph = root_graph(node)
+    shape = add_initializer(graph, f"{node.name}.shape", np.array(target, np.int64))
+    node.replace_input_with(1, shape)
+    node.attributes.pop("allowzero", None)
+    return True
 
 
 def _reshape_target(node: ir.Node) -> list[int] | None:
@@ -86,6 +86,7 @@ def _reshape_target(node: ir.Node) -> list[int] | None:
     return target if target.count(-1) <= 1 else None
 
 
+@graph_rewrite
 def fix_key_transposes(model: ir.Model) -> int:
     """Swap the last two axes of a key with one `Transpose`; `torch.export` goes through three axes and two reshapes."""
     count = 0
@@ -139,20 +140,17 @@ def infer_shapes(model: ir.Model) -> None:
     passes.ShapeInferencePass()(model)
 
 
-def drop_certain_conditions(model: ir.Model) -> int:
+@node_rewrite("Where", "And", "Add")
+def drop_certain_conditions(node: ir.Node) -> bool:
     """Drop masks and choices whose condition is the same for every input: `And` with true, `Where` on a constant
     condition, an added mask of zeros.
     """
-    count = 0
-    for node in nodes(model, "Where", "And", "Add"):
-        kept = _certain(node)
-        if kept is None or not _same_shape(kept, node.outputs[0]):
-            continue
-        replace_value(node.outputs[0], kept)
-        root_graph(node).remove(node, safe=True)
-        count += 1
-    passes.RemoveUnusedNodesPass()(model)
-    return count
+    kept = _certain(node)
+    if kept is None or not _same_shape(kept, node.outputs[0]):
+        return False
+    replace_value(node.outputs[0], kept)
+    root_graph(node).remove(node, safe=True)
+    return True
 
 
 def _certain(node: ir.Node) -> ir.Value | None:
