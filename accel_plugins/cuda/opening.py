@@ -18,8 +18,8 @@ from accel.interfaces.protocols import OpenRequest, Session
 from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.causal import NoCausalFormError
-from ..ortkit.optimization.growing import growing_form
+from ..ortkit.optimization.causal_attention import NoCausalFormError
+from ..ortkit.optimization.concatenated_cache import growing_form
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime

@@ -24,7 +24,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import growing_axes
 
 from ..ortkit.graph.editing import read_graph
-from ..ortkit.optimization.causal import NoCausalFormError, causal_form
+from ..ortkit.optimization.causal_attention import NoCausalFormError, causal_form
 from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime

@@ -9,7 +9,7 @@ import torch
 
 from accel.artifact import Component
 
-from ..ortkit.optimization.causal import LENGTHS, TOTAL
+from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
 from .cuda_graphs import Bounded, CaptureError, LateCheck, beside, captured
 from .runtime import Runtime, copy_in
 

@@ -14,7 +14,7 @@ from accel.interfaces.protocols import Feeds
 from accel.interfaces.session_contract import ValueCheck
 from accel.interfaces.state import State, StateOwner
 
-from ..ortkit.optimization.causal import LENGTHS, TOTAL
+from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
 from .forms.rows import Added, Rows
 from .runtime import DecoderRuntime, on_device
 from .slots import Slot, Slots, capacity_for

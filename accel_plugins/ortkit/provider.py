@@ -170,7 +170,7 @@ class ProviderBackend:
         """The graph of a decoder whose rows may have lengths of their own, where the kernels know them and the graph allows it."""
         if not (self.own_lengths and component.stateful) or request.shapes:
             return None
-        from .optimization.lengths import lengths_form
+        from .optimization.row_lengths import lengths_form
 
         return lengths_form(artifact.path / component.file)
 

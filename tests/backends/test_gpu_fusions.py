@@ -29,8 +29,8 @@ from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, p
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, Target, chosen_fusions, fusions_for
-from accel_plugins.ortkit.optimization.one_token import compute_one_token
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
+from accel_plugins.ortkit.optimization.pooled_token import compute_one_token
 
 Fused = Callable[..., Artifact]
 LAYERS = 2

@@ -21,7 +21,7 @@ from onnx_ir.passes import common as passes
 
 from ...ortkit.graph.analysis import dims, producer
 from ...ortkit.graph.editing import MICROSOFT, add_initializer, insert_after, replace_value, scalar
-from ...ortkit.optimization.one_token import token_inputs
+from ...ortkit.optimization.pooled_token import token_inputs
 
 INDEX = "accel.packed_index"
 """`(tokens,) int64`: the place in `(batch * sequence)` of each packed row."""

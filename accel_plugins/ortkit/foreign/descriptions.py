@@ -12,7 +12,7 @@ from accel.errors import ArtifactNotFoundError, IntegrityError
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_registry import infer_task, read_config
 
-from .files import EXPORT, GENAI, checked_file, descriptions_in
+from .file_names import EXPORT, GENAI, checked_file, descriptions_in
 
 CONFIG = "config.json"
 # transformers' names of the graphs of a decoder.

@@ -12,12 +12,12 @@ from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_registry import task_spec
 
 from ..graph.editing import operator_domains
-from .decoders import adopt_decoders
+from .decoder_components import adopt_decoders
 from .descriptions import describe
-from .files import descriptions_in, graph_files, graphs_to_fetch, one_graph, several_graphs
+from .file_names import descriptions_in, graph_files, graphs_to_fetch, one_graph, several_graphs
 from .graph_merge import our_name
 from .id_bounds import with_bounds
-from .reading import axes_of, fixed_axes, given_inputs, named_specs, precision, read_onnx, stamp
+from .onnx_file import axes_of, fixed_axes, given_inputs, named_specs, precision, read_onnx, stamp
 
 
 class OnnxFolderReader:
@@ -26,13 +26,13 @@ class OnnxFolderReader:
     def choose(
         self, name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
     ) -> list[str]:
-        """The graphs of one variant; see `files.graphs_to_fetch`."""
+        """The graphs of one variant; see `file_names.graphs_to_fetch`."""
         return graphs_to_fetch(name, files, file_name=file_name, variant=variant)
 
     def parts(
         self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
     ) -> Mapping[Part, str]:
-        """See `files.several_graphs`."""
+        """See `file_names.several_graphs`."""
         return several_graphs(folder, graph_files(folder), file_name, variant, encoder=encoder)
 
     def adopt(

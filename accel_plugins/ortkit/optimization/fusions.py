@@ -8,17 +8,8 @@ from accel.config import OptimizeConfig
 from accel.errors import ConfigError, did_you_mean
 
 from ..graph.rewrites import Made
-from . import (
-    activations,
-    attention,
-    decoder_layers,
-    embeddings,
-    gpu_attention,
-    gpu_layers,
-    one_token,
-    rotary,
-    simplifications,
-)
+from . import activations, attention, decoder_layers, embeddings, gpu_attention, gpu_layers, rotary, simplifications
+from . import pooled_token as one_token
 
 _LEVELS = ("O1", "O2", "O3", "O4")
 _CPU, _GPU, _ALL = ("cpu",), ("gpu",), ("cpu", "gpu")

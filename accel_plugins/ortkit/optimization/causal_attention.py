@@ -20,7 +20,7 @@ from accel.errors import SessionError
 from ..graph.analysis import bounds, dims, producer, shape_value
 from ..graph.editing import MICROSOFT, nodes, read_graph, scalar
 from ..runtime.state import LENGTHS as LENGTHS
-from .inner_rotary import fuse_inner_rotary
+from .attention_rotary import fuse_inner_rotary
 from .padding import padding_source
 
 TOTAL = "accel.total"

@@ -17,8 +17,8 @@ import transformers
 from accel import export, optimize
 from accel.artifact import Artifact
 from accel.testing.models import VOCABULARY
-from accel_plugins.ortkit.optimization.causal import LENGTHS, TOTAL, causal_form
-from accel_plugins.ortkit.optimization.inner_rotary import fuse_inner_rotary
+from accel_plugins.ortkit.optimization.attention_rotary import fuse_inner_rotary
+from accel_plugins.ortkit.optimization.causal_attention import LENGTHS, TOTAL, causal_form
 
 LAYERS = 2
 SMALL = {

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from accel.errors import SessionError
 
 from ..graph.editing import MICROSOFT, nodes, read_graph
-from .causal import LENGTHS, take_lengths
+from .causal_attention import LENGTHS, take_lengths
 
 _LENGTHS = 5
 # A graph with its weights inside, which would be held in memory once more.

@@ -18,7 +18,7 @@ from accel.interfaces.protocols import OpenRequest, Session
 from accel.interfaces.specs import DeviceSpec
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import nodes, read_graph, save_graph
-from accel_plugins.ortkit.optimization.growing import growing_form
+from accel_plugins.ortkit.optimization.concatenated_cache import growing_form
 from accel_plugins.ortkit.runtime.session import open_session
 
 Artifacts = Callable[[str], Artifact]

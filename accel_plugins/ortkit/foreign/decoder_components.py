@@ -22,10 +22,10 @@ from accel.interfaces.task_spec import TaskSpec
 
 from ..graph.editing import operator_domains, save_graphs
 from . import graph_merge
-from .attention import CAPACITY, counting_nodes, with_mask
 from .descriptions import Description
-from .files import several_graphs
-from .reading import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, precision, read_onnx, stamp
+from .file_names import several_graphs
+from .mask_bias import CAPACITY, counting_nodes, with_mask
+from .onnx_file import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, precision, read_onnx, stamp
 
 logger = logging.getLogger(__name__)
 
