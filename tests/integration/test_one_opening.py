@@ -19,6 +19,7 @@ from accel.backends import plan, registry
 from accel.cli import app
 from accel.config import SessionOptions
 from accel.measuring.latency.variants import Variant
+from accel.measuring.latency.worker import _Served
 from accel.serving.engine import Engine
 from accel.serving.worker_models import Opening, open_all
 from accel.stages import resolution
