@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from .measuring.accuracy.evaluation import evaluate as evaluate
     from .measuring.latency.benchmark import benchmark as benchmark
     from .models.base import ORTModel as ORTModel
-    from .models.encoder_decoder import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
-    from .models.encoder_decoder import ORTModelForVision2Seq as ORTModelForVision2Seq
-    from .models.generation_mixin import ORTModelForCausalLM as ORTModelForCausalLM
     from .models.pipelines.pipeline import pipeline as pipeline
-    from .models.speech import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
-    from .models.vision_language import ORTModelForImageTextToText as ORTModelForImageTextToText
     from .serving.continuous_batching.generation_engine import GenerationEngine as GenerationEngine
     from .serving.continuous_batching.scheduler import GenerationLimits as GenerationLimits
     from .serving.engine import Engine as Engine
@@ -42,6 +37,7 @@ if TYPE_CHECKING:
         ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification,
     )
     from .tasks.audio_xvector import ORTModelForAudioXVector as ORTModelForAudioXVector
+    from .tasks.automatic_speech_recognition import ORTModelForSpeechSeq2Seq as ORTModelForSpeechSeq2Seq
     from .tasks.ctc import ORTModelForCTC as ORTModelForCTC
     from .tasks.custom import ORTModelForCustomTasks as ORTModelForCustomTasks
     from .tasks.depth_estimation import ORTModelForDepthEstimation as ORTModelForDepthEstimation
@@ -53,14 +49,18 @@ if TYPE_CHECKING:
     from .tasks.image_classification import ORTModelForImageClassification as ORTModelForImageClassification
     from .tasks.image_segmentation import ORTModelForImageSegmentation as ORTModelForImageSegmentation
     from .tasks.image_segmentation import ORTModelForSemanticSegmentation as ORTModelForSemanticSegmentation
+    from .tasks.image_text_to_text import ORTModelForImageTextToText as ORTModelForImageTextToText
     from .tasks.image_to_image import ORTModelForImageToImage as ORTModelForImageToImage
+    from .tasks.image_to_text import ORTModelForVision2Seq as ORTModelForVision2Seq
     from .tasks.keypoint_matching import ORTModelForKeypointMatching as ORTModelForKeypointMatching
     from .tasks.mask_generation import ORTModelForMaskGeneration as ORTModelForMaskGeneration
     from .tasks.multiple_choice import ORTModelForMultipleChoice as ORTModelForMultipleChoice
     from .tasks.object_detection import ORTModelForObjectDetection as ORTModelForObjectDetection
     from .tasks.question_answering import ORTModelForQuestionAnswering as ORTModelForQuestionAnswering
     from .tasks.table_question_answering import ORTModelForTableQuestionAnswering as ORTModelForTableQuestionAnswering
+    from .tasks.text2text_generation import ORTModelForSeq2SeqLM as ORTModelForSeq2SeqLM
     from .tasks.text_classification import ORTModelForSequenceClassification as ORTModelForSequenceClassification
+    from .tasks.text_generation import ORTModelForCausalLM as ORTModelForCausalLM
     from .tasks.text_to_audio import ORTModelForTextToWaveform as ORTModelForTextToWaveform
     from .tasks.token_classification import ORTModelForTokenClassification as ORTModelForTokenClassification
     from .tasks.video_classification import ORTModelForVideoClassification as ORTModelForVideoClassification
@@ -99,25 +99,25 @@ _MODULE_OF = {
     "ORTModelForAudioClassification": "tasks.audio_classification",
     "ORTModelForAudioFrameClassification": "tasks.audio_frame_classification",
     "ORTModelForAudioXVector": "tasks.audio_xvector",
-    "ORTModelForCausalLM": "models.generation_mixin",
+    "ORTModelForCausalLM": "tasks.text_generation",
     "ORTModelForCTC": "tasks.ctc",
     "ORTModelForCustomTasks": "tasks.custom",
     "ORTModelForDocumentQuestionAnswering": "tasks.document_question_answering",
     "ORTModelForFeatureExtraction": "tasks.feature_extraction",
     "ORTModelForImageClassification": "tasks.image_classification",
-    "ORTModelForImageTextToText": "models.vision_language",
+    "ORTModelForImageTextToText": "tasks.image_text_to_text",
     "ORTModelForMaskedLM": "tasks.fill_mask",
     "ORTModelForMaskGeneration": "tasks.mask_generation",
     "ORTModelForMultipleChoice": "tasks.multiple_choice",
     "ORTModelForQuestionAnswering": "tasks.question_answering",
-    "ORTModelForSeq2SeqLM": "models.encoder_decoder",
+    "ORTModelForSeq2SeqLM": "tasks.text2text_generation",
     "ORTModelForSequenceClassification": "tasks.text_classification",
-    "ORTModelForSpeechSeq2Seq": "models.speech",
+    "ORTModelForSpeechSeq2Seq": "tasks.automatic_speech_recognition",
     "ORTModelForTableQuestionAnswering": "tasks.table_question_answering",
     "ORTModelForTextToWaveform": "tasks.text_to_audio",
     "ORTModelForTokenClassification": "tasks.token_classification",
     "ORTModelForVideoClassification": "tasks.video_classification",
-    "ORTModelForVision2Seq": "models.encoder_decoder",
+    "ORTModelForVision2Seq": "tasks.image_to_text",
     "ORTModelForDepthEstimation": "tasks.depth_estimation",
     "ORTModelForImageSegmentation": "tasks.image_segmentation",
     "ORTModelForImageToImage": "tasks.image_to_image",

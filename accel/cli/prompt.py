@@ -48,7 +48,7 @@ def generate(
         import transformers
 
         from ..models.processors import companion_of
-        from ..models.prompting import answer, open_generator, prompt_inputs
+        from ..models.single_prompt import answer, open_generator, prompt_inputs
 
         opened = open_generator(
             model, task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code

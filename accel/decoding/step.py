@@ -47,6 +47,7 @@ class DecoderStep:
         self.inputs = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         # Sessions check masks that declare bounds; masks without bounds are checked nowhere.
         self.fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in session.inputs)
+        self._limit = component.most_tokens
         self._counts, self._padding, self._embed = counts, padding, embed
         self._last = torch.zeros(1, dtype=torch.int64)
 
@@ -114,10 +115,9 @@ class DecoderStep:
         Raises:
             InputError: More than the model has positions for, or no new ones.
         """
-        limit = self.component.most_tokens
-        if limit and past + new > limit:
+        if self._limit and past + new > self._limit:
             raise InputError(
-                f"{past} cached and {new} new tokens are {past + new}; the model has {limit} positions.",
+                f"{past} cached and {new} new tokens are {past + new}; the model has {self._limit} positions.",
                 fix="shorten the prompt, or ask for fewer new tokens.",
             )
         if new == 0:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
 from ..decoding.host_threads import has_own_threads, one_thread
-from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, one_cache, renamed
+from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, renamed
 from ..decoding.next_token import TokenChoice
 from ..decoding.step import INTEGERS, DecoderStep, TokenSteps
 from ..decoding.token_loop import LiveRows, decode_rows
@@ -30,7 +30,6 @@ from ..interfaces.session_contract import check_filled, check_readable
 from ..upstream.cache_names import CACHE_NAME
 from ..upstream.generate_hooks import GenerateHooks, SampleCall
 from .base import ORTModel
-from .losses import computes_next_tokens_loss, loss_of
 from .outputs import fast_output, numpy_too
 
 logger = logging.getLogger(__name__)
@@ -308,56 +307,3 @@ def _length_of_short_texts(config: Any) -> int | None:
     """How many tokens have the angles of short texts; `None` where there is one kind of them."""
     rope = getattr(config, "rope_parameters", None) or {}
     return getattr(config, "original_max_position_embeddings", None) if rope.get("rope_type") == "longrope" else None
-
-
-class ORTModelForCausalLM(Generator):
-    """Text generation: `input_ids: (batch, sequence)` to `logits: (batch, sequence, vocab_size)`."""
-
-    task = "text-generation"
-    _decoder = "model"
-
-    @property
-    def main_input_name(self) -> str:
-        """The tokens."""
-        return "input_ids"
-
-    @numpy_too
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: StateCache | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        labels: torch.Tensor | None = None,
-        cache: StateCache | None = None,
-        **rest: Any,
-    ) -> Any:
-        """Run the decoder once.
-
-        Args:
-            input_ids: `(batch, new)` tokens behind those in the cache.
-            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
-            position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose keys and values are copied
-                in and out at each call. What a state-space model keeps stays where it is; such a cache is empty at the first call.
-            use_cache: Whether to return the cache (default).
-            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
-            labels: `(batch, new)` ids, -100 for those that do not count: the result has the loss of each from the logits in front of it.
-            cache: `past_key_values` by its name in transformers 5.24.
-            **rest: Refused where it would change the result.
-
-        Raises:
-            InputError: Sizes that do not agree, a foreign cache, more tokens than positions; labels where transformers' model of this
-                architecture has another loss.
-        """
-        if labels is not None and not computes_next_tokens_loss(self.config):
-            self._check_rest({"labels": labels})
-        tokens = {"input_ids": self._ids(input_ids, rest)}
-        past = one_cache(past_key_values, cache)
-        made = self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
-        if labels is None:
-            return made
-        loss = loss_of("ForCausalLM", {"logits": made.logits}, {"labels": labels}, self.config)
-        return fast_output(CausalLMOutputWithPast, {"loss": loss, **made})

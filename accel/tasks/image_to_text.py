@@ -7,7 +7,13 @@ from typing import Any
 from ..data.batches import Encoded, encode_images
 from ..data.rows import Rows
 from ..interfaces.task import Task
-from ..models.encoder_decoder import ORTModelForVision2Seq
+from ..models.encoder_decoder import EncoderDecoder
+
+
+class ORTModelForVision2Seq(EncoderDecoder):
+    """Captions and text recognition: `pixel_values` to text, or `flattened_patches` of Pix2Struct."""
+
+    task = "image-to-text"
 
 
 class ImageToText(Task):

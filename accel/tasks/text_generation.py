@@ -7,18 +7,75 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..data.batches import Encoded
 from ..data.labels import texts
+from ..decoding.kv_cache import StateCache, one_cache
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, TokenScores, Values, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
-from ..models.generation_mixin import ORTModelForCausalLM
+from ..models.generation_mixin import Generator
+from ..models.losses import computes_next_tokens_loss, loss_of
+from ..models.outputs import fast_output, numpy_too
 from ..upstream.library_output import quiet
 
 _WINDOW = 512
 _TOKENS_A_CALL = 1024
+
+
+class ORTModelForCausalLM(Generator):
+    """Text generation: `input_ids: (batch, sequence)` to `logits: (batch, sequence, vocab_size)`."""
+
+    task = "text-generation"
+    _decoder = "model"
+
+    @property
+    def main_input_name(self) -> str:
+        """The tokens."""
+        return "input_ids"
+
+    @numpy_too
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        labels: torch.Tensor | None = None,
+        cache: StateCache | None = None,
+        **rest: Any,
+    ) -> Any:
+        """Run the decoder once.
+
+        Args:
+            input_ids: `(batch, new)` tokens behind those in the cache.
+            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: `(batch, new)`; behind the cached ones when `None`.
+            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose keys and values are copied
+                in and out at each call. What a state-space model keeps stays where it is; such a cache is empty at the first call.
+            use_cache: Whether to return the cache (default).
+            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
+            labels: `(batch, new)` ids, -100 for those that do not count: the result has the loss of each from the logits in front of it.
+            cache: `past_key_values` by its name in transformers 5.24.
+            **rest: Refused where it would change the result.
+
+        Raises:
+            InputError: Sizes that do not agree, a foreign cache, more tokens than positions; labels where transformers' model of this
+                architecture has another loss.
+        """
+        if labels is not None and not computes_next_tokens_loss(self.config):
+            self._check_rest({"labels": labels})
+        tokens = {"input_ids": self._ids(input_ids, rest)}
+        past = one_cache(past_key_values, cache)
+        made = self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
+        if labels is None:
+            return made
+        loss = loss_of("ForCausalLM", {"logits": made.logits}, {"labels": labels}, self.config)
+        return fast_output(CausalLMOutputWithPast, {"loss": loss, **made})
 
 
 class NextTokens(Predictor):

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.image_utils import load_image
 
 from ...errors import ConfigError
-from ..prompting import asked_of
+from ..single_prompt import asked_of
 from .empty_inputs import check_not_empty
 from .task_defaults import GenerationPipeline
 

@@ -1,7 +1,8 @@
-"""One prompt, one answer, while it is made: what `accel generate` prints and measures."""
+"""One prompt and its answer, printed and measured while it is generated: `accel generate`."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,17 +11,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.generation.streamers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from ..artifact.hub import HubOptions
 from ..backends.plan import RunSettings, make_plan
+from ..decoding.stop_text import TextPieces, byte_tokens
 from ..errors import AccelError, ConfigError, InputError, TaskError
 from ..interfaces.task_registry import task_spec
 from ..stages.resolution import resolve
 from .base import ORTModel
-from .generation_mixin import ORTModelForCausalLM
 from .processors import companion_of
-from .vision_language import ORTModelForImageTextToText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +42,33 @@ class Answer:
     tokens_per_s: float
 
 
-class _Timed(TextStreamer):  # type: ignore[misc]  # transformers is untyped here
-    """Hands text on as it is complete, and notes when tokens came."""
+class _TimedText(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+    """Passes final pieces of text on and notes when tokens came.
 
-    def __init__(self, tokenizer: Any, skip_prompt: bool, on_text: Callable[[str], None] | None) -> None:
-        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+    Args:
+        tokenizer: The model's.
+        on_text: Gets the pieces.
+        skip_prompt: Whether the first tokens are the prompt; else they begin the answer.
+    """
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
         self.times: list[float] = []
-        self._on_text = on_text
-        self._prompts = 1
+        self._pieces = TextPieces(tokenizer, byte_tokens=byte_tokens(tokenizer))
+        self._on_text, self._skip, self._first = on_text, skip_prompt, True
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, then each new token."""
-        if self._prompts:
-            self._prompts = 0
-        else:
+        """Take the prompt first, then each new token."""
+        first, self._first = self._first, False
+        if not first:
             self.times.append(time.perf_counter())
-        super().put(value)
+        elif self._skip:
+            return
+        for token in value.flatten().tolist():
+            self._on_text(self._pieces.push(token))
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # transformers' signature
-        """A piece of text that will not change any more."""
-        if self._on_text is not None:
-            self._on_text(text)
+    def end(self) -> None:
+        """Pass the rest of the text on."""
+        self._on_text(self._pieces.finish())
 
 
 def open_generator(
@@ -124,14 +130,16 @@ def prompt_inputs(
         extractor = companion_of(model, "AutoFeatureExtractor")
         samples = transformers.audio_utils.load_audio(str(audio), sampling_rate=extractor.sampling_rate)
         return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
-    if isinstance(model, ORTModelForImageTextToText) and image is not None:
+    decoder_only = not model.config.is_encoder_decoder
+    reads_images = decoder_only and "pixel_values" in inspect.signature(model.forward).parameters
+    if reads_images and image is not None:
         return _image_prompt(model, prompt, image, system=system, chat=chat)
     if not prompt.strip():
         raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if (chat or system) and not has_template:
         raise ConfigError("The tokenizer has no chat template.", fix="leave --chat and --system out.")
-    if has_template and chat is not False and isinstance(model, ORTModelForCausalLM):
+    if has_template and chat is not False and decoder_only and not reads_images:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         return dict(
@@ -188,7 +196,7 @@ def answer(
     tokenizer: Any,
     inputs: Mapping[str, torch.Tensor],
     *,
-    on_text: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None],
     **generate: Any,
 ) -> Answer:
     """Generate from one prompt.
@@ -203,9 +211,9 @@ def answer(
     Raises:
         ConfigError: Settings that transformers refuses.
     """
-    decoder_only = isinstance(model, ORTModelForCausalLM | ORTModelForImageTextToText)
+    decoder_only = not model.config.is_encoder_decoder
     streams = generate.get("num_beams", 1) in (None, 1)
-    streamer = _Timed(tokenizer, decoder_only, on_text) if streams else None
+    streamer = _TimedText(tokenizer, on_text, skip_prompt=decoder_only) if streams else None
     started = time.perf_counter()
     with torch.inference_mode():
         try:
@@ -221,23 +229,12 @@ def answer(
     seconds = time.perf_counter() - started
     prompt_tokens = int(inputs["input_ids"].shape[1]) if decoder_only else 1
     new = tokens[0, prompt_tokens:]
-    text = tokenizer.decode(new, skip_special_tokens=True)
+    text, count = tokenizer.decode(new, skip_special_tokens=True), int(new.numel())
+    first_s, speed = 0.0, count / seconds
     if streamer is None:
-        if on_text is not None:
-            on_text(text)
-        return Answer(
-            text=text,
-            prompt_tokens=prompt_tokens,
-            new_tokens=int(new.numel()),
-            first_token_s=0.0,
-            tokens_per_s=new.numel() / seconds,
-        )
-    times = streamer.times
-    decode = times[-1] - times[0] if len(times) > 1 else 0.0
-    return Answer(
-        text=text,
-        prompt_tokens=prompt_tokens,
-        new_tokens=int(new.numel()),
-        first_token_s=times[0] - started if times else seconds,
-        tokens_per_s=(len(times) - 1) / decode if decode else 0.0,
-    )
+        on_text(text)
+    else:
+        times = streamer.times
+        first_s = times[0] - started if times else seconds
+        speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return Answer(text=text, prompt_tokens=prompt_tokens, new_tokens=count, first_token_s=first_s, tokens_per_s=speed)
