@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
 from ..errors import InputError
-from ..interfaces.description import SessionDescription
 from ..interfaces.protocols import Feeds, Names, Session
-from ..interfaces.session_contract import check_readable, no_state, wrong_names
+from ..interfaces.session import BaseSession
+from ..interfaces.session_contract import check_readable, wrong_names
 from ..interfaces.state import State
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def why_unpadded(artifact: Artifact) -> str | None:
     return None
 
 
-class _PaddedSession(SessionDescription, ABC):
+class _PaddedSession(BaseSession[Session], ABC):
     """A session whose calls are padded to lengths that a subclass chooses.
 
     Args:
@@ -53,9 +53,7 @@ class _PaddedSession(SessionDescription, ABC):
     """
 
     def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
-        super().__init__(
-            component.inputs, component.outputs, described.device, described.compute_dtype, limits=component.max_sizes
-        )
+        super().__init__(described, component, described.device, described.compute_dtype)
         self._taken = {spec.name: spec for spec in component.inputs}
         self._made = {spec.name: spec for spec in component.outputs}
         self._forms = checks
@@ -117,10 +115,6 @@ class _PaddedSession(SessionDescription, ABC):
     def _cut(self, name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
         spec = self._made[name]
         return tensor.narrow(spec.shape.index(_AXIS), 0, length) if _AXIS in spec.shape else tensor
-
-    def new_state(self, batch: int) -> State:
-        """Padded sessions keep no state."""
-        raise no_state()
 
 
 class BucketedSession(_PaddedSession):

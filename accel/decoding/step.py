@@ -10,7 +10,7 @@ import torch
 
 from ..artifact.manifest import Component
 from ..errors import InputError
-from ..interfaces.protocols import Session, SteppingSession, TokenStep
+from ..interfaces.protocols import Session, TokenStep
 from ..interfaces.session_contract import check_filled, check_readable
 from .kv_cache import StateCache
 
@@ -184,7 +184,7 @@ class TokenSteps:
         padding: The token of rows that have ended.
 
     Attributes:
-        in_place: The session's shorter way to make the steps, or `None`; known after the first step (`SteppingSession`).
+        in_place: The session's shorter way to make the steps, or `None`; known after the first step (`Session.steps`).
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TokenSteps:
         cache, session, left = self._cache, self._step.session, self._left - 1
         assert cache.state is not None, "the first step fills the cache"
         # Its tokens are not checked: the likeliest token is in the vocabulary, the padding token is a setting.
-        if isinstance(session, SteppingSession) and 0 <= self._padding < vocabulary:
+        if 0 <= self._padding < vocabulary:
             self.in_place = session.steps(cache.last_feeds, cache.state, calls=left)
         self._feeds = feeds = dict(cache.last_feeds)
         mask: Any = feeds.get("attention_mask")

@@ -104,27 +104,22 @@ class Session(Protocol):
             SessionError: The graph keeps no state.
         """
 
-    def close(self) -> None:
-        """Give the runtime's memory back. A second call does nothing."""
-
-
-@runtime_checkable
-class SteppingSession(Session, Protocol):
-    """A session with a shorter way than `run` for single tokens behind a text: greedy and sampled decoding. A plugin need not have it."""
-
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """What makes the calls behind the last one: each with one new token a row, a column of ones more in the mask, and positions
-        greater by one.
+        """A shorter way than `run` for the calls after the last one, for greedy and sampled decoding: each brings one new token a row, a
+        column of ones more in the mask, and positions greater by one.
 
         Args:
-            feeds: Those of the last call of `run` with this state, with one token a row.
+            feeds: Inputs of the last call of `run` with this state, with one token a row.
             state: Continued in place.
-            calls: How many come, at most.
+            calls: How many calls come, at most.
 
         Returns:
-            A function of each row's new token that returns the logits behind them, `(batch, vocabulary) float32`, which the next call
+            A function of each row's new token that returns the logits after it, `(batch, vocabulary) float32`, which the next call
             may write over; `None` where `run` has to be called.
         """
+
+    def close(self) -> None:
+        """Give the runtime's memory back. A second call does nothing."""
 
 
 @runtime_checkable

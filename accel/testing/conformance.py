@@ -34,7 +34,6 @@ from accel.interfaces.protocols import (
     Preparer,
     PreparingBackend,
     Session,
-    SteppingSession,
 )
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe
 from accel.interfaces.state import State
@@ -461,7 +460,7 @@ class BackendConformance:
         last = self._part(feeds, slice(7, 8), 7)
         for one in (plain, state):
             stateful.run(last, outputs=("logits",), state=one)
-        step = stateful.steps(last, state, calls=20) if isinstance(stateful, SteppingSession) else None
+        step = stateful.steps(last, state, calls=20)
         if step is None:
             pytest.skip(f"{self.backend} offers no steps here")
         grown = dict(last)

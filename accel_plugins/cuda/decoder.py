@@ -8,20 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from accel.errors import SessionError
 from accel.interfaces.protocols import Feeds, Names
-from accel.interfaces.session_contract import check_state, wanted_outputs
+from accel.interfaces.session import BaseSession
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 from ..ortkit.runtime.nvidia import on_gpu
-from .runtime import RUN_ERRORS, DecoderRuntime
+from .runtime import DecoderRuntime
 from .session import CudaSession
 from .slots import Slots
 from .state import CudaState
 
 
-class DecoderSession(CudaSession):
+class CudaDecoderSession(CudaSession[DecoderRuntime]):
     """Runs a decoder over caches that stay on the GPU.
 
     The first call of a state, and any that brings several tokens, reads the attention mask on the host. A call that brings
@@ -33,26 +32,10 @@ class DecoderSession(CudaSession):
         compute_dtype: What its kernels compute in.
     """
 
-    _runtime: DecoderRuntime | None
-
     def __init__(self, runtime: DecoderRuntime, device: DeviceSpec, compute_dtype: str) -> None:
         super().__init__(runtime, device, compute_dtype)
-        self.component = runtime.component
         self.check_values = self._check_values
         self.slots = Slots(self._late)
-        self._dtypes = {spec.name: self._dtypes[spec.name] for spec in self._inputs if spec.pair is None}
-        self._names = list(self._dtypes)
-
-    @property
-    def runtime(self) -> DecoderRuntime:
-        """The decoder on its GPU.
-
-        Raises:
-            SessionClosedError: After `close`.
-        """
-        if self._runtime is None:
-            self._closed()
-        return self._runtime
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
@@ -62,22 +45,17 @@ class DecoderSession(CudaSession):
         Raises:
             InputError: No state, another session's, or a mask that does not continue the state's.
         """
-        runtime = self.runtime
-        own = CudaState if getattr(state, "session", self) is self else type(None)
-        check_state(state, own, stateful=True, out=out)
+        return BaseSession.run(self, feeds, outputs=outputs, out=out, state=state)
+
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
+    ) -> dict[str, torch.Tensor]:
         assert isinstance(state, CudaState)
-        wanted = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
-        tensors = dict(zip(self._names, self._converted(feeds), strict=True))
         if self._late is not None:
             self._late.report()
-        with runtime.lock, self.on_device():
-            try:
-                logits = state.run(tensors)
-            except SessionError:
-                raise
-            except RUN_ERRORS as error:
-                raise self._failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
-        return {"logits": logits} if "logits" in wanted else {}
+        with self.runtime.lock, self.on_device():
+            logits = state.run(tensors)
+        return {"logits": logits} if "logits" in names else {}
 
     def on_device(self) -> AbstractContextManager[object]:
         """The GPU as torch's current one."""
@@ -87,7 +65,7 @@ class DecoderSession(CudaSession):
 
     def new_state(self, batch: int) -> State:
         """An empty cache. Memory is taken at the first call."""
-        return CudaState(self, self.component, batch)
+        return CudaState(self, self._component, batch)
 
     def close(self) -> None:
         """Give ONNX Runtime's memory and that of all caches back."""

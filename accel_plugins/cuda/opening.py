@@ -23,7 +23,7 @@ from ..ortkit.optimization.concatenated_cache import growing_form
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
-from .decoder import DecoderSession
+from .decoder import CudaDecoderSession
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
@@ -65,9 +65,9 @@ class Opener:
 
     def _opened(
         self, artifact: Artifact, request: OpenRequest, checked: CudaOptions, session: SessionOptions
-    ) -> dict[str, CudaSession | DeviceSession]:
+    ) -> dict[str, Session]:
         ort.set_default_logger_severity(_ERRORS_ONLY)
-        opened: dict[str, CudaSession | DeviceSession] = {}
+        opened: dict[str, Session] = {}
         for component in artifact.components:
             dtype = _compute_dtype(artifact, component, checked)
             checks = FormChecks(
@@ -80,7 +80,7 @@ class Opener:
                 opened[component.name] = _plainly(artifact, component, request.device, checked, session, dtype, error)
                 continue
             if isinstance(runtime, DecoderRuntime):
-                opened[component.name] = DecoderSession(runtime, request.device, dtype)
+                opened[component.name] = CudaDecoderSession(runtime, request.device, dtype)
             else:
                 opened[component.name] = CudaSession(runtime, request.device, dtype)
         return opened

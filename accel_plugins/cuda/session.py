@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TypeVar
 
 import torch
 
 from accel.capture.graph_forms import FormVerdict
 from accel.errors import InputError, SessionError
-from accel.interfaces.description import SessionDescription
 from accel.interfaces.protocols import Feeds, Names
+from accel.interfaces.session import BaseSession
 from accel.interfaces.session_contract import (
     check_buffer_shape,
     check_buffers,
     check_state,
-    no_state,
     read_feeds,
-    session_closed,
-    tensor_dtypes,
     wanted_outputs,
 )
 from accel.interfaces.specs import DeviceSpec
@@ -41,9 +38,10 @@ _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
 }
 """Masks by what they hold that a form of the graph computes rightly, whatever its number of rows."""
 Key = tuple[torch.Size, ...]
+R = TypeVar("R", bound=Runtime)
 
 
-class CudaSession(SessionDescription):
+class CudaSession(BaseSession[R]):
     """Runs a graph on one GPU. Calls are ordered on torch's current stream and return before the GPU is done.
 
     A call may come from any thread and any stream: enqueueing is serialized, and a call on another stream than the one
@@ -55,18 +53,18 @@ class CudaSession(SessionDescription):
         compute_dtype: What its kernels compute in.
     """
 
-    def __init__(self, runtime: Runtime, device: DeviceSpec, compute_dtype: str) -> None:
+    runtime_name = "ONNX Runtime on the GPU"
+    run_errors = RUN_ERRORS
+    advice = "with too little memory: use smaller batches, or raise gpu_mem_limit."
+
+    def __init__(self, runtime: R, device: DeviceSpec, compute_dtype: str) -> None:
         component = runtime.component
-        super().__init__(component.inputs, component.outputs, device, compute_dtype, limits=component.max_sizes)
-        self._runtime: Runtime | None = runtime
+        super().__init__(runtime, component, device, compute_dtype)
         self._where = runtime.device
-        self._dtypes = tensor_dtypes(component.inputs)
         self._names = list(self._dtypes)
         self._dtype_list = list(self._dtypes.values())
         self._index = device.index
         self._mask_position = self._names.index(runtime.mask) if runtime.mask is not None else -1
-        self._output_names = [spec.name for spec in component.outputs]
-        self._output_dtypes = tensor_dtypes(component.outputs)
         unsupported = [d for d in (*self._dtypes.values(), *self._output_dtypes.values()) if d not in ELEMENT_TYPES]
         if unsupported:
             raise SessionError(f"Tensors of {unsupported[0]} cannot be bound on the GPU.")
@@ -109,11 +107,9 @@ class CudaSession(SessionDescription):
         A shape that comes for the second time is captured as a CUDA graph, and from then on replayed; each input and
         output is then copied once on the device. A shape seen once runs kernel by kernel, without any copy.
         """
-        runtime = self._runtime
-        if runtime is None:
-            self._closed()
+        runtime = self.runtime
         if state is not None:
-            check_state(state, type(None), stateful=False, out=out)
+            check_state(state, self, stateful=False, out=out)
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)
@@ -128,7 +124,7 @@ class CudaSession(SessionDescription):
         except KeyError:
             usual = False
         if not usual:
-            values = self._converted(feeds)
+            values = list(self._read(feeds).values())
         key: Key = tuple([tensor.shape for tensor in values])
         with runtime.lock:
             if torch._C._cuda_getDevice() != self._index:  # noqa: SLF001
@@ -160,14 +156,11 @@ class CudaSession(SessionDescription):
             # A `RuntimeError` as well, with words of its own.
             raise
         except RUN_ERRORS as error:
-            shapes = {name: tuple(value.shape) for name, value in zip(self._names, values, strict=True)}
-            raise self._failed(error, shapes) from error
+            raise self.failed(error, dict(zip(self._names, values, strict=True))) from error
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare every form in which this graph is computed with the general one, on this GPU."""
-        runtime = self._runtime
-        if runtime is None:
-            self._closed()
+        runtime = self.runtime
         with runtime.lock, torch.cuda.device(self._where):
             return runtime.check_forms()
 
@@ -330,41 +323,26 @@ class CudaSession(SessionDescription):
 
     def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:
         sizes: dict[int | str, int] = {}
-        for spec in self._inputs:
+        for spec in self.inputs:
             sizes.update(zip(spec.shape, tensors[spec.name].shape, strict=True))
-        return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self._outputs}
+        return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.outputs}
 
     # Checking
 
-    def _converted(self, feeds: Feeds) -> list[torch.Tensor]:
-        """The inputs in the graph's order, of the declared type, on this GPU or on the host."""
-        read = read_feeds(feeds, self._dtypes)
+    def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
+        """The inputs in the graph's order, of the declared type, on this GPU or on the host; shapes are checked when they are new."""
+        read = read_feeds(feeds, self._dtypes if state is None else self._stateless_dtypes)
         self._check_values(read)
-        return [
-            (tensor.to(self._where) if tensor.is_cuda and tensor.device != self._where else tensor).detach()
-            for tensor in read.values()
-        ]
+        return {name: self._placed(tensor) for name, tensor in read.items()}
 
-    @staticmethod
-    def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
-        return SessionError(
-            f"ONNX Runtime failed on the GPU on inputs {shapes}: {' '.join(str(error).split())[:600]}",
-            fix="with too little memory: use smaller batches, or raise gpu_mem_limit.",
-        )
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.to(self._where) if tensor.is_cuda and tensor.device != self._where else tensor).detach()
 
     def _tell(self, reason: str) -> None:
         """Log a reason once."""
         if reason not in self._told:
             self._told.add(reason)
             logger.info("%s", reason)
-
-    def new_state(self, batch: int) -> State:
-        """These graphs keep no state.
-
-        Raises:
-            SessionError: Always.
-        """
-        raise no_state()
 
     def close(self) -> None:
         """Give the graphs' buffers back, and ONNX Runtime's memory once no other session shares it."""
@@ -381,6 +359,3 @@ class CudaSession(SessionDescription):
                 self._late.report()
         except InputError as error:
             logger.warning("%s", error)
-
-    def _closed(self) -> NoReturn:
-        raise session_closed()

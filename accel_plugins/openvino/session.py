@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,24 +15,11 @@ import openvino as ov
 import torch
 
 from accel.artifact import Component
-from accel.errors import SessionClosedError, SessionError
-from accel.interfaces.description import SessionDescription
 from accel.interfaces.protocols import Feeds, Names, TokenStep
-from accel.interfaces.session_contract import (
-    FiniteCheck,
-    MaskCheck,
-    check_buffer_shape,
-    check_buffers,
-    check_state,
-    no_state,
-    read_feeds,
-    session_closed,
-    tensor_dtypes,
-    wanted_outputs,
-)
+from accel.interfaces.session import HostSession
+from accel.interfaces.session_contract import FiniteCheck, MaskCheck, check_buffer_shape, no_state, session_closed
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
-from accel.interfaces.stepping import SingleTokens
 
 from .runtime import one_line, port_order
 from .state import OpenVinoState, OpenVinoSteps
@@ -43,18 +30,6 @@ _COPIED_BYTES = 1 << 16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# bfloat16 is missing: NumPy does not have it.
-_NUMPY: Mapping[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}
 _TYPES = {
     torch.float32: ov.Type.f32,
     torch.float64: ov.Type.f64,
@@ -105,7 +80,7 @@ class _Request:
             self.request.wait()
 
 
-class OpenVinoSession(SessionDescription):
+class OpenVinoSession(HostSession[ov.CompiledModel]):
     """Runs a compiled model on host memory. Thread-safe: every call takes an infer request of its own from a pool.
 
     Args:
@@ -117,6 +92,8 @@ class OpenVinoSession(SessionDescription):
         masked_rows: Whether it answers rows as PyTorch does that a mask hides as a whole; else they are refused.
         profile: Folder for a profile of its operators.
     """
+
+    runtime_name = "OpenVINO"
 
     def __init__(
         self,
@@ -135,29 +112,15 @@ class OpenVinoSession(SessionDescription):
             inputs=tuple(spec for spec in component.inputs if spec.pair is None),
             outputs=tuple(spec for spec in component.outputs if spec.pair is None),
         )
-        super().__init__(
-            component.inputs,
-            component.outputs,
-            device,
-            compute_dtype(compiled),
-            fixed=shapes,
-            limits=component.max_sizes,
-        )
-        self._compiled: ov.CompiledModel | None = compiled
-        self._component = component
+        super().__init__(compiled, component, device, compute_dtype(compiled), shapes=shapes)
         self._check_masks = MaskCheck(() if masked_rows else component.inputs)
         self._check_finite = FiniteCheck(component.inputs)
         self._profile = profile
         self._compile_again = compile_again
         self._anew = threading.Lock()
-        self._dtypes = tensor_dtypes(component.inputs)
-        self._numpy_dtypes = [np.dtype(_NUMPY.get(dtype, np.void)) for dtype in self._dtypes.values()]
         self._types = [_TYPES[dtype] for dtype in self._dtypes.values()]
-        self._output_names = [spec.name for spec in component.outputs]
-        self._output_dtypes = tensor_dtypes(component.outputs)
         self._input_ports = port_order(compiled.inputs, list(self._dtypes), "input")
         self._output_ports = port_order(compiled.outputs, self._output_names, "output")
-        self._plain = all(dtype in _NUMPY for dtype in (*self._dtypes.values(), *self._output_dtypes.values()))
         # As many as OpenVINO runs at once and one that is ready behind them: further callers wait here, where they cost no
         # memory and do not compete.
         self._pool: SimpleQueue[_Request] | _ClosedPool
@@ -166,17 +129,6 @@ class OpenVinoSession(SessionDescription):
         self._bound: dict[frozenset[str], list[_Request]]
         self._fill(compiled)
         self._others = len(self._requests) - 1
-
-    @property
-    def runtime(self) -> ov.CompiledModel:
-        """OpenVINO's own compiled model.
-
-        Raises:
-            SessionClosedError: After `close`.
-        """
-        if self._compiled is None:
-            self._closed()
-        return self._compiled
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
@@ -188,15 +140,8 @@ class OpenVinoSession(SessionDescription):
         the ONNX Runtime session: a call with the shapes of the request's last one does as little as it can.
         """
         if outputs is not None or out is not None or state is not None or not self._plain or self._component.stateful:
-            return self._run_unusual(feeds, outputs, out or {}, state)
-        try:
-            arrays = [feeds[name].numpy() for name in self._dtypes]
-        except (KeyError, AttributeError, TypeError, RuntimeError):
-            arrays = []
-        if len(feeds) != len(arrays) or [array.dtype for array in arrays] != self._numpy_dtypes:
-            arrays = [tensor.numpy() for tensor in self._checked(feeds).values()]
-        self._check_shapes(tuple([array.shape for array in arrays]))
-        self._check_values.arrays(arrays)
+            return super().run(feeds, outputs=outputs, out=out, state=state)
+        arrays = self._arrays(feeds)
         self._check_masks.arrays(arrays)
         self._check_finite.arrays(arrays)
         pool, request = self._taken()
@@ -212,7 +157,7 @@ class OpenVinoSession(SessionDescription):
         except RuntimeError as error:
             request.shapes = None
             self.renew(request.of)
-            raise _failed(error, dict(zip(self._dtypes, (a.shape for a in arrays), strict=True))) from error
+            raise self.failed(error, feeds) from error
         finally:
             pool.put(request)
         return dict(zip(self._output_names, results, strict=True))
@@ -263,14 +208,14 @@ class OpenVinoSession(SessionDescription):
         pool: SimpleQueue[_Request] = SimpleQueue()
         for request in requests:
             pool.put(request)
-        self._compiled, self._requests, self._bound, self._pool = compiled, requests, {}, pool
+        self._runtime, self._requests, self._bound, self._pool = compiled, requests, {}, pool
 
     def _taken(self) -> tuple[SimpleQueue[_Request] | _ClosedPool, _Request]:
         """A request that is free, and where it goes back to."""
         while True:
             pool = self._pool
             request = pool.get()
-            if request.of is self._compiled or self._compiled is None:
+            if request.of is self._runtime or self._runtime is None:
                 return pool, request
             # Of a model that a call failed in while this one waited.
             pool.put(request)
@@ -283,31 +228,23 @@ class OpenVinoSession(SessionDescription):
         in a new request. Another request of the same model is no help, and compiling again takes as long as opening did.
         """
         with self._anew:
-            if self._compiled is failed:
+            if self._runtime is failed:
                 compiled = self._compile_again()
                 # Beside `close`.
-                if self._compiled is not None:
+                if self._runtime is not None:
                     self._fill(compiled)
 
-    def _run_unusual(
-        self,
-        feeds: Feeds,
-        outputs: Sequence[str] | None,
-        out: Mapping[str, torch.Tensor],
-        state: State | None,
-    ) -> dict[str, torch.Tensor]:
-        """A subset of the outputs, given buffers, or types that NumPy does not have."""
-        check_state(state, OpenVinoState, stateful=self._component.stateful, out=out)
-        tensors = self._checked(feeds)
-        self._check_values(feeds)
+    def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
+        tensors = super()._read(feeds, state)
         self._check_masks(tensors)
         self._check_finite(tensors)
-        names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
+        return tensors
+
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
+    ) -> dict[str, torch.Tensor]:
         if isinstance(state, OpenVinoState):
-            return self._run_stateful(tensors, names, state)
-        self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
-        if out:
-            check_buffers(out, names, self._output_dtypes, _HOST)
+            return state.run(tensors, names)
         pool = self._bound.setdefault(frozenset(out), [])
         try:
             taken = pool.pop()
@@ -321,30 +258,20 @@ class OpenVinoSession(SessionDescription):
                 request.set_output_tensor(self._port(name), _wrapped(buffer))
             request.infer(_NOTHING)
             found = {name: request.get_output_tensor(self._port(name)) for name in names}
-        except RuntimeError as error:
+        except RuntimeError:
             self.renew(taken.of)
-            raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
+            raise
         for name, buffer in out.items():
             check_buffer_shape(name, buffer, tuple(found[name].shape))
         results = {name: out[name] if name in out else _unwrapped(found[name]).clone() for name in names}
         pool.append(taken)
         return results
 
-    def _run_stateful(self, tensors: Feeds, names: Sequence[str], state: OpenVinoState) -> dict[str, torch.Tensor]:
-        try:
-            return state.run(tensors, names)
-        except SessionClosedError:
-            raise
-        except RuntimeError as error:
-            raise _failed(error, {name: tuple(tensor.shape) for name, tensor in tensors.items()}) from error
+    def _reason(self, error: Exception) -> str:
+        return one_line(error)
 
     def _port(self, name: str) -> int:
         return self._output_ports[self._output_names.index(name)]
-
-    def _checked(self, feeds: Feeds) -> dict[str, torch.Tensor]:
-        """The inputs in the graph's order, on the host, contiguous and of the declared type."""
-        read = read_feeds(feeds, self._dtypes)
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in read.items()}
 
     def new_state(self, batch: int) -> State:
         """An empty KV cache; see `accel.interfaces.protocols.Session.new_state`."""
@@ -353,18 +280,18 @@ class OpenVinoSession(SessionDescription):
         return OpenVinoState(self, self._component, batch)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.interfaces.protocols.SteppingSession`."""
-        tensors = self._checked(feeds)
-        if not isinstance(state, OpenVinoState) or not SingleTokens.fits(self._component, tensors, calls, state.length):
+        """See `accel.interfaces.protocols.Session.steps`."""
+        if not isinstance(state, OpenVinoState):
             return None
-        return OpenVinoSteps(state, tensors, calls, _failed)
+        tensors = self._read(feeds, state)
+        return OpenVinoSteps(self, state, tensors, calls) if OpenVinoSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
         """Give OpenVINO's memory back, once the calls under way are through."""
-        if self._compiled is not None and self._profile is not None:
+        if self._runtime is not None and self._profile is not None:
             self._write_profile(Path(self._profile))
         with self._anew:
-            self._compiled = None
+            self._runtime = None
             self._pool = _ClosedPool()
             self._requests = []
             self._bound = {}
@@ -382,9 +309,6 @@ class OpenVinoSession(SessionDescription):
         nodes.sort(key=lambda node: -float(node["us"]))
         file = folder / f"openvino-{self._component.name}.json"
         file.write_text(json.dumps(nodes, indent=1), encoding="utf-8")
-
-    def _closed(self) -> NoReturn:
-        raise session_closed()
 
 
 class _ClosedPool:
@@ -404,13 +328,6 @@ class _ClosedPool:
 
     def put(self, request: _Request) -> None:
         """Let the request go."""
-
-
-def _failed(error: Exception, shapes: Mapping[str, tuple[int, ...]]) -> SessionError:
-    return SessionError(
-        f"OpenVINO failed on inputs {dict(shapes)}: {one_line(error)}",
-        fix="check the sizes of the inputs, and the artifact: `accel validate FOLDER`; with too little memory, use smaller batches.",
-    )
 
 
 def _concurrency(compiled: ov.CompiledModel) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +14,9 @@ from openvino._offline_transformations import apply_make_stateful_transformation
 from accel.artifact import Component, TensorSpec
 from accel.errors import InputError
 from accel.interfaces.protocols import Feeds
+from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State, StateOwner, kept_name
-from accel.interfaces.stepping import SingleTokens
+from accel.interfaces.token_steps import TokenSteps
 
 BEAM_INDEX = "beam_idx"
 
@@ -239,44 +240,30 @@ class OpenVinoState(State):
             self.store(held)
 
 
-class OpenVinoSteps:
-    """`accel.interfaces.protocols.TokenStep` of a state: what a graph reads is written in place, what it made is not copied.
+class OpenVinoSteps(TokenSteps):
+    """Steps of a state: a graph's inputs are written in place, its logits are not copied."""
 
-    Args:
-        state: Which `SingleTokens.fits`.
-        feeds: The graph's inputs of the last call, checked, with one token a row.
-        calls: How many come, at most.
-        failed: Makes the error of a run that failed, from what was raised and the inputs' shapes.
-    """
-
-    def __init__(
-        self,
-        state: OpenVinoState,
-        feeds: Feeds,
-        calls: int,
-        failed: Callable[[Exception, Mapping[str, tuple[int, ...]]], Exception],
-    ) -> None:
-        self._state, self._failed = state, failed
-        self._inputs = SingleTokens(state.component, feeds, calls, _shared)
+    def __init__(self, session: BaseSession[Any], state: OpenVinoState, feeds: Feeds, calls: int) -> None:
+        super().__init__(session, state, feeds, calls)
+        self._state = state
         self._request: ov.InferRequest | None = None
 
-    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
-        """The logits `(batch, vocabulary)` behind each row's next token."""
-        state, inputs = self._state, self._inputs
-        mask = inputs.write(tokens)
+    def bound(self, mask: torch.Tensor) -> ov.Tensor:
+        """OpenVINO's tensor over a mask."""
+        return _shared(mask)
+
+    def compute(self, mask: Any) -> np.ndarray:
+        """Run the call; see `TokenSteps.compute`."""
+        state = self._state
         request = state._present_request()
         if request is not self._request:
-            for name, tensor in inputs.feeds.items():
+            for name, tensor in self.feeds.items():
                 request.set_tensor(name, _shared(tensor))
             request.set_tensor(BEAM_INDEX, ov.Tensor(state._order))
             self._request = request
         if mask is not None:
-            request.set_tensor(inputs.mask_name, mask)
-        try:
-            state._infer(1)
-        except RuntimeError as error:
-            shapes = {name: tuple(tensor.shape) for name, tensor in inputs.feeds.items()}
-            raise self._failed(error, shapes) from error
+            request.set_tensor(self.mask_name, mask)
+        state._infer(1)
         logits: np.ndarray = request.get_tensor("logits").data[:, -1]
         return logits
 

@@ -19,7 +19,7 @@ from accel.errors import ConfigError, did_you_mean
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe
 
-from .decoding import DecoderSession
+from .decoding import ModuleDecoderSession
 from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 
@@ -163,7 +163,7 @@ class PytorchBackend:
 
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
         """What runs a part with a state."""
-        return DecoderSession(model, part, component, request.device, dtype)
+        return ModuleDecoderSession(model, part, component, request.device, dtype)
 
 
 def _load(folder: Path, task: str, config: ExportConfig, trust_remote_code: bool) -> Source:

@@ -13,12 +13,11 @@ from accel.artifact import Component
 from accel.capture import CACHE_NAME, Source, cache_argument, encoder_output
 from accel.errors import AccelError, InputError
 from accel.interfaces.protocols import Feeds, Names
-from accel.interfaces.session_contract import check_state, wanted_outputs
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State, StateOwner
 
 from .cuda_graphs import on_device
-from .session import RUN_ERRORS, ModuleSession, failed
+from .session import ModuleSession
 
 _ENCODER_MASK = "encoder_attention_mask"
 _TOKEN_AXES = {"keys": 2, "values": 2, "indexer_keys": 1}
@@ -92,7 +91,7 @@ class CacheState(State):
             self.keep_columns(0, self._length)
 
 
-class DecoderSession(ModuleSession):
+class ModuleDecoderSession(ModuleSession):
     """The decoder of a generating model, with its cache in a `CacheState`.
 
     Args:
@@ -114,19 +113,19 @@ class DecoderSession(ModuleSession):
         self._alone = "key" not in kinds
         self._argument = cache_argument(model)
 
-    def run(
-        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
+    def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
+        tensors = super()._read(feeds)
+        assert state is not None
+        # Which logits are wanted is read where the caller has it: a GPU that gathers beyond the end ends the process.
+        state.check_step(feeds, state.batch, state.length)
+        return tensors
+
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
         model: Any = self.runtime
-        check_state(state, CacheState, stateful=True, out=out)
         assert isinstance(state, CacheState)
-        if outputs is not None:
-            wanted_outputs(outputs, list(self._output_dtypes))
-        # Which logits are asked for is read where the caller has it: what a GPU gathers beyond the end ends the process.
-        read = self._read(feeds, self._dtypes)
-        new = state.check_step(read, state.batch, state.length)
-        tensors = self._moved(read)
+        new = tensors[state.check_step.tokens].shape[1]
         try:
             with on_device(self._where), torch.inference_mode():
                 if self._cross:
@@ -137,9 +136,9 @@ class DecoderSession(ModuleSession):
                     logits = self._advance(model, tensors, state, new)
         except AccelError:
             raise
-        except RUN_ERRORS as error:
+        except self.run_errors:
             state.take_back()
-            raise failed(error, tensors) from error
+            raise
         state.advance(new)
         return {"logits": self._declared("logits", logits)}
 

@@ -11,18 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from accel.artifact import Component
 from accel.capture import graph_name, named_tensors
-from accel.errors import AccelError, SessionError
-from accel.interfaces.description import SessionDescription
 from accel.interfaces.protocols import Feeds, Names
-from accel.interfaces.session_contract import (
-    check_buffer_shape,
-    check_buffers,
-    check_state,
-    no_state,
-    session_closed,
-    tensor_dtypes,
-    wanted_outputs,
-)
+from accel.interfaces.session import BaseSession
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
@@ -33,7 +23,7 @@ RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, Attribu
 """What PyTorch and models' code raise of inputs that they cannot compute."""
 
 
-class ModuleSession(SessionDescription):
+class ModuleSession(BaseSession[Module]):
     """Runs a module with named tensors in and out. Calls may come from several threads.
 
     Args:
@@ -44,59 +34,26 @@ class ModuleSession(SessionDescription):
         shapes: Sizes that named axes are held to.
     """
 
+    runtime_name = "PyTorch"
+    run_errors = RUN_ERRORS
+    advice = "check the inputs against what the model takes; with too little memory, use smaller batches."
+
     def __init__(
         self, module: Module, component: Component, device: DeviceSpec, dtype: str, shapes: Mapping[str, int]
     ) -> None:
-        super().__init__(component.inputs, component.outputs, device, dtype, fixed=shapes, limits=component.max_sizes)
-        self._module: Module | None = module
-        self._component = component
+        super().__init__(module, component, device, dtype, shapes=shapes)
         self._where = torch.device(str(device))
         self._computes: torch.dtype = getattr(torch, dtype)
-        self._dtypes = tensor_dtypes(component.inputs)
-        self._output_dtypes = tensor_dtypes(component.outputs)
 
-    @property
-    def runtime(self) -> Module:
-        """The module itself.
-
-        Raises:
-            SessionClosedError: After `close`.
-        """
-        if self._module is None:
-            raise session_closed()
-        return self._module
-
-    def run(
-        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
-        module = self.runtime
-        check_state(state, type(None), stateful=False, out=out)
-        tensors = self._placed(feeds, self._dtypes)
-        names = list(self._output_dtypes) if outputs is None else wanted_outputs(outputs, list(self._output_dtypes))
-        if out:
-            check_buffers(out, names, self._output_dtypes, self._where)
-        try:
-            with on_device(self._where), torch.inference_mode():
-                found = {graph_name(name): tensor for name, tensor in named_tensors(module(**tensors)).items()}
-            values = {name: self._declared(name, found[name]) for name in names}
-        except AccelError:
-            raise
-        except RUN_ERRORS as error:
-            raise failed(error, tensors) from error
-        for name, buffer in (out or {}).items():
-            check_buffer_shape(name, buffer, values[name].shape)
-            values[name] = buffer.copy_(values[name])
-        return values
+        with on_device(self._where), torch.inference_mode():
+            found = {graph_name(name): tensor for name, tensor in named_tensors(self.runtime(**tensors)).items()}
+        return {name: self._declared(name, found[name]) for name in names}
 
-    def _placed(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """The inputs where the module is, floating-point ones in the type that it computes in."""
-        return self._moved(self._read(feeds, dtypes))
-
-    def _moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._there(tensor) for name, tensor in tensors.items()}
-
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor where the module is, floating-point numbers in the type that it computes in."""
         # What a GPU is given from pageable memory is read before the call returns: nobody waits for what the GPU computes.
         soon = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
         dtype = self._computes if tensor.is_floating_point() else None
@@ -107,26 +64,8 @@ class ModuleSession(SessionDescription):
         made = tensor.to(self._output_dtypes[name])
         return made.clone() if made.is_inference() and not torch.is_inference_mode_enabled() else made
 
-    def new_state(self, batch: int) -> State:
-        """A module of one graph keeps none.
-
-        Raises:
-            SessionError: Always.
-        """
-        raise no_state()
-
-    def close(self) -> None:
-        """Let the module go; its memory is free when nothing else holds it."""
-        self._module = None
-
-
-def failed(error: Exception, tensors: Feeds) -> SessionError:
-    """The error of a call that PyTorch, or the model's code, could not compute."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return SessionError(
-        f"PyTorch failed on inputs {shapes}: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
-        fix="check the inputs against what the model takes; with too little memory, use smaller batches.",
-    )
+    def _reason(self, error: Exception) -> str:
+        return f"{type(error).__name__}: {super()._reason(error)}"
 
 
 class Captured(NamedTuple):

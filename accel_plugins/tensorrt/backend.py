@@ -22,7 +22,7 @@ from ..ortkit.runtime.session import for_float8, open_runtime
 from . import FORMAT
 from .building import EngineExporter
 from .caches import Machine, check_target, engine_cache, timing_cache
-from .engines import INSTALL, Engine
+from .engines import INSTALL, EngineSession
 from .options import TensorrtOptions, precision_flags, precisions, read_options
 from .profiles import complete, provider_options
 
@@ -95,10 +95,10 @@ class TensorrtBackend:
         }
 
     @staticmethod
-    def _engine(artifact: Artifact, component: Component, device: DeviceSpec) -> Engine:
+    def _engine(artifact: Artifact, component: Component, device: DeviceSpec) -> EngineSession:
         plan = (artifact.path / component.file).read_bytes()
         quantized = artifact.manifest.quantization is not None
-        return Engine(
+        return EngineSession(
             plan,
             device,
             compute_dtype="int8" if quantized else artifact.dtype,

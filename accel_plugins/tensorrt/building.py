@@ -19,7 +19,7 @@ from ..ortkit.graph.editing import MICROSOFT, load_graph
 from ..ortkit.runtime.nvidia import on_gpu
 from . import FORMAT
 from .caches import Machine, timing_cache
-from .engines import Engine, build_plan, check_precisions
+from .engines import EngineSession, build_plan, check_precisions
 from .options import precisions
 from .profiles import complete
 
@@ -66,7 +66,7 @@ def build(
                 {spec.name: shapes_of(spec, wanted) for spec in component.inputs},
                 times=timing_cache(machine) / "times.bin",
             )
-        engine = Engine(plan, device)
+        engine = EngineSession(plan, device)
         try:
             check_precisions(engine.information(), precisions(model))
         finally:

@@ -11,22 +11,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from accel.artifact import TensorSpec
+from accel.artifact import Component, TensorSpec
 from accel.errors import BackendUnavailableError, InputError, SessionError
-from accel.interfaces.description import SessionDescription
 from accel.interfaces.protocols import Feeds, Names
-from accel.interfaces.session_contract import (
-    check_buffer_shape,
-    check_buffers,
-    check_state,
-    no_state,
-    session_closed,
-    wanted_outputs,
-)
+from accel.interfaces.session import BaseSession
+from accel.interfaces.session_contract import check_buffer_shape
 from accel.interfaces.shape_profiles import Shape
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
@@ -157,7 +150,7 @@ def torch_device(device: DeviceSpec) -> torch.device:
     return torch.device(device.type, device.index)
 
 
-class Engine(SessionDescription):
+class EngineSession(BaseSession[Any]):
     """An engine on one GPU, with one execution context: a `Session`. Not thread-safe.
 
     Args:
@@ -180,29 +173,37 @@ class Engine(SessionDescription):
     ) -> None:
         trt = load_tensorrt()
         device = device or DeviceSpec("cuda")
-        self._where = torch_device(device)
-        with torch.cuda.device(self._where):
-            self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
-            self._engine = self._runtime.deserialize_cuda_engine(plan)
+        where = torch_device(device)
+        with torch.cuda.device(where):
+            # Kept: the engine needs it.
+            self._library = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+            self._engine = self._library.deserialize_cuda_engine(plan)
             if self._engine is None:
                 raise SessionError(
                     "TensorRT cannot load this engine: it was built by another version, or for another GPU.",
                     fix="build it again on this machine.",
                 )
-            self._context = self._engine.create_execution_context()
+            context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         taken = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         made = [name for name in names if name not in taken]
-        super().__init__(
-            inputs if inputs is not None else [self._spec(name) for name in taken],
-            outputs if outputs is not None else [self._spec(name) for name in made],
-            device, compute_dtype, limits=limits,
-        )  # fmt: skip
-        self._types = {name: self._type(name) for name in names}
+        component = Component(
+            name="engine",
+            file="",
+            files=(),
+            inputs=tuple(inputs if inputs is not None else map(self._spec, taken)),
+            outputs=tuple(outputs if outputs is not None else map(self._spec, made)),
+            max_sizes=limits or {},
+        )
+        super().__init__(context, component, device, compute_dtype)
+        self._where = where
+        # The engine may have narrower types than the artifact declares.
+        self._dtypes = {spec.name: self._type(spec.name) for spec in component.inputs}
+        self._output_dtypes = {spec.name: self._type(spec.name) for spec in component.outputs}
         self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
 
     @classmethod
-    def load(cls, path: Path, device: DeviceSpec | None = None) -> Engine:
+    def load(cls, path: Path, device: DeviceSpec | None = None) -> EngineSession:
         """An engine from a `.plan` file."""
         return cls(path.read_bytes(), device)
 
@@ -223,39 +224,35 @@ class Engine(SessionDescription):
         inspector = self._engine.create_engine_inspector()
         return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
-    def run(
-        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
+    def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
+        tensors = super()._read(feeds, state)
+        # What a kernel reads for ids out of bounds is not defined.
+        self._check_values.waiting(tensors)
+        return tensors
+
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`. Ordered on torch's current stream; returns before the GPU is done."""
-        if self._context is None:
-            self._closed()
-        check_state(state, type(None), stateful=False, out=out)
-        declared = [spec.name for spec in self._outputs]
-        names = declared if outputs is None else wanted_outputs(outputs, declared)
-        if out:
-            check_buffers(out, names, self._types, self._where)
-        read = self._read(feeds, {spec.name: self._types[spec.name] for spec in self._inputs})
-        # Ids on the GPU, too: what a kernel reads for one that is out of bounds is not defined.
-        self._check_values.waiting(read)
-        tensors = {name: tensor.detach().to(self._where).contiguous() for name, tensor in read.items()}
+        """Ordered on torch's current stream; returns before the GPU is done."""
+        context = self.runtime
         results: dict[str, torch.Tensor] = {}
         with torch.cuda.device(self._where):
             for name, tensor in tensors.items():
-                if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                if not context.set_input_shape(name, tuple(tensor.shape)):
                     raise self._outside(name, tensor)
-                self._context.set_tensor_address(name, tensor.data_ptr())
-            for name in declared:
-                shape = tuple(int(d) for d in self._context.get_tensor_shape(name))
-                results[name] = self._buffer(name, shape, (out or {}).get(name))
-                self._context.set_tensor_address(name, results[name].data_ptr())
+                context.set_tensor_address(name, tensor.data_ptr())
+            for name in self._output_names:
+                shape = tuple(int(d) for d in context.get_tensor_shape(name))
+                results[name] = self._buffer(name, shape, out.get(name))
+                context.set_tensor_address(name, results[name].data_ptr())
             stream = torch.cuda.current_stream(self._where)
-            if not self._context.execute_async_v3(stream.cuda_stream):
+            if not context.execute_async_v3(stream.cuda_stream):
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 raise SessionError(f"TensorRT failed on inputs {shapes}.", fix="use smaller batches.")
         return {name: results[name] for name in names}
 
     def _buffer(self, name: str, shape: Shape, given: torch.Tensor | None) -> torch.Tensor:
-        dtype = self._types[name]
+        dtype = self._output_dtypes[name]
         if given is None:
             return torch.empty(shape, dtype=dtype, device=self._where)
         check_buffer_shape(name, given, shape)
@@ -268,19 +265,9 @@ class Engine(SessionDescription):
             fix="build it with a wider profile.",
         )
 
-    def new_state(self, batch: int) -> State:
-        """Engines keep no state.
-
-        Raises:
-            SessionError: Always.
-        """
-        raise no_state()
-
     def close(self) -> None:
         """Give TensorRT's memory back, after the GPU is done."""
-        if self._context is not None:
+        if self._runtime is not None:
             torch.cuda.synchronize(self._where)
-        self._context = self._engine = self._runtime = None
-
-    def _closed(self) -> NoReturn:
-        raise session_closed()
+        super().close()
+        self._engine = self._library = None

@@ -16,7 +16,7 @@ from accel.testing.models import tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.inductor import steps
 from accel_plugins.pytorch.inductor.compilation import cpu_compiler
-from accel_plugins.pytorch.inductor.steps import SteppingSession
+from accel_plugins.pytorch.inductor.steps import CompiledStepsSession
 
 pytestmark = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler here")
 
@@ -47,7 +47,7 @@ def opened(
     plain = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
 
     def decoder(self: PytorchBackend, model: Any, part: Any, component: Any, request: Any, dtype: str) -> Any:
-        return SteppingSession(model, part, component, request.device, dtype, forms=2)
+        return CompiledStepsSession(model, part, component, request.device, dtype, forms=2)
 
     monkeypatch.setattr(PytorchBackend, "decoder", decoder)
     return plain, accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")

@@ -501,7 +501,7 @@ def test_an_engine_without_the_precision_is_not_kept(
 
 
 def test_running_an_engine(journal: Journal, on_the_host: None) -> None:
-    engine = engines.Engine(b"plan", GPU)
+    engine = engines.EngineSession(b"plan", GPU)
     assert engine.inputs[0].shape == ("input_ids_0", "input_ids_1")
     assert engine.inputs[0].dtype == "int64"
     assert engine.outputs == (TensorSpec("logits", "float32", ("logits_0", 3)),)
@@ -563,7 +563,7 @@ def test_an_engine_checks_what_every_session_checks(
 def test_an_engine_that_does_not_load(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
     (tmp_path / "other.plan").write_bytes(b"other")
     with pytest.raises(SessionError, match="another version, or for another GPU"):
-        engines.Engine.load(tmp_path / "other.plan", GPU)
+        engines.EngineSession.load(tmp_path / "other.plan", GPU)
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
     from ...artifact.manifest import Component
     from ..protocols import Feeds
+    from ..state import State
 
 
-def check_state(state: object, kind: type, *, stateful: bool, out: Mapping[str, Any] | None) -> None:
+def check_state(state: State | None, session: object, *, stateful: bool, out: Mapping[str, Any] | None) -> None:
     """Check the state of a call.
 
     Args:
         state: What the caller gave, or `None`.
-        kind: What this session makes.
+        session: The session that is called.
         stateful: Whether the graph keeps a state.
         out: Buffers of the call.
 
@@ -33,7 +34,7 @@ def check_state(state: object, kind: type, *, stateful: bool, out: Mapping[str, 
         return
     if state is None:
         raise InputError("This graph reads a KV cache.", fix="pass state=session.new_state(batch).")
-    if not isinstance(state, kind):
+    if state.session is not session:
         raise InputError("The state was not made by this session.", fix="make it with new_state().")
     if out:
         raise InputError("A session with a state allocates its outputs.", fix="leave out=... out.")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
@@ -17,18 +16,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from accel.artifact import Artifact, Component, TensorSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
-from accel.interfaces.description import SessionDescription
 from accel.interfaces.forks import kept_in_children
 from accel.interfaces.protocols import Feeds, Names, TokenStep
-from accel.interfaces.session_contract import (
-    check_buffers,
-    check_state,
-    no_state,
-    read_feeds,
-    session_closed,
-    tensor_dtypes,
-    wanted_outputs,
-)
+from accel.interfaces.session import HostSession
+from accel.interfaces.session_contract import no_state, session_closed
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
@@ -66,17 +57,6 @@ _ELEMENT_TYPES = {
     }.items()
 }  # fmt: skip
 """ONNX Runtime's words for the types of tensors, as torch's names."""
-_NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}
 
 
 def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
@@ -314,8 +294,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:600]
 
 
-class OrtSession(SessionDescription):
+class OrtSession(HostSession[ort.InferenceSession]):
     """Runs a graph on host memory. Thread-safe: ONNX Runtime's `run` is."""
+
+    runtime_name = "ONNX Runtime"
+    # With IO binding ONNX Runtime raises plain errors, too.
+    run_errors = (*RUN_ERRORS, RuntimeError)
+    # Caches may be inputs and outputs.
+    state_is_optional = True
 
     def __init__(
         self,
@@ -325,36 +311,11 @@ class OrtSession(SessionDescription):
         compute_dtype: str,
         shapes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(
-            component.inputs, component.outputs, device, compute_dtype, fixed=shapes, limits=component.max_sizes
-        )
-        self._session: ort.InferenceSession | None = session
-        self._component = component
-        self._dtypes = tensor_dtypes(component.inputs)
-        self._output_dtypes = tensor_dtypes(component.outputs)
-        self._where = torch.device("cpu")
+        super().__init__(session, component, device, compute_dtype, shapes=shapes)
         self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
-        self._numpy_dtypes = [np.dtype(_NUMPY_DTYPES.get(dtype, np.void)) for dtype in self._dtypes.values()]
-        self._output_names = [spec.name for spec in component.outputs]
-        self._stateless = tensor_dtypes(spec for spec in component.inputs if spec.pair is None)
         self._presents = frozenset(spec.name for spec in component.outputs if spec.pair is not None)
         # `InferenceSession.run` checks the names again and catches provider failures: 20 microseconds with cold caches.
         self._run = session._sess.run
-        # NumPy has no bfloat16 and no float8: such graphs go through IO binding.
-        self._plain = all(
-            getattr(torch, spec.dtype) in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs)
-        )
-
-    @property
-    def runtime(self) -> ort.InferenceSession:
-        """ONNX Runtime's own session.
-
-        Raises:
-            SessionClosedError: After `close`.
-        """
-        if self._session is None:
-            self._closed()
-        return self._session
 
     @property
     def assignment(self) -> Assignment | None:
@@ -374,80 +335,24 @@ class OrtSession(SessionDescription):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`. Inputs of the declared type on the host are read in place.
-
-        Written for cold caches: after a few milliseconds of matrix products every attribute looked up here comes from
-        main memory, so the common case does as little as it can and the rest is in `_run_unusual`.
+        """See `accel.interfaces.protocols.Session.run`. Inputs of the declared type on the host are read in place; a subset of the
+        outputs, given buffers, a state, or types that NumPy does not have go through IO binding.
         """
         if outputs is not None or out is not None or state is not None or not self._plain:
-            return self._run_unusual(feeds, outputs, out, state)
-        try:
-            arrays = {name: feeds[name].numpy() for name in self._dtypes}
-        except (KeyError, AttributeError, TypeError, RuntimeError):
-            arrays = {}
-        if len(feeds) != len(arrays) or [array.dtype for array in arrays.values()] != self._numpy_dtypes:
-            arrays = {name: tensor.numpy() for name, tensor in self._checked(feeds).items()}
-        given = list(arrays.values())
-        self._check_shapes(tuple([array.shape for array in given]))
-        self._check_values.arrays(given)
+            return super().run(feeds, outputs=outputs, out=out, state=state)
+        arrays = dict(zip(self._dtypes, self._arrays(feeds), strict=True))
         try:
             results = self._run(self._output_names, arrays, None)
         except RUN_ERRORS as error:
-            raise self._failed(error, feeds) from error
+            raise self.failed(error, feeds) from error
         return dict(zip(self._output_names, map(torch.from_numpy, results), strict=True))
 
-    def _run_unusual(
-        self,
-        feeds: Feeds,
-        outputs: Sequence[str] | None,
-        out: Mapping[str, torch.Tensor] | None,
-        state: State | None,
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """A subset of the outputs, given buffers, a state, or types that NumPy does not have."""
+        if isinstance(state, OrtState):
+            return state.run(tensors, [name for name in names if name not in self._presents])
         session = self.runtime
-        if state is not None:
-            check_state(state, OrtState, stateful=self._component.stateful, out=out)
-        dtypes = self._dtypes if state is None else self._stateless
-        tensors = self._checked(feeds, dtypes)
-        self._check_values(feeds)
-        names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
-        if out:
-            check_buffers(out, names, self._output_dtypes, self._where)
-        try:
-            if isinstance(state, OrtState):
-                return state.run(tensors, [name for name in names if name not in self._presents])
-            self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
-            return self._run_bound(session, tensors, names, out or {})
-        # With IO binding ONNX Runtime raises plain errors, too.
-        except (*RUN_ERRORS, RuntimeError) as error:
-            if isinstance(error, SessionError):
-                raise
-            raise self._failed(error, tensors) from error
-
-    def _checked(self, feeds: Feeds, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, torch.Tensor]:
-        """The inputs in the graph's order, of the declared type, as ONNX Runtime can read them."""
-        read = read_feeds(feeds, self._dtypes if dtypes is None else dtypes)
-        return {name: self._placed(tensor) for name, tensor in read.items()}
-
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as ONNX Runtime can read it: contiguous, where the session runs."""
-        if tensor.device == self._where and tensor.is_contiguous() and not tensor.requires_grad:
-            return tensor
-        return tensor.detach().to(self._where).contiguous()
-
-    def _run_bound(
-        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Run through IO binding: into given buffers, or with types that NumPy does not have."""
-        binding = self._bound(session, tensors, names, out)
-        session.run_with_iobinding(binding)
-        values = dict(zip(names, binding.get_outputs(), strict=True))
-        return {name: out[name] if name in out else ort_value_as_tensor(values[name]) for name in names}
-
-    def _bound(
-        self, session: ort.InferenceSession, tensors: Feeds, names: list[str], out: Mapping[str, torch.Tensor]
-    ) -> ort.IOBinding:
-        """Inputs and given buffers by their addresses; the other outputs are made where the session runs."""
         binding = session.io_binding()
         for name, tensor in tensors.items():
             binding.bind_ortvalue_input(name, as_ort_value(tensor))
@@ -456,15 +361,16 @@ class OrtSession(SessionDescription):
                 binding.bind_ortvalue_output(name, as_ort_value(out[name]))
             else:
                 binding.bind_output(name, self._where.type, self._where.index or 0)
-        return binding
+        if self._where.type == "cuda":
+            # ONNX Runtime computes on a stream of its own.
+            torch.cuda.current_stream(self._where).synchronize()
+        session.run_with_iobinding(binding)
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        return {name: out[name] if name in out else self._result(values[name]) for name in names}
 
-    @staticmethod
-    def _failed(error: Exception, tensors: Feeds) -> SessionError:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return SessionError(
-            f"ONNX Runtime failed on inputs {shapes}: {_one_line(error)}",
-            fix="check the sizes of the inputs, and the artifact: `accel validate FOLDER`; with too little memory, use smaller batches.",
-        )
+    def _result(self, value: ort.OrtValue) -> torch.Tensor:
+        """An output, which may stay in ONNX Runtime's memory."""
+        return ort_value_as_tensor(value)
 
     def new_state(self, batch: int) -> State:
         """An empty cache.
@@ -474,18 +380,18 @@ class OrtSession(SessionDescription):
         """
         if not self._component.stateful:
             raise no_state()
-        return OrtState(self, self._component, batch, lengths=self._own_lengths)
+        return OrtState(self, self._component, batch, self._where, lengths=self._own_lengths)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.interfaces.protocols.SteppingSession`: on the host, for graphs that write keys and values in place."""
-        if not isinstance(state, OrtState) or not self._component.stateful:
+        """See `accel.interfaces.protocols.Session.steps`: on the host, for graphs that write keys and values in place."""
+        if not isinstance(state, OrtState):
             return None
-        tensors = self._checked(feeds, self._stateless)
-        return OrtSteps(state, tensors, calls, self._failed) if OrtSteps.fits(state, tensors, calls) else None
+        tensors = self._read(feeds, state)
+        return OrtSteps(self, state, tensors, calls) if OrtSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
         """Give ONNX Runtime's memory back."""
-        self._session = None
+        super().close()
         self._run = self._closed
 
     def _closed(self, *_: object) -> NoReturn:

@@ -21,7 +21,7 @@ from ..session import Module
 from .accelerator import Accelerator
 from .compilation import REMEDIES, cpu_compiler, gpu_compiler
 from .engine import Engine
-from .steps import SteppingSession
+from .steps import CompiledStepsSession
 
 
 class InductorBackend(PytorchBackend):
@@ -80,7 +80,7 @@ class InductorBackend(PytorchBackend):
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
         """A decoder that computes steps with compiled code."""
         graphs = _config(request).graphs
-        return SteppingSession(model, part, component, request.device, dtype, forms=graphs)
+        return CompiledStepsSession(model, part, component, request.device, dtype, forms=graphs)
 
     def check(self, request: OpenRequest) -> None:
         """Refuse options that there are not; see `PytorchBackend.check`."""

@@ -21,7 +21,7 @@ from accel.capture.graph_forms import relative_tolerance
 from accel.interfaces.specs import DeviceSpec
 
 from ..cuda_graphs import Turns, captured
-from ..decoding import CacheState, DecoderSession
+from ..decoding import CacheState, ModuleDecoderSession
 from .comparison import difference
 from .compilation import compiled, compiling
 from .packing import sharing_copy
@@ -203,7 +203,7 @@ def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
 class StepState(CacheState):
     """A cache that grows, or the slot that it is in."""
 
-    session: SteppingSession
+    session: CompiledStepsSession
     slot: Slot | None = None
 
     @property
@@ -245,7 +245,7 @@ class StepState(CacheState):
         self.leave()
 
 
-class SteppingSession(DecoderSession):
+class CompiledStepsSession(ModuleDecoderSession):
     """A decoder that computes steps of one token with compiled code. Callers take turns.
 
     Args:

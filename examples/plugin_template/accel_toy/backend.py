@@ -12,16 +12,7 @@ from accel.capture import Source, capture_program, reference
 from accel.config import ExportConfig
 from accel.errors import ConfigError, InputError, SessionError
 from accel.interfaces.protocols import Exporter, Feeds, Names, OpenRequest, Optimizer, Quantizer
-from accel.interfaces.session_contract import (
-    ShapeCheck,
-    ValueCheck,
-    check_buffer_shape,
-    check_buffers,
-    read_feeds,
-    session_closed,
-    tensor_dtypes,
-    wanted_outputs,
-)
+from accel.interfaces.session import BaseSession
 from accel.interfaces.specs import DeviceSpec, Probe
 from accel.interfaces.state import State
 
@@ -117,72 +108,37 @@ class History(State):
         }
 
 
-class ToySession:
-    """One program, opened."""
+class ToySession(BaseSession[torch.nn.Module]):
+    """One program, opened. The base class checks a call; the contract is in `accel.interfaces.protocols.Session`."""
+
+    # Every model may be asked in parts.
+    stateful = True
+    state_is_optional = True
 
     def __init__(
         self, path: Path, component: Component, dtype: str, device: DeviceSpec, shapes: Mapping[str, int]
     ) -> None:
         try:
-            self._module: torch.nn.Module | None = torch.export.load(path).module()
+            module = torch.export.load(path).module()
         except (OSError, RuntimeError, ValueError) as error:
             raise SessionError(f"{path} cannot be loaded: {error}", fix="export the model again.") from error
-        self._component = component
-        self._dtype = dtype
-        self._device = device
-        self._check_shapes = ShapeCheck(component.inputs, shapes)
-        self._check_values = ValueCheck(component.inputs)
+        super().__init__(module, component, device, dtype, shapes=shapes)
 
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """As the manifest declares them."""
-        return self._component.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """As the manifest declares them."""
-        return self._component.outputs
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The host."""
-        return self._device
-
-    @property
-    def compute_dtype(self) -> str:
-        """PyTorch computes in the weights' type."""
-        return self._dtype
+    def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
+        """The inputs, after the tokens that the state holds."""
+        return super()._read(state.extended(feeds) if isinstance(state, History) else feeds)
 
     @torch.inference_mode()
-    def run(
-        self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: History | None = None
+    def _compute(
+        self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """Check, run, return; the contract is in `accel.interfaces.protocols.Session`."""
-        if self._module is None:
-            raise session_closed()
-        tensors = read_feeds(feeds, tensor_dtypes(self.inputs))
-        if state is not None:
-            tensors = state.extended(tensors)
-        self._check_shapes(tuple(tuple(tensor.shape) for tensor in tensors.values()))
-        self._check_values(tensors)
-        dtypes = tensor_dtypes(self.outputs)
-        names = wanted_outputs(outputs, list(dtypes)) if outputs is not None else list(dtypes)
-        if out:
-            check_buffers(out, names, dtypes, torch.device("cpu"))
-        found = self._module(**tensors)
-        result = {name: found[name] for name in names}
-        for name, buffer in (out or {}).items():
-            check_buffer_shape(name, buffer, result[name].shape)
-            result[name] = buffer.copy_(result[name])
+        """Run the program; the base class copies results into buffers."""
+        found = self.runtime(**tensors)
         if state is not None:
             state.store(tensors)
             state.advance(tensors["attention_mask"].shape[1] - state.length)
-        return result
+        return {name: found[name] for name in names}
 
     def new_state(self, batch: int) -> History:
         """An empty history."""
         return History(self, self._component, batch)
-
-    def close(self) -> None:
-        """Free the program."""
-        self._module = None

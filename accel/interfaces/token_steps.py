@@ -1,72 +1,73 @@
-"""Single tokens behind a text: calls whose inputs differ from the last one's in known ways (`SteppingSession`)."""
+"""Calls of one new token a row, whose inputs differ from those of the call before in known ways: a runtime binds them once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .session_contract import StepCheck
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from ..artifact.manifest import Component
     from .protocols import Feeds
+    from .session import BaseSession
+    from .state import State
 
 _POSITIONS = "position_ids"
-# Calls whose masks and positions are made together: a run goes through all weights, and behind it whatever is called is in no
-# cache of the processor any more. A call of torch takes 40 microseconds there, and 2 behind another one.
+# Calls whose masks and positions are made together: a run goes through all weights, and after it the code of the next call is in no
+# cache of the processor any more. A call of torch takes 40 microseconds there, and 2 after another one.
 _AHEAD = 64
 _AHEAD_BYTES = 2**20
 
 
-class SingleTokens:
-    """Inputs of calls with one new token a row, written where the first of these calls had them: a runtime binds them once.
+class TokenSteps(ABC):
+    """A `accel.interfaces.protocols.TokenStep`: inputs are written to the memory of the first of these calls. A subclass runs them.
 
     Args:
-        component: The decoder's graph.
-        feeds: Its inputs of the last call, checked, contiguous, on the host, for which `fits` says yes.
-        calls: How many come, at most.
-        bound: Makes of a mask `(batch, total)` what the runtime binds; the memory stays until masks of later calls are made.
+        session: Whose errors a failed run raises.
+        state: Continued in place.
+        feeds: The inputs of the last call, checked, contiguous, on the host, for which `fits` says yes.
+        calls: How many calls come, at most.
 
     Attributes:
-        feeds: The inputs by name, the mask as it was; each of the others stays the same memory.
+        feeds: The inputs by name, with the mask of the last call; each of the others stays the same memory.
         mask_name: The mask's name, or `None` where the graph takes none.
     """
 
-    def __init__(self, component: Component, feeds: Feeds, calls: int, bound: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, session: BaseSession[Any], state: State, feeds: Feeds, calls: int) -> None:
         import torch
 
-        check = StepCheck(component)
+        check = state.check_step
+        self._session = session
         self.mask_name = check.mask
         # What is written to is not the caller's.
         written = (check.tokens, _POSITIONS)
         self.feeds = {name: tensor.clone() if name in written else tensor for name, tensor in feeds.items()}
         self._tokens: Any = self.feeds[check.tokens].numpy()[:, 0]
         self._positions: Any = self.feeds[_POSITIONS].numpy() if _POSITIONS in feeds else None
-        self._left, self._bound = calls, bound
+        self._left = calls
         self._longest: torch.Tensor | None = None
         self._columns = 0
         if check.mask is not None:
             mask = feeds[check.mask]
             self._columns = mask.shape[1]
             self._longest = torch.cat([mask, mask.new_ones((len(mask), calls))], dim=1)
-        # Of the next calls: positions, the mask's memory and what is bound of it. They go together, too.
+        # Prepared for the next calls: positions, the memory of the mask, and its binding; replaced together.
         self._coming: list[tuple[Any, torch.Tensor | None, Any]] = []
         self._next = 0
 
     @staticmethod
-    def fits(component: Component, feeds: Feeds, calls: int, length: int) -> bool:
-        """Whether nothing else than tokens, positions and the mask changes in so many calls, and nothing can come to lie outside of
-        what the graph has: likeliest tokens are of its vocabulary.
+    def fits(state: State, feeds: Feeds, calls: int) -> bool:
+        """Whether tokens, positions and the mask alone change in so many calls, and all of them are of the model's vocabulary and
+        positions.
 
         Args:
-            component: The decoder's graph.
-            feeds: Its inputs of the last call.
-            calls: How many come, at most.
-            length: Tokens that the state holds.
+            state: What is continued.
+            feeds: The inputs of the last call.
+            calls: How many calls come, at most.
         """
-        check = StepCheck(component)
+        check, component = state.check_step, state.component
         specs = {spec.name: spec for spec in component.inputs if spec.pair is None}
         tokens, positions = specs[check.tokens], specs.get(_POSITIONS)
         logits = next((spec for spec in component.outputs if spec.name == "logits"), None)
@@ -79,7 +80,7 @@ class SingleTokens:
             and not any("sequence" in spec.shape for spec in others)
             and isinstance(vocabulary, int)
             and (tokens.bounds is None or vocabulary <= tokens.bounds[1] + 1)
-            and (not limit or length + calls <= limit)
+            and (not limit or state.length + calls <= limit)
             and (
                 positions is None
                 or positions.bounds is None
@@ -87,19 +88,34 @@ class SingleTokens:
             )
         )
 
-    def write(self, tokens: Sequence[int]) -> Any:
-        """Put each row's next token and their positions in; returns what is bound of the mask, which has one column more."""
+    @abstractmethod
+    def bound(self, mask: torch.Tensor) -> Any:
+        """The runtime's binding of a mask `(batch, total)`, whose memory stays until masks of later calls are made."""
+
+    @abstractmethod
+    def compute(self, mask: Any) -> np.ndarray:
+        """Run the call whose inputs are written; returns the logits `(batch, vocabulary)`, which the next call may write over.
+
+        Args:
+            mask: What `bound` made of the mask, which has one column more than in the call before; `None` without a mask.
+        """
+
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits `(batch, vocabulary)` after each row's next token."""
         if self._next == len(self._coming):
             self._prepare()
-        positions, _, bound = self._coming[self._next]
+        positions, _, mask = self._coming[self._next]
         self._next += 1
         self._tokens[:] = tokens
         if positions is not None:
             self._positions[...] = positions
-        return bound
+        try:
+            return self.compute(mask)
+        except self._session.run_errors as error:
+            raise self._session.failed(error, self.feeds) from error
 
     def _prepare(self) -> None:
-        """Make what changes in the next calls."""
+        """Make the masks and positions of the next calls."""
         count = min(_AHEAD, self._left)
         if self._longest is not None and len(self._longest) > 1:
             count = max(min(count, _AHEAD_BYTES // self._longest.nbytes), 1)
@@ -107,7 +123,7 @@ class SingleTokens:
         for i in range(1, count + 1):
             mask = self._longest[:, : self._columns + i].contiguous() if self._longest is not None else None
             positions = self._positions + i if self._positions is not None else None
-            coming.append((positions, mask, self._bound(mask) if mask is not None else None))
+            coming.append((positions, mask, self.bound(mask) if mask is not None else None))
         self._coming, self._next = coming, 0
         self._columns += count
         self._left -= count
