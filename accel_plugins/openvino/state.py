@@ -13,10 +13,10 @@ from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
 from accel.errors import InputError
+from accel.interfaces.bound_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State, StateOwner, kept_name
-from accel.interfaces.token_steps import TokenSteps
 
 BEAM_INDEX = "beam_idx"
 
@@ -240,7 +240,7 @@ class OpenVinoState(State):
             self.store(held)
 
 
-class OpenVinoSteps(TokenSteps):
+class OpenVinoSteps(BoundSteps):
     """Steps of a state: a graph's inputs are written in place, its logits are not copied."""
 
     def __init__(self, session: BaseSession[Any], state: OpenVinoState, feeds: Feeds, calls: int) -> None:
@@ -253,7 +253,7 @@ class OpenVinoSteps(TokenSteps):
         return _shared(mask)
 
     def compute(self, mask: Any) -> np.ndarray:
-        """Run the call; see `TokenSteps.compute`."""
+        """Run the call; see `BoundSteps.compute`."""
         state = self._state
         request = state._present_request()
         if request is not self._request:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from accel.artifact import TensorSpec
+from accel.interfaces.bound_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State
-from accel.interfaces.token_steps import TokenSteps
 
 from .state import HOST, LENGTHS, OrtState
 from .values import native_value
@@ -20,7 +20,7 @@ from .values import native_value
 _ONE = {"sequence": 1, "kept": 1}
 
 
-class OrtSteps(TokenSteps):
+class OrtSteps(BoundSteps):
     """Steps of a state on the host whose keys and values are written in place. The logits are written over by the next step."""
 
     def __init__(self, session: BaseSession[Any], state: OrtState, feeds: Feeds, calls: int) -> None:
@@ -44,7 +44,7 @@ class OrtSteps(TokenSteps):
             and not state._replaced
             and state._front is None
             and all(isinstance(axis, int) or axis in ("batch", *_ONE) for spec in state._results for axis in spec.shape)
-            and TokenSteps.fits(state, feeds, calls)
+            and BoundSteps.fits(state, feeds, calls)
         )
 
     def bound(self, mask: torch.Tensor) -> Any:
@@ -52,7 +52,7 @@ class OrtSteps(TokenSteps):
         return native_value(mask)
 
     def compute(self, mask: Any) -> np.ndarray:
-        """Run the call; see `TokenSteps.compute`."""
+        """Run the call; see `BoundSteps.compute`."""
         state = self._state
         total = state._length + 1
         binding = state._reserve(total)

@@ -269,7 +269,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         self._turn = threading.RLock()
         self._why_eager, self._told = "", False
         self._positions = any(spec.name == "position_ids" for spec in component.inputs)
-        self._compute: Any = _stepping(model)
+        self._step_code: Any = _stepping(model)
 
     def new_state(self, batch: int) -> CacheState:
         """An empty cache for `batch` rows."""
@@ -278,7 +278,7 @@ class CompiledStepsSession(ModuleDecoderSession):
     def close(self) -> None:
         """Let the model and its memory go."""
         super().close()
-        self._compute = None
+        self._step_code = None
         with self._turn:
             self._steps.clear()
             self._spare.clear()
@@ -286,7 +286,7 @@ class CompiledStepsSession(ModuleDecoderSession):
     def give_back(self, slot: Slot) -> None:
         """A slot that nobody uses."""
         with self._turn:
-            self._spare = [*self._spare, slot][-_SPARE:] if self._compute is not None else []
+            self._spare = [*self._spare, slot][-_SPARE:] if self._step_code is not None else []
 
     def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
         assert isinstance(state, StepState)
@@ -328,7 +328,7 @@ class CompiledStepsSession(ModuleDecoderSession):
             # Some say so by their mask alone, which is not theirs here.
             raise NotImplementedError(f"layers with {', '.join(sorted(odd))}")
         batch, capacity = key
-        slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._compute)
+        slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
         slot.fill(state.cache.layers, state.length)
         slot.run(tensors, state.length, capture=False)
 
@@ -342,7 +342,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         trial = state.clone()
         assert isinstance(trial, StepState)
         untried = not self._steps
-        self._steps[key] = compiled(self._compute, options=_OPTIONS)
+        self._steps[key] = compiled(self._step_code, options=_OPTIONS)
         expected = super()._extend(model, tensors, state, 1)
         try:
             if untried:

@@ -90,6 +90,8 @@ def _spec(name: str, tensor: torch.Tensor, axes: Mapping[int, str]) -> TensorSpe
 class History(State):
     """The state: every token seen so far. A real backend keeps keys and values instead."""
 
+    # Positions count columns: a row that joined others would move.
+    joinable = False
     readable = False
 
     def growing_axis(self, name: str) -> int | None:

@@ -21,7 +21,7 @@ _AHEAD = 64
 _AHEAD_BYTES = 2**20
 
 
-class TokenSteps(ABC):
+class BoundSteps(ABC):
     """A `accel.interfaces.protocols.TokenStep`: inputs are written to the memory of the first of these calls. A subclass runs them.
 
     Args:
