@@ -12,7 +12,7 @@ from accel.interfaces.specs import Probe, Reason
 from ..ortkit.runtime.nvidia import judge, survey
 
 if TYPE_CHECKING:
-    from .opening import Opener
+    from .shared_runtimes import SharedRuntimes
 
 
 class CudaBackend:
@@ -23,7 +23,7 @@ class CudaBackend:
     """
 
     def __init__(self) -> None:
-        self._opener: Opener | None = None
+        self._runtimes: SharedRuntimes | None = None
 
     def probe(self) -> Probe:
         """The GPUs, or every reason why they cannot be used. Makes no CUDA context."""
@@ -63,8 +63,8 @@ class CudaBackend:
 
         `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
         """
-        if self._opener is None:
-            from .opening import Opener
+        if self._runtimes is None:
+            from .shared_runtimes import SharedRuntimes
 
-            self._opener = Opener()
-        return self._opener.open(artifact, request)
+            self._runtimes = SharedRuntimes()
+        return self._runtimes.open(artifact, request)

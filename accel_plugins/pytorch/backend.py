@@ -19,7 +19,7 @@ from accel.errors import ConfigError, did_you_mean
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe
 
-from .decoding import ModuleDecoderSession
+from .decoder_session import ModuleDecoderSession
 from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph
 from torch.nn.functional import gelu
 
-from .joining import side_by_side, spans_of
+from .parallel_layers import side_by_side, spans_of
 
 LARGEST = 448.0
 """The largest value of `torch.float8_e4m3fn`."""

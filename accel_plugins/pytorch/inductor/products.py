@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 from torch.nn.functional import gelu, linear, relu
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import float8, joining
-from .joining import side_by_side, spans_of
+from . import float8
+from . import parallel_layers as joining
+from .parallel_layers import side_by_side, spans_of
 from .precision import HALF
 
 # Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.

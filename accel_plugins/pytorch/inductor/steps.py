@@ -21,7 +21,8 @@ from accel.capture.graph_forms import relative_tolerance
 from accel.interfaces.specs import DeviceSpec
 
 from ..cuda_graphs import Turns, captured
-from ..decoding import CacheState, ModuleDecoderSession
+from ..decoder_session import ModuleDecoderSession
+from ..state import CacheState
 from .comparison import difference
 from .compilation import compiled, compiling
 from .packing import sharing_copy

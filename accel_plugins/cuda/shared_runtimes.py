@@ -23,7 +23,7 @@ from ..ortkit.optimization.concatenated_cache import growing_form
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
-from .decoder import CudaDecoderSession
+from .decoder_session import CudaDecoderSession
 from .options import CudaOptions, read_options
 from .runtime import DecoderRuntime, Runtime
 from .session import CudaSession
@@ -44,7 +44,7 @@ _INTEGER_KERNELS = {
 _ERRORS_ONLY = 3
 
 
-class Opener:
+class SharedRuntimes:
     """Opens sessions; those of one graph with the same options share its weights: shape buckets, several loads of a model."""
 
     def __init__(self) -> None:
