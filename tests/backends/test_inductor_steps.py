@@ -109,8 +109,8 @@ def test_windows_are_refused_before_anything_is_compiled(
 def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
     session = stepping.decoder_step.session
-    right = session._compute
-    session._compute = lambda *args: 1.1 * right(*args)
+    right = session._step_code
+    session._step_code = lambda *args: 1.1 * right(*args)
     ids = torch.tensor([[5, 6, 7, 8]])
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
