@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accel.measuring.latency.calls import _Served
 from typer.testing import CliRunner
 
 import accel
