@@ -70,6 +70,38 @@ def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str 
         raise ConfigError(f"{subject} is {value!r}, which holds a NUL character.", fix="leave it out.")
 
 
+def check_number(
+    subject: str,
+    value: float | None,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+) -> None:
+    """Refuse a number outside of its range, and what is no number; `None` is no value.
+
+    Args:
+        subject: The name of the argument or setting.
+        value: Its value.
+        least: The smallest number.
+        most: The largest number.
+        above: A number that the value is larger than.
+
+    Raises:
+        ConfigError: With the name, the value and the range.
+    """
+    if value is None:
+        return
+    check_type(subject, value, (numbers.Real,))
+    inside = (least is None or value >= least) and (most is None or value <= most) and (above is None or value > above)
+    if not inside or not math.isfinite(value):
+        limits = ((f"above {above}", above), (f"at least {least}", least), (f"at most {most}", most))
+        raise ConfigError(
+            f"{subject} is {value}.",
+            fix=f"use a number {' and '.join(word for word, limit in limits if limit is not None)}.",
+        )
+
+
 def checked_arguments(
     taker: str = "", /, **kinds: type | tuple[type, ...]
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -127,6 +159,16 @@ def _check_setting(subject: str, value: object, hint: Any) -> None:
         check_type(subject, value, (), expected=expected)
 
 
+def check_rising(subject: str, lengths: Sequence[int]) -> None:
+    """Refuse lengths that do not rise, or are not positive.
+
+    Raises:
+        ConfigError: With the name and the lengths.
+    """
+    if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
+        raise ConfigError(f"{subject} is {list(lengths)}.", fix="use rising positive lengths, such as (16, 32, 64).")
+
+
 class JsonConfig:
     """Validation of `Literal` fields, and `to_dict` / `from_dict`, for the dataclasses below."""
 
@@ -163,16 +205,6 @@ class JsonConfig:
         return cls(**values)
 
 
-def check_tolerance(name: str, value: float | None) -> None:
-    """Check an accepted difference before anything is computed with it.
-
-    Raises:
-        ConfigError: It is no number above 0.
-    """
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {value}.", fix="use a number above 0.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig(JsonConfig):
     """How a model is captured.
@@ -205,11 +237,8 @@ class ExportConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         super(ExportConfig, self).__post_init__()
-        if self.opset is not None and not 18 <= self.opset <= 25:
-            raise ConfigError(
-                f"ExportConfig.opset is {self.opset}.", fix="use an opset from 18 to 25, or leave it out."
-            )
-        check_tolerance("ExportConfig.atol", self.atol)
+        check_number("ExportConfig.opset", self.opset, 18, 25)
+        check_number("ExportConfig.atol", self.atol, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +260,7 @@ class OptimizeConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         super(OptimizeConfig, self).__post_init__()
-        check_tolerance("OptimizeConfig.atol", self.atol)
+        check_number("OptimizeConfig.atol", self.atol, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,19 +309,12 @@ class QuantizeConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         super(QuantizeConfig, self).__post_init__()
-        _check_patterns(self)
-        if not 50 < self.percentile <= 100:
-            raise ConfigError(f"QuantizeConfig.percentile is {self.percentile}.", fix="use a percentage in (50, 100].")
-        if self.samples < 1:
-            raise ConfigError(f"QuantizeConfig.samples is {self.samples}.", fix="use at least 1.")
-        if self.smooth_quant is not None and not 0 <= self.smooth_quant <= 1:
-            raise ConfigError(f"QuantizeConfig.smooth_quant is {self.smooth_quant}.", fix="use a number from 0 to 1.")
-        if self.block_size < 16 or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"QuantizeConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"QuantizeConfig.ratio is {self.ratio}.", fix="use a number in (0, 1].")
-        if self.max_drop is not None and self.max_drop < 0:
-            raise ConfigError(f"QuantizeConfig.max_drop is {self.max_drop}.", fix="use a number from 0 on.")
+        _check_blocks(self)
+        check_number("QuantizeConfig.percentile", self.percentile, most=100, above=50)
+        check_number("QuantizeConfig.samples", self.samples, 1)
+        check_number("QuantizeConfig.smooth_quant", self.smooth_quant, 0, 1)
+        check_number("QuantizeConfig.ratio", self.ratio, most=1, above=0)
+        check_number("QuantizeConfig.max_drop", self.max_drop, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,15 +359,8 @@ class AccelerateConfig(PrepareConfig):
 
     def __post_init__(self) -> None:
         super(AccelerateConfig, self).__post_init__()
-        if self.graphs < 1:
-            raise ConfigError(f"AccelerateConfig.graphs is {self.graphs}.", fix="use at least 1.")
-        if self.lengths is not None and (
-            any(n < 1 for n in self.lengths) or list(self.lengths) != sorted(set(self.lengths))
-        ):
-            raise ConfigError(
-                f"AccelerateConfig.lengths is {list(self.lengths)}.",
-                fix="use rising positive lengths, such as (16, 32, 64).",
-            )
+        check_number("AccelerateConfig.graphs", self.graphs, 1)
+        check_rising("AccelerateConfig.lengths", self.lengths or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,18 +386,18 @@ class QatConfig(PrepareConfig):
 
     def __post_init__(self) -> None:
         super(QatConfig, self).__post_init__()
-        if not 0 <= self.distillation <= 1:
-            raise ConfigError(f"QatConfig.distillation is {self.distillation}.", fix="use a share from 0 to 1.")
-        if self.temperature <= 0:
-            raise ConfigError(f"QatConfig.temperature is {self.temperature}.", fix="use a number above 0.")
-        if self.samples < 1:
-            raise ConfigError(f"QatConfig.samples is {self.samples}.", fix="use at least 1.")
-        if self.block_size < 16 or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"QatConfig.block_size is {self.block_size}.", fix="use a power of two from 16 on.")
-        _check_patterns(self)
+        check_number("QatConfig.distillation", self.distillation, 0, 1)
+        check_number("QatConfig.temperature", self.temperature, above=0)
+        check_number("QatConfig.samples", self.samples, 1)
+        _check_blocks(self)
 
 
-def _check_patterns(config: QuantizeConfig | QatConfig) -> None:
+def _check_blocks(config: QuantizeConfig | QatConfig) -> None:
+    """Check the settings that say which weights are quantized in which blocks."""
+    if config.block_size < 16 or config.block_size & (config.block_size - 1):
+        raise ConfigError(
+            f"{type(config).__name__}.block_size is {config.block_size}.", fix="use a power of two from 16 on."
+        )
     for pattern in config.exclude:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
@@ -427,19 +442,9 @@ class SessionOptions(JsonConfig):
 
     def __post_init__(self) -> None:
         super(SessionOptions, self).__post_init__()
-        for name in ("threads", "inter_op_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"SessionOptions.{name} is {value}.", fix="use at least 1, or leave it out.")
-        if any(b < 1 for b in self.buckets) or list(self.buckets) != sorted(set(self.buckets)):
-            raise ConfigError(
-                f"SessionOptions.buckets is {list(self.buckets)}.",
-                fix="use rising positive lengths, such as (16, 32, 64).",
-            )
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ConfigError(
-                f"SessionOptions.pad_to_multiple_of is {self.pad_to_multiple_of}.", fix="use at least 1, or None."
-            )
+        for name in ("threads", "inter_op_threads", "pad_to_multiple_of"):
+            check_number(f"SessionOptions.{name}", getattr(self, name), 1)
+        check_rising("SessionOptions.buckets", self.buckets)
         if self.buckets and self.pad_to_multiple_of not in (1, None):
             raise ConfigError("Lengths are padded to buckets or to multiples.", fix="leave one of the two out.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..errors import ConfigError
+from ..config import check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{field.name} is {value}.", fix="use more than 0.")
+            check_number(field.name, getattr(self, field.name), above=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..artifact.manifest import Artifact
-from ..config import available_processors
+from ..config import available_processors, check_number
 from ..errors import ConfigError
 from ..models.arguments import read_arguments
 from ..models.base import ORTModel
@@ -34,10 +34,8 @@ class Opening:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError(f"workers is {self.workers}.", fix="use at least 1.")
-        if self.processors is not None and self.processors < 1:
-            raise ConfigError(f"processors is {self.processors}.", fix="use at least 1.")
+        check_number("workers", self.workers, 1)
+        check_number("processors", self.processors, 1)
 
 
 def name_of(source: Source) -> str:

@@ -15,7 +15,7 @@ from ..artifact.resolved_model import Resolved
 from ..backends.plan import RunSettings, make_plan
 from ..backends.sessions import open_plan
 from ..capture.graph_forms import FormVerdict, HasForms
-from ..config import ExportConfig, check_tolerance, checked_arguments
+from ..config import ExportConfig, check_number, checked_arguments
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import task_spec
 from .export import load_source
@@ -77,7 +77,7 @@ def validate(
         IntegrityError: A file of the artifact is damaged.
         ValidationError: The artifact has not the model's outputs.
     """
-    check_tolerance("atol", atol)
+    check_number("atol", atol, above=0)
     hub = hub or HubOptions()
     artifact = artifact_of(artifact, hub=hub)
     if against is not None:

@@ -10,9 +10,10 @@ import torch
 from transformers import modeling_outputs
 
 from ..artifact.sentence_settings import embedding_roles, sentence_settings
+from ..config import check_number
 from ..data.batches import Encoded, from_tokenizer
 from ..data.labels import numbers, texts
-from ..errors import ConfigError, InputError, TaskError
+from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Metric, correlation
 from ..measuring.accuracy.predictors import Cosines, Predictor
@@ -108,8 +109,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         items = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         if not all(isinstance(item, str) for item in items):
             raise InputError("encode takes texts.", fix="pass a string or a list of strings.")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
+        check_number("batch_size", batch_size, 1)
         embedder = Embedder(self, tokenizer)
         before = prompt if prompt is not None else embedder.settings.prompt(prompt_name)
         order = sorted(range(len(items)), key=lambda i: len(items[i]))

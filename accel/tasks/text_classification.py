@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..config import check_number
 from ..data.batches import Encoded, cut, from_tokenizer
 from ..data.labels import numbers, texts
 from ..data.rows import Rows
-from ..errors import ConfigError, InputError, TaskError
+from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, correlation, ratio
 from ..measuring.accuracy.predictors import Classes, Model, Predictor
@@ -116,8 +117,7 @@ def _scores(
     """
     if isinstance(pairs, str) or not all(_is_pair(pair) for pair in pairs):
         raise InputError("predict takes pairs of texts.", fix="pass [(query, document), ...].")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}.", fix="use at least 1.")
+    check_number("batch_size", batch_size, 1)
     scorer = PairScorer(model, tokenizer)
     function = activation or activation_of(model)
     before = prompt if prompt is not None else scorer.settings.prompt(prompt_name)

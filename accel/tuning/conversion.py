@@ -18,6 +18,7 @@ from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
+from ..config import check_number
 from ..errors import BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
@@ -97,8 +98,7 @@ def convert(
         BackendUnavailableError: No backend here can export the model, or none that was named.
         ConfigError: Settings that cannot work, or a level or scheme that no backend has.
     """
-    if nb_measures < 1:
-        raise ConfigError(f"nb_measures is {nb_measures}.", fix="use at least 1.")
+    check_number("nb_measures", nb_measures, 1)
     watch = MachineWatch()
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     target = check_output(out, as_folder(model))

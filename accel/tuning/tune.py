@@ -12,7 +12,7 @@ from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
-from ..config import checked_arguments
+from ..config import check_number, checked_arguments
 from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmark import pytorch_variant
@@ -111,8 +111,7 @@ def tune(
     """
     if data is None:
         raise ConfigError("A search needs labelled data to measure accuracy on.", fix="pass data=... (--data FILE).")
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ConfigError(f"time_limit_s is {time_limit_s}.", fix="give seconds, above 0.")
+    check_number("time_limit_s", time_limit_s, above=0)
     clock = Clock(limit_s=time_limit_s)
     goal = Goal(
         objective=objective,

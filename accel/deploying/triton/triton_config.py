@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...config import JsonConfig
+from ...config import JsonConfig, check_number
 from ...errors import ConfigError
 from .model_config import check_name
 
@@ -76,9 +76,7 @@ class TritonConfig(JsonConfig):
         least = {"instances": 1, "front_instances": 1, "threads": 1, "max_batch_size": 1, "queue_delay_us": 0,
                  "queue_timeout_us": 1, "queue_size": 1, "max_length": 3, "version": 1}  # fmt: skip
         for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ConfigError(f"TritonConfig.{name} is {value}.", fix=f"use at least {smallest}.")
+            check_number(f"TritonConfig.{name}", getattr(self, name), smallest)
         for name in ("buckets", "preferred_batch_sizes"):
             values = getattr(self, name)
             if any(value < 1 for value in values) or list(values) != sorted(set(values)):

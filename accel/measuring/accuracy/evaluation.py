@@ -17,7 +17,7 @@ from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
 from ...artifact.resolved_model import Resolved
 from ...backends.plan import RunSettings, make_plan
-from ...config import SessionOptions, checked_arguments
+from ...config import SessionOptions, check_number, checked_arguments
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
@@ -139,8 +139,7 @@ class EvaluationSet:
             limit: The models' positions.
             folder: Holds the files that say how texts are read and outputs compared, where there is one.
         """
-        if given.batch_size < 1:
-            raise ConfigError(f"batch_size is {given.batch_size}.", fix="use at least 1.")
+        check_number("batch_size", given.batch_size, 1)
         self.task = task_spec(task).name
         kind = predictor_for(self.task, config)
         # The metric first: a mistyped name should not cost a download.

@@ -21,7 +21,7 @@ from ...artifact.resolved_model import Resolved
 from ...backends import registry
 from ...backends.machine import machine
 from ...backends.plan import RunSettings, make_plan
-from ...config import ExportConfig, SessionOptions, available_processors, checked_arguments
+from ...config import ExportConfig, SessionOptions, available_processors, check_number, checked_arguments
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS
 from ...interfaces.task_registry import task_spec
@@ -147,9 +147,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 0), ("rounds", 1), ("calls", 1), ("processes", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{name} is {value}.", fix=f"use at least {least}.")
+            check_number(name, getattr(self, name), least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

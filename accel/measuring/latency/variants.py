@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import SessionOptions
-from ...errors import ConfigError
+from ...config import SessionOptions, check_number
 
 if TYPE_CHECKING:
     from ...backends.plan import Plan
@@ -130,10 +129,8 @@ class Traffic:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.callers < 1:
-            raise ConfigError(f"callers is {self.callers}.", fix="use at least 1.")
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate is {self.rate}.", fix="give calls a second, above 0.")
+        check_number("callers", self.callers, 1)
+        check_number("rate", self.rate, above=0)
 
 
 @dataclass(frozen=True, slots=True)

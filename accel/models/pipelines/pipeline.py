@@ -15,7 +15,7 @@ import transformers
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
-from ...config import checked_arguments
+from ...config import check_number, checked_arguments
 from ...errors import ConfigError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec
 from ...interfaces.task_spec import TaskSpec
@@ -24,7 +24,7 @@ from ..base import ORTModel, model_class
 from ..processors import companion_of, opened_processors
 from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
-from .pipeline_arguments import check_count, check_model, check_words, loading_words
+from .pipeline_arguments import check_model, check_words, loading_words
 from .sorting import LengthSorted
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ def pipeline(
         TaskError: The task is unknown, or the model does another one.
     """
     check_model(model)
-    check_count("batch_size", batch_size, 1)
-    check_count("num_workers", kwargs.get("num_workers"), 0)
+    check_number("batch_size", batch_size, 1)
+    check_number("num_workers", kwargs.get("num_workers"), 0)
     if model is None:
         model, revision = usual_model(task, revision)
     if kwargs.get("framework") in (None, "pt"):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from types import NoneType
 from typing import Any
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.pipelines.base import Pipeline
 
-from ...config import ExportConfig, check_type
+from ...config import ExportConfig
 from ...errors import ConfigError, did_you_mean
 from ..arguments import ARGUMENTS, OTHERS_WORDS
 
@@ -39,17 +37,6 @@ def check_model(model: Any) -> None:
     """
     if model is not None and not isinstance(model, str | os.PathLike) and not hasattr(model, "forward"):
         raise ConfigError(f"{model!r:.100} is not a model.", fix="pass a Hub id, a folder, or a model that is loaded.")
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Refuse a value that is no whole number, or too small; `None` is no value.
-
-    Raises:
-        ConfigError: With the value.
-    """
-    check_type(name, value, (numbers.Integral, NoneType))
-    if value is not None and value < least:
-        raise ConfigError(f"{name} is {value}.", fix=f"use a number of at least {least}.")
 
 
 def known_options(impl: type[Pipeline]) -> frozenset[str] | None:

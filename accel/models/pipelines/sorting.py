@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .pipeline_arguments import check_count
+from ...config import check_number
 
 WINDOW_BATCHES = 64
 """Batches that share one sort: enough for little padding, few enough that a stream starts early."""
@@ -32,7 +32,7 @@ class LengthSorted:
         Raises:
             ConfigError: A batch size that is none.
         """
-        check_count("batch_size", batch_size, 1)
+        check_number("batch_size", batch_size, 1)
         if isinstance(inputs, tuple) or type(inputs).__module__.startswith("datasets."):
             inputs = list(inputs)
         if isinstance(inputs, list) and not inputs:

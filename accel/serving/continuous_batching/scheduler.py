@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ...config import check_number
 from ...decoding.generation_options import GenerationOptions
 from ...decoding.host_threads import has_own_threads, use_one_thread
 from ...decoding.next_token import RowChoice, choose_tokens
-from ...errors import AccelError, ConfigError, EngineClosedError, InputError, QueueFullError, SessionError
+from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
 from .running_rows import AnswerRow, PromptReading, RunningRows
 from .token_stream import Generation
 
@@ -49,9 +50,7 @@ class GenerationLimits:
 
     def __post_init__(self) -> None:
         for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}.", fix="use at least 1.")
+            check_number(name, getattr(self, name), 1)
 
 
 def continues_text(model: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ...config import check_number
 from ...errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/\s*]+\Z")
@@ -37,10 +38,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_client_batch", "max_text_chars"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}.", fix="use at least 1.")
-        if not self.body_timeout_s > 0:
-            raise ConfigError(f"body_timeout_s is {self.body_timeout_s}.", fix="use more than 0.")
+            check_number(name, getattr(self, name), 1)
+        check_number("body_timeout_s", self.body_timeout_s, above=0)
         if not all(self.api_keys):
             raise ConfigError("An API key is empty.", fix="leave it out, or give it a value.")
         if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
