@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .serving.engine import Engine as Engine
     from .stages.export import export as export
     from .stages.optimize import optimize as optimize
-    from .stages.prepare.accelerating import accelerate as accelerate
-    from .stages.prepare.training import prepare_qat as prepare_qat
+    from .stages.prepare import accelerate as accelerate
+    from .stages.prepare import prepare_qat as prepare_qat
     from .stages.validate import validate as validate
     from .tasks.audio_classification import ORTModelForAudioClassification as ORTModelForAudioClassification
     from .tasks.audio_frame_classification import (
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 # Every public name and the module that holds it; imported at first use (PEP 562), so that `import accel` is cheap.
 _MODULE_OF = {
-    "accelerate": "stages.prepare.accelerating",
+    "accelerate": "stages.prepare",
     "AccelerateConfig": "config",
     "AccelError": "errors",
     "Artifact": "artifact.manifest",
@@ -128,7 +128,7 @@ _MODULE_OF = {
     "ORTModelForZeroShotImageClassification": "tasks.zero_shot_image_classification",
     "ORTModelForZeroShotObjectDetection": "tasks.zero_shot_object_detection",
     "pipeline": "models.pipelines.pipeline",
-    "prepare_qat": "stages.prepare.training",
+    "prepare_qat": "stages.prepare",
     "quantize": "tuning.accuracy_budget",
     "QuantizeConfig": "config",
     "Quantizer": "interfaces.protocols",

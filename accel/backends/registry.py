@@ -196,6 +196,21 @@ def _imported(spec: BackendSpec, impl: str) -> Any:
         ) from error
 
 
+def worker(spec: BackendSpec, stage: Stage) -> Any:
+    """The exporter, optimizer, quantizer or preparer of a backend.
+
+    Raises:
+        BackendUnavailableError: What the backend needs is not installed.
+        PluginError: It declares the stage and has no object for it.
+    """
+    name = {"export": "exporter", "optimize": "optimizer", "quantize": "quantizer", "prepare": "preparer"}[stage]
+    make = getattr(load(spec), name, None)
+    made = make() if make is not None else None
+    if made is None:
+        raise PluginError(f"The backend {spec.name!r} declares the stage {stage!r} and offers no {name}.")
+    return made
+
+
 def _install(spec: BackendSpec) -> str:
     target = f"accel-transformers[{spec.extra}]" if spec.impl.startswith("accel_plugins.") else spec.extra
     return f'pip install "{target}"'
@@ -280,58 +295,51 @@ def owner(
     consumes = None if stage in ("prepare", "export") else format
     produces = format if stage == "export" else None
 
-    def does(spec: BackendSpec) -> bool:
-        if stage == "prepare":
-            return any(one.stage == stage and (scheme is None or scheme in one.schemes) for one in spec.capabilities)
-        capability = spec.capability(stage, consumes, produces=produces)
-        return capability is not None and (scheme is None or scheme in capability.schemes)
+    def fitting(spec: BackendSpec) -> Capability | None:
+        return next(
+            (
+                one
+                for one in spec.capabilities
+                if one.stage == stage
+                and consumes in (None, one.consumes)
+                and produces in (None, one.produces)
+                and (scheme is None or scheme in one.schemes)
+            ),
+            None,
+        )
 
-    specs = describe_all()[0] if backend is None else (describe(backend),)
+    everyone = describe_all()[0]
+    specs = everyone if backend is None else (describe(backend),)
     if backend is None:
         tell_broken()
-    able = [spec for spec in specs if does(spec)]
+    able = {spec: capability for spec in specs if (capability := fitting(spec)) is not None}
     ready = [spec for spec in able if missing(spec) is None]
     if ready:
         # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
         found = max(
-            ready,
-            key=lambda spec: (
-                spec.capability("export", produces=format) is not None,
-                spec.auto,
-                spec.priority,
-            ),
+            ready, key=lambda spec: (bool(spec.capability("export", produces=format)), spec.auto, spec.priority)
         )
-        capability = found.capability(stage, consumes, produces=produces)
-        reason = capability and missing_domains(found, capability, domains, describe_all()[0])
-        if reason:
+        if reason := missing_domains(found, able[found], domains, everyone):
             raise BackendUnavailableError(
                 f"The backend {found.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
             )
         return found
-    subject = f"Backend {backend!r} cannot" if backend is not None else "No backend can"
+    what = f"{'No backend can' if backend is None else f'Backend {backend!r} cannot'} {stage} {format}"
     if able:
         why = "; ".join(f"{spec.name}: {missing(spec)}" for spec in able)
-        raise BackendUnavailableError(f"{subject} {stage} {format} here. {why}.", fix=_install(able[0]))
-    others = (
-        [spec.name for spec in describe_all()[0] if does(spec)] if backend is not None and stage == "prepare" else []
-    )
-    if others:
-        raise BackendUnavailableError(
-            f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}.",
-            fix=f"use backend={' or '.join(map(repr, others))}, or leave it out.",
-        )
+        raise BackendUnavailableError(f"{what} here. {why}.", fix=_install(next(iter(able))))
     doing = [c for spec in specs for c in spec.capabilities if c.stage == stage]
     taken = sorted({c.consumes for c in doing if c.consumes is not None})
-    if consumes is not None and taken and consumes not in taken:
-        raise BackendUnavailableError(
-            f"{subject} {stage} {format}.", fix=f"start from a model in the format {' or '.join(taken)}."
-        )
     offered = sorted({s for c in doing if consumes in (None, c.consumes) for s in c.schemes})
-    raise BackendUnavailableError(
-        f"{subject} {stage} {format}{f' with scheme {scheme!r}' if scheme else ''}."
-        + (did_you_mean(scheme, offered) if scheme else ""),
-        fix=f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does.",
-    )
+    others = [spec.name for spec in everyone if stage == "prepare" and fitting(spec) is not None]
+    if others:
+        fix = f"use backend={' or '.join(map(repr, others))}, or leave it out."
+    elif consumes is not None and taken and consumes not in taken:
+        raise BackendUnavailableError(f"{what}.", fix=f"start from a model in the format {' or '.join(taken)}.")
+    else:
+        fix = f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does."
+    with_scheme = f" with scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
+    raise BackendUnavailableError(f"{what}{with_scheme}", fix=fix)
 
 
 def folder_reader(files: Iterable[str]) -> FolderReader | None:

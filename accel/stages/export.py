@@ -156,9 +156,7 @@ def export_resolved(
                 f"The exporter of backend {spec.name!r} has no option {name!r}.{did_you_mean(name, known)}",
                 fix=f"use {', '.join(known)}." if known else "leave options=... (--option) out.",
             )
-    exporter = registry.load(spec).exporter()
-    if exporter is None:
-        raise ExportError(f"The backend {spec.name!r} has no exporter.", fix="leave backend=... out.")
+    exporter: Exporter = registry.worker(spec, "export")
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
     try:

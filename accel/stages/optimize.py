@@ -17,8 +17,8 @@ from ..backends.plan import make_plan
 from ..backends.sessions import open_plan
 from ..config import OptimizeConfig, checked_arguments
 from ..data.batches import calibration_batches
-from ..errors import OptimizeError, ValidationError
-from ..interfaces.protocols import Session
+from ..errors import ValidationError
+from ..interfaces.protocols import Optimizer, Session
 from .graph_comparison import compare, merged, recorded_rounding, warn_of_size
 from .resolution import artifact_of
 
@@ -64,9 +64,7 @@ def optimize(
     config = OptimizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
     target = check_output(out, artifact.path)
     spec = registry.owner("optimize", artifact.format, backend, scheme=config.level, domains=artifact.domains)
-    optimizer = registry.load(spec).optimizer()
-    if optimizer is None:
-        raise OptimizeError(f"The backend {spec.name!r} has no optimizer.", fix="leave backend=... out.")
+    optimizer: Optimizer = registry.worker(spec, "optimize")
     batches = None
     if calibration is not None:
         batches = calibration_batches(

@@ -16,7 +16,7 @@ from ..backends import registry
 from ..config import QuantizeConfig
 from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
-from ..interfaces.protocols import Evaluate
+from ..interfaces.protocols import Evaluate, Quantizer
 from ..interfaces.specs import WEIGHTS, BackendSpec
 from .export import weights_of
 from .graph_comparison import warn_of_size
@@ -68,9 +68,7 @@ def quantize(
         )
     spec = registry.owner("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
     _check_settings(config, spec)
-    quantizer = registry.load(spec).quantizer()
-    if quantizer is None:
-        raise QuantizeError(f"The backend {spec.name!r} has no quantizer.", fix="leave backend=... out.")
+    quantizer: Quantizer = registry.worker(spec, "quantize")
     started = time.perf_counter()
     with staging(target) as folder:
         progress.report(f"quantizing ({config.scheme})", 0, 1)

@@ -17,7 +17,7 @@ from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
 from accel.interfaces.entry_points import BACKENDS
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
-from accel.stages.prepare.dispatching import prepare
+from accel.stages.prepare import prepare
 
 
 def spec(name: str, **changes: object) -> BackendSpec:
