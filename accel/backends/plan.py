@@ -143,10 +143,9 @@ class Plan:
         assert self.backend is not None
         inventory = inventory or registry.inventory()
         run = artifact.manifest.run
-        wanted = self.settings.device or (run.device if run is not None else None)
-        question = _Question(artifact.format, artifact.task, artifact.dtype, artifact.domains)
-        device = DeviceSpec.parse(wanted) if wanted is not None else self.device
-        reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, device, inventory)
+        wanted = _device(self.settings, run) or self.device
+        question = Question(artifact.format, artifact.task, artifact.dtype, wanted, artifact.domains)
+        reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, inventory)
         if reasons:
             raise BackendUnavailableError(
                 f"Backend {self.backend.name!r} cannot run the export in {artifact.path}: "
@@ -256,7 +255,7 @@ def make_plan(
             named = inventory.spec(run.backend)
         elif run is not None and named is not None and named.name != run.backend:
             run = None
-        question = _Question(artifact.format, artifact.task, artifact.dtype, artifact.domains)
+        question = Question(artifact.format, artifact.task, artifact.dtype, _device(settings, run), artifact.domains)
     elif found.module is not None:
         raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
     else:
@@ -265,17 +264,15 @@ def make_plan(
         makes = [c.produces for c in stages if c.stage == "export" and c.produces]
         runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
         format = makes[0] if makes else runs[0] if runs and "onnx" not in runs else "onnx"
-        question = _Question(format, found.task, config.dtype, None)
-    wanted = settings.device or (run.device if run is not None else None)
-    device = DeviceSpec.parse(wanted) if wanted is not None else None
-    selection = _select(question, device, named, inventory)
+        question = Question(format, found.task, config.dtype, _device(settings, None))
+    selection = select(question, inventory, named)
     made = Plan(
         model=found, settings=settings, config=config, format=question.format, dtype=question.dtype, selection=selection,
         backend=inventory.spec(selection.backend) if selection.backend is not None else None, artifact=artifact, run=run,
         options=settings.options or SessionOptions(), provider_options=settings.provider_options or {},
     )  # fmt: skip
     if made.backend is None:
-        return replace(made, why_not=_nothing_runs(question, device, named, selection, inventory))
+        return replace(made, why_not=_nothing_runs(question, named, selection, inventory))
     if artifact is not None:
         return _with_options(made, artifact)
     if question.format == WEIGHTS:
@@ -284,42 +281,39 @@ def make_plan(
     return replace(made, exporter=exporter)
 
 
+def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
+    """The device that was asked for, or that an artifact was measured on."""
+    name = settings.device or (run.device if run is not None else None)
+    return DeviceSpec.parse(name) if name is not None else None
+
+
 # The choice of a backend
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """What is to be run; `domains` are those of the graph's operators, `None` where they are unknown."""
+class Question:
+    """What is to be run, and where.
+
+    Attributes:
+        format, task, dtype: Of the graph.
+        device: The device that was asked for; any when `None`.
+        domains: Domains of the graph's operators; `None` where they are unknown.
+    """
 
     format: str
     task: str
     dtype: str
-    domains: Sequence[str] | None
+    device: DeviceSpec | None = None
+    domains: Sequence[str] | None = None
 
 
-def select(
-    *,
-    format: str,
-    task: str,
-    dtype: str,
-    device: DeviceSpec | None,
-    inventory: Inventory,
-    backend: str | None = None,
-    domains: Sequence[str] | None = None,
-) -> Selection:
+def select(question: Question, inventory: Inventory, named: BackendSpec | None = None) -> Selection:
     """Choose the backend that runs a graph. A function of its arguments alone.
 
     A backend that is named is the only candidate. Otherwise the one with the highest priority wins among those whose
     spec allows automatic choice, which are the ones that do not change numerics. A backend whose runtime lacks a domain of the
-    graph's operators (`domains`; `None` where they are unknown) is rejected.
+    graph's operators is rejected.
     """
-    named = inventory.spec(backend) if backend is not None else None
-    return _select(_Question(format, task, dtype, domains), device, named, inventory)
-
-
-def _select(
-    question: _Question, device: DeviceSpec | None, named: BackendSpec | None, inventory: Inventory
-) -> Selection:
     chosen: str | None = None
     where: DeviceSpec | None = None
     verdicts = {name: Verdict(name, "broken", None, (reason,)) for name, reason in inventory.broken.items()}
@@ -328,7 +322,7 @@ def _select(
         candidate = spec is named if named is not None else spec.auto and bool(spec.capability("run", question.format))
         asked = candidate and chosen is None
         probe = inventory.probe(spec) if asked else _declared(spec, inventory)
-        reasons, found = _obstacles(spec, probe, question, device, inventory)
+        reasons, found = _obstacles(spec, probe, question, inventory)
         if reasons:
             verdicts[spec.name] = Verdict(spec.name, "rejected", None, tuple(reasons))
         elif asked:
@@ -357,11 +351,11 @@ def _declared(spec: BackendSpec, inventory: Inventory) -> Probe:
 
 
 def _obstacles(
-    spec: BackendSpec, probe: Probe, question: _Question, device: DeviceSpec | None, inventory: Inventory
+    spec: BackendSpec, probe: Probe, question: Question, inventory: Inventory
 ) -> tuple[list[Reason], DeviceSpec | None]:
     """Everything that keeps a backend from running this, and the device it would use."""
     reasons: list[Reason] = []
-    task = question.task
+    task, device = question.task, question.device
     capability = spec.capability("run", question.format, task=task)
     if capability is None:
         formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
@@ -400,8 +394,7 @@ def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
 
 
 def _nothing_runs(
-    question: _Question,
-    device: DeviceSpec | None,
+    question: Question,
     named: BackendSpec | None,
     selection: Selection,
     inventory: Inventory,
@@ -417,8 +410,9 @@ def _nothing_runs(
             f"name a backend that runs {format} ({', '.join(others)}), or make what {named.name} runs of the model's weights: "
             f"accel.export(model, out, backend={named.name!r}), or export=True in from_pretrained."
         )
+    where = f" on {question.device}" if question.device else ""
     return BackendUnavailableError(
-        f"{what} {format} ({question.dtype}, {question.task}){f' on {device}' if device else ''}. Considered:\n{selection}",
+        f"{what} {format} ({question.dtype}, {question.task}){where}. Considered:\n{selection}",
         fix=fix or "run `accel doctor` to see what this machine has.",
     )
 

@@ -52,7 +52,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
         monkeypatch.setattr(owner, name, call)
 
     counted(resolution, "locate", "resolved")
-    counted(plan, "_select", "chosen")
+    counted(plan, "select", "chosen")
     counted(backend, "open", "opened")
     return counts
 

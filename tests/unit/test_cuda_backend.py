@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.backends import registry
-from accel.backends.plan import Selection
+from accel.backends.plan import Question, Selection
 from accel.backends.plan import select as select_backend
 from accel.errors import ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
@@ -119,8 +119,9 @@ def select(probe: Probe, **asked: Any) -> Selection:
     inventory = registry.Inventory(
         specs=(registry.describe("cpu"), SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None
     )
-    question = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None, **asked}
-    return select_backend(**question, inventory=inventory)
+    named = inventory.spec(asked.pop("backend")) if "backend" in asked else None
+    question = {"format": "onnx", "task": "text-classification", "dtype": "float32", **asked}
+    return select_backend(Question(**question), inventory, named)
 
 
 def test_a_gpu_is_chosen_before_the_cpu() -> None:

@@ -38,10 +38,12 @@ BROKEN = Probe(reasons=(Reason("driver", "the driver is too old", "install drive
 
 
 def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> plan.Selection:
-    question: dict[str, object] = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None}
+    backend = changes.pop("backend", None)
+    question: dict[str, object] = {"format": "onnx", "task": "text-classification", "dtype": "float32", **changes}
     found = {s.name: p for s, p in zip(specs, probes, strict=True)}
     inventory = registry.Inventory(specs=tuple(specs), probe=lambda spec: found[spec.name], missing=lambda spec: None)
-    return plan.select(**{**question, **changes}, inventory=inventory)  # type: ignore[arg-type]
+    named = inventory.spec(backend) if isinstance(backend, str) else None
+    return plan.select(plan.Question(**question), inventory, named)  # type: ignore[arg-type]
 
 
 def test_highest_priority_wins() -> None:

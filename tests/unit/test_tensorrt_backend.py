@@ -20,7 +20,7 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
-from accel.backends.plan import select
+from accel.backends.plan import Question, select
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
     BackendUnavailableError,
@@ -315,9 +315,9 @@ def test_it_is_never_chosen_by_itself() -> None:
     cpu = registry.describe("cpu")
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "tensorrt": Probe(devices=(GPU,))}
     inventory = registry.Inventory(specs=(cpu, SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None)
-    question: Any = {"format": "onnx", "task": "text-classification", "dtype": "float32", "device": None}
-    assert select(**question, inventory=inventory).backend == "cpu"
-    assert select(**question, inventory=inventory, backend="tensorrt").backend == "tensorrt"
+    question = Question("onnx", "text-classification", "float32")
+    assert select(question, inventory).backend == "cpu"
+    assert select(question, inventory, SPEC).backend == "tensorrt"
     assert registry.describe("TensorrtExecutionProvider") is SPEC
     assert registry.owner("export", "tensorrt").name == "tensorrt"
 
