@@ -11,6 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..artifact.manifest import PADDING_DIFFERENCE
+from ..models.base import ORTModel
+
 WINDOW = 512
 """Rows, the oldest first, that are sorted together."""
 
@@ -118,3 +121,10 @@ def choose(
         rows += row.count
         left -= row.count
     return batch
+
+
+def can_pad(model: ORTModel) -> bool:
+    """Whether a row's answer is the same next to a longer one: the graph has a mask, and padding was found to change nothing."""
+    changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
+    masked = any(spec.role == "mask" for spec in model.artifact.components[0].inputs)
+    return masked and not any(change > 0 for change in changed)

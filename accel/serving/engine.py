@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, SupportsIndex
 
 from ..config import SessionOptions
-from ..errors import ConfigError, EngineClosedError, InputError, RequestTimeoutError, did_you_mean
+from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
@@ -160,9 +160,8 @@ class Engine:
         return {name: queue.model for name, queue in self._queues.items()}
 
     def operations(self, model: str | None = None) -> tuple[str, ...]:
-        """What can be asked of a model: pipeline tasks, `embed`, `rank`, `tensors`; `generate` of its `generator`."""
-        queue = self._queue(model)
-        return (*queue.operations, "generate") if queue.generates else queue.operations
+        """What can be asked of a model: pipeline tasks, and words such as `embed` and `tensors`; `generate` of its `generator`."""
+        return tuple(self._queue(model).operations)
 
     def generator(self, model: str | None = None) -> GenerationEngine:
         """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
@@ -267,9 +266,7 @@ class Engine:
             QueueFullError: Too much is waiting.
             TaskError: The model does not do the operation.
         """
-        queue = self._queue(model)
-        operation = operation or queue.operations[0]
-        return queue.submit(operation, inputs, options, _size(operation, inputs))
+        return self._queue(model).submit(operation, inputs, options)
 
     async def answer(self, job: Job, timeout_s: float | None = None) -> Any:
         """Wait for a request that was submitted."""
@@ -288,12 +285,3 @@ def _too_late(seconds: float | None) -> RequestTimeoutError:
         f"There was no answer within {seconds:g} s, and the request was dropped.",
         fix="give it more time (timeout_s=...), or send less at once.",
     )
-
-
-def _size(operation: str, inputs: Any) -> int:
-    """How many inputs a request holds."""
-    if operation == "rank":
-        if not isinstance(inputs, list | tuple) or len(inputs) != 2 or not isinstance(inputs[1], list | tuple):
-            raise InputError("These are no query and documents.", fix="pass (query, documents).")
-        return len(inputs[1]) or 1
-    return max(len(inputs), 1) if isinstance(inputs, list | tuple) and operation != "tensors" else 1

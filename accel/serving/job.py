@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from .operations import Operation
+
+
+Options = Mapping[str, Any]
 
 
 class UnknownOptionError(InputError):
@@ -74,7 +80,7 @@ class Job:
     """One request.
 
     Attributes:
-        operation: What is done: a word of `pipeline_work`.
+        operation: What is done.
         inputs: Of the operation.
         options: Likewise.
         arrived: When, by `time.perf_counter`.
@@ -89,7 +95,7 @@ class Job:
         last_end: When the last step ended.
     """
 
-    operation: str
+    operation: Operation
     inputs: Any
     options: Mapping[str, Any]
     arrived: float
@@ -119,3 +125,16 @@ class Job:
         """The outputs of each input's rows."""
         starts = [0, *self.ends][: len(self.ends)]
         return [self.outputs[start:end] for start, end in zip(starts, self.ends, strict=True)]
+
+
+class Work(Protocol):
+    """One operation of one model, for one thread: tokenizers keep settings between calls."""
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """The rows of a request."""
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """Outputs of the model, one a row, in one call."""
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """The answer to a request, of the outputs of each input's rows."""

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from ..errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError, TaskError, did_you_mean
 from ..models.base import ORTModel
+from ..models.processors import companion_of
 from .batching import CostModel, choose
-from .continuous_batching.scheduler import continues_text
-from .job import Job, Row
+from .job import Job, Row, Work
 from .limits import Limits
 from .non_finite import check_answer, check_outputs, find_nan
-from .pipeline_work import Work, operations, tokenizer_of, work_of
+from .operations import Operation, operations_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,19 @@ class Observer(Protocol):
 class _Bench:
     """What one thread works with: the works of a model, with a tokenizer of its own."""
 
-    def __init__(self, model: ORTModel) -> None:
+    def __init__(self, model: ORTModel, first: Operation) -> None:
         self._model = model
-        self._tokenizer = tokenizer_of(model)
+        self._tokenizer = None
+        if "input_ids" in model.input_names and (model.artifact.path / "tokenizer_config.json").is_file():
+            self._tokenizer = companion_of(model, "AutoTokenizer")
         self._works: dict[str, Work] = {}
-        self.work(operations(model)[0])
+        self.work(first)
 
-    def work(self, operation: str) -> Work:
+    def work(self, operation: Operation) -> Work:
         """The work of an operation, made when it is first asked for."""
-        if operation not in self._works:
-            self._works[operation] = work_of(self._model, operation, self._tokenizer)
-        return self._works[operation]
+        if operation.name not in self._works:
+            self._works[operation.name] = operation.work(self._model, self._tokenizer)
+        return self._works[operation.name]
 
 
 class ModelQueue:
@@ -69,15 +71,13 @@ class ModelQueue:
         observer: Told of every call and every request.
 
     Attributes:
-        operations: What can be asked of the model, its own task first.
-        generates: Whether it continues text.
+        operations: What can be asked of the model by name, its own task first.
     """
 
     def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
         self.name = name
         self.model = models[0]
-        self.operations = operations(self.model)
-        self.generates = continues_text(self.model)
+        self.operations = operations_of(self.model)
         self._limits = limits
         self.observer = observer
         self._cost = CostModel()
@@ -96,12 +96,13 @@ class ModelQueue:
         self._stopping = False
         self._workers = len(models)
         self._process = os.getpid()
-        benches = [_Bench(model) for model in models]
+        first = next(iter(self.operations.values()))
+        benches = [_Bench(model, first) for model in models]
         self._threads = [
             threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
             for kind, target, made in (
                 ("worker", self._worker, benches),
-                ("helper", self._helper, [_Bench(self.model)]),
+                ("helper", self._helper, [_Bench(self.model, first)]),
             )
             for bench in made
         ]
@@ -120,22 +121,31 @@ class ModelQueue:
         """How long a request that comes now would wait, as it looks."""
         return self._pending * self._seconds_a_row / self._workers
 
-    def submit(self, operation: str, inputs: Any, options: Mapping[str, Any], size: int) -> Job:
+    def submit(self, operation: str | None, inputs: Any, options: Mapping[str, Any]) -> Job:
         """Put a request into the queue.
 
         Args:
-            operation: See `pipeline_work`.
-            inputs: Of the operation.
-            options: Likewise.
-            size: How many inputs it holds.
+            operation: One of `operations`; the model's own task when `None`.
+            inputs: What the operation reads.
+            options: Its options.
 
         Raises:
             QueueFullError: Too much is waiting.
+            TaskError: The model does not do the operation.
             EngineClosedError: Nothing is taken any more.
         """
         if os.getpid() != self._process:
             raise EngineClosedError("The engine's threads are in another process.", fix="start an engine in this one.")
-        job = Job(operation, inputs, options, time.perf_counter(), size)
+        name = operation or next(iter(self.operations))
+        if name not in self.operations:
+            raise TaskError(
+                f"{self.model.artifact.path.name} is a model for {self.model.artifact.task} and does not do {name!r}."
+                f"{did_you_mean(name, self.operations)}",
+                fix=f"use one of {', '.join(self.operations)}.",
+            )
+        asked = self.operations[name]
+        size = asked.count(inputs)
+        job = Job(asked, inputs, options, time.perf_counter(), size)
         with self._lock:
             if not self._open:
                 raise EngineClosedError(f"{self.name!r} takes no more requests.", fix="start another engine.")
@@ -354,14 +364,12 @@ class ModelQueue:
             return
         try:
             outputs = job.outputs_by_input()
-            # The graph's own tensors may hold infinity; the protocol that writes them checks those that were asked for.
-            checked = job.operation != "tensors"
-            if checked:
-                check_outputs(job.operation, outputs)
+            if job.operation.finite:
+                check_outputs(job.operation.name, outputs)
             with np.errstate(invalid="ignore", over="ignore"):
                 answer = bench.work(job.operation).finish(job.inputs, job.options, job.memo, outputs)
-            if checked:
-                check_answer(job.operation, answer)
+            if job.operation.finite:
+                check_answer(job.operation.name, answer)
         except Exception as error:  # noqa: BLE001  # it belongs to this request
             _fail(job, _unfit(job, error))
             return
@@ -374,16 +382,16 @@ def _unfit(job: Job, error: BaseException) -> AccelError:
     if isinstance(error, AccelError):
         return error
     # What a caller sent wrongly is no news for the log, and a traceback for each would fill it.
-    logger.debug("An input for %s was refused.", job.operation, exc_info=error)
-    made = InputError(f"{job.operation} cannot take this: {error}", fix="see what transformers' pipeline takes.")
+    logger.debug("An input for %s was refused.", job.operation.name, exc_info=error)
+    made = InputError(f"{job.operation.name} cannot take this: {error}", fix="see what transformers' pipeline takes.")
     made.__cause__ = error
     return made
 
 
 def _fail(job: Job, error: Exception) -> None:
     if not isinstance(error, AccelError):
-        logger.error("A call of the model for %s failed.", job.operation, exc_info=error)
-        made = SessionError(f"The model could not compute {job.operation}: {error}", fix="see the log.")
+        logger.error("A call of the model for %s failed.", job.operation.name, exc_info=error)
+        made = SessionError(f"The model could not compute {job.operation.name}: {error}", fix="see the log.")
         made.__cause__ = error
         error = made
     failure = error

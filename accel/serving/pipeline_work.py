@@ -1,95 +1,19 @@
-"""What is done to inputs: into rows, rows through the model, outputs into answers.
-
-A pipeline task's work is the stock pipeline's own steps, so that answers look exactly like its. What no pipeline does
-(embeddings, scores of documents, plain tensors) has a class of its own, named in `KINDS`.
-"""
+"""The steps of a stock pipeline as work of the engine: its answers look exactly like the pipeline's."""
 
 from __future__ import annotations
 
-import pkgutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
-from ..artifact.manifest import PADDING_DIFFERENCE
-from ..errors import InputError, TaskError, did_you_mean
-from ..models.base import ORTModel
-from ..models.pipelines.pipeline import pipeline, pipeline_tasks
+from ..errors import InputError, did_you_mean
 from ..models.pipelines.pipeline_arguments import known_options
-from ..models.processors import companion_of
-from .job import Prepared, Row, UnknownOptionError
-
-Options = Mapping[str, Any]
-
-KINDS = {
-    "embed": "accel.serving.text_work:Embedding",
-    "rank": "accel.serving.text_work:Ranking",
-    "tokenize": "accel.serving.text_work:Tokenization",
-    "tensors": "accel.serving.tensor_work:Tensors",
-}
-"""Operations besides pipeline tasks."""
-
-
-class Work(Protocol):
-    """One operation of one model, for one thread: tokenizers keep settings between calls."""
-
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """The rows of a request."""
-
-    def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Outputs of the model, one a row, in one call."""
-
-    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """The answer to a request, of the outputs of each input's rows."""
-
-
-def operations(model: ORTModel) -> tuple[str, ...]:
-    """What can be asked of a model, its own task first."""
-    found = [*dict.fromkeys(pipeline_tasks(model))]
-    if hasattr(model, "encode") and "input_ids" in model.input_names:
-        found.append("embed")
-    if hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1:
-        found.append("rank")
-    if "input_ids" in model.input_names:
-        found.append("tokenize")
-    return (*found, "tensors")
-
-
-def tokenizer_of(model: ORTModel) -> Any:
-    """A tokenizer of its own for a thread; `None` for models of something else than text."""
-    if "input_ids" not in model.input_names or not (model.artifact.path / "tokenizer_config.json").is_file():
-        return None
-    return companion_of(model, "AutoTokenizer")
-
-
-def can_pad(model: ORTModel) -> bool:
-    """Whether a row's answer is the same beside a longer one: the graph has a mask, and padding was found to change nothing."""
-    changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
-    masked = any(spec.role == "mask" for spec in model.artifact.components[0].inputs)
-    return masked and not any(change > 0 for change in changed)
-
-
-def work_of(model: ORTModel, operation: str, tokenizer: Any) -> Work:
-    """The work of an operation.
-
-    Raises:
-        TaskError: The model does not do it.
-    """
-    known = operations(model)
-    if operation not in known:
-        raise TaskError(
-            f"{model.artifact.path.name} is a model for {model.artifact.task} and does not do {operation!r}."
-            f"{did_you_mean(operation, known)}",
-            fix=f"use one of {', '.join(known)}.",
-        )
-    if operation in KINDS:
-        made: Work = pkgutil.resolve_name(KINDS[operation])(model, tokenizer)
-        return made
-    return PipelineWork(pipeline(operation, model=model, tokenizer=tokenizer))
+from .batching import can_pad
+from .job import Options, Prepared, Row, UnknownOptionError
 
 
 class _Recorded(Exception):  # noqa: N818  # control flow

@@ -9,8 +9,8 @@ import torch
 
 from ..errors import InputError
 from ..models.base import ORTModel
-from .job import Prepared, Row
-from .pipeline_work import Options, can_pad
+from .batching import can_pad
+from .job import Options, Prepared, Row
 
 _SEQUENCE = "sequence"
 

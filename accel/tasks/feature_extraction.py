@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import modeling_outputs
 
 from ..artifact.sentence_settings import embedding_roles, sentence_settings
+from ..capture.sentence_embeddings import Normalize, sentence_layers
 from ..config import check_number
 from ..data.batches import Encoded, from_tokenizer
 from ..data.labels import numbers, texts
+from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Metric, correlation
 from ..measuring.accuracy.predictors import Cosines, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
-from ..models.texts import COUNTED, Embedder, SentenceRows, SentenceVectors
+from ..models.texts import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, prompt_length
+from ..serving.batching import can_pad
+from ..serving.job import Options, Prepared, Row
+from ..serving.operations import READS_TEXT, Operation
+from ..serving.text_work import check_lengths, check_options, cutting, find_prompt, text_row
 from ..stages.resolution import recorded_export
 from ..upstream.library_output import quiet
+
+if TYPE_CHECKING:
+    from ..serving.http.endpoints import Endpoint
 
 
 class ORTModelForFeatureExtraction(ORTModel):
@@ -166,7 +176,240 @@ class FeatureExtraction(Task):
     def predictor(self, config: Any) -> type[Predictor]:
         return Similarities
 
-    def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.text_fronts import EMBEDDINGS
+    def operations(self) -> Sequence[Operation]:
+        return (Embed(), HiddenStates())
 
-        return {"feature-extraction": EMBEDDINGS, "sentence-similarity": EMBEDDINGS}
+    def fronts(self) -> Mapping[str, TextFront]:
+        return dict.fromkeys(("feature-extraction", "sentence-similarity"), EMBEDDINGS)
+
+
+class HiddenStates(Operation):
+    """The last hidden states of a text's tokens."""
+
+    name = "feature-extraction"
+    reads = READS_TEXT
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        import pyarrow as pa
+
+        return {"features": pa.list_(pa.list_(pa.float32()))}
+
+    def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        (rows,) = answer
+        return {"features": rows}
+
+
+class Embed(Operation):
+    """One vector a text."""
+
+    name = "embed"
+    reads = READS_TEXT
+
+    def offered(self, model: ORTModel) -> bool:
+        return hasattr(model, "encode") and "input_ids" in model.input_names
+
+    def work(self, model: ORTModel, tokenizer: Any) -> Embedding:
+        return Embedding(model, tokenizer)
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        import pyarrow as pa
+
+        return {"embedding": pa.list_(pa.float32())}
+
+    def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"embedding": answer}
+
+    def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
+        outputs = {spec.name: spec.shape[-1] for spec in model.artifact.components[0].outputs}
+        size = outputs.get("sentence_embedding", outputs.get("last_hidden_state"))
+        return {"EMBEDDING": ("FP32", size if isinstance(size, int) else -1)}
+
+    def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
+        return {"EMBEDDING": answer}
+
+    def endpoint(self) -> Endpoint:
+        from pydantic import Field
+        from starlette.responses import Response
+
+        from ..serving.http.bodies import Body
+        from ..serving.http.endpoints import Call, Endpoint
+        from ..serving.http.replies import Json, text_error
+        from ..serving.http.text_bodies import Direction, TokenIds, cut_options, listed
+
+        class EmbedBody(Body):
+            """What `/embed` takes; texts that are longer than the model reads are cut unless `truncate` is false."""
+
+            model: str | None = None
+            inputs: str | TokenIds | list[str | TokenIds] = Field(min_length=1)
+            normalize: bool = True
+            truncate: bool | None = None
+            truncation_direction: Direction = "right"
+            prompt_name: str | None = None
+            dimensions: int | None = Field(default=None, ge=1)
+
+        async def answer(call: Call, body: EmbedBody) -> Response:
+            texts = listed(body.inputs)
+            call.check_batch(len(texts))
+            found = await call.ask(
+                texts, operation=self.name, model=body.model, normalize_embeddings=body.normalize, truncate_dim=body.dimensions,
+                prompt_name=body.prompt_name, **cut_options(body.truncate, body.truncation_direction),
+            )  # fmt: skip
+            return Json(found.tolist())
+
+        return Endpoint(
+            path="/embed",
+            answer=answer,
+            body=EmbedBody,
+            summary="Embeddings of texts, and nothing around them",
+            tag="tasks",
+            error=text_error,
+            operation=self.name,
+            example={"inputs": ["a lost card", "a stolen card"]},
+        )
+
+
+class Embedding:
+    """Embeddings as `ORTModelForFeatureExtraction.encode` gives them: `(hidden,)` float32 for a text, `(texts, hidden)` for a list.
+
+    Options: `normalize_embeddings`; `truncate_dim`, how many numbers of a vector are kept; `prompt_name`, one name of a prompt of
+    the model, or several of which the first that it has is used; `truncation` and `truncation_side` of texts that are too long.
+    A text may be token ids, as the tokenizer makes them.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model = model
+        self._embedder = Embedder(model, tokenizer)
+        self._pads = self._embedder.pads and can_pad(model)
+
+    def prepare(self, inputs: Any, options: Options) -> Prepared:
+        """See `Work`."""
+        check_options(options, ("normalize_embeddings", "truncate_dim", "prompt_name", "truncation", "truncation_side"))
+        items = [inputs] if isinstance(inputs, str) else _texts_or_ids(inputs)
+        texts = [one for one in items if isinstance(one, str)]
+        prompt = find_prompt(self._embedder.settings.prompts, options.get("prompt_name"))
+        if prompt is not None and len(texts) < len(items):
+            raise InputError(
+                "A prompt cannot be put before token ids.", fix="send texts, or leave the prompt's name out."
+            )
+        embedder = self._embedder
+        with cutting(embedder, options):
+            made = iter(embedder.rows(texts, prompt=prompt) if texts else ())
+        rows = [next(made) if isinstance(one, str) else self._row_of_ids(one, i) for i, one in enumerate(items)]
+        check_lengths(rows, embedder.max_length)
+        if options.get("truncation_side") == "left" and any(COUNTED in row for row in rows):
+            raise InputError(
+                "The prompt of this model is not pooled, and a text that is cut at its beginning loses it.",
+                fix="have texts cut at their end.",
+            )
+        return Prepared([[text_row("embed", self._pads, row)] for row in rows])
+
+    def _row_of_ids(self, ids: Sequence[int], number: int) -> TokenRow:
+        tokenizer = self._embedder.tokenizer
+        size = getattr(self._model.config, "vocab_size", len(tokenizer))
+        before, after = _frame(tokenizer)
+        if max(ids) >= size:
+            raise InputError(
+                f"Token {max(ids)} of text {number} is not one of the model's {size}.", fix=_OTHER_TOKENIZER
+            )
+        if [*ids[: len(before)]] != before or [*ids[len(ids) - len(after) :]] != after:
+            raise InputError(
+                f"The tokens of text {number} do not begin with {before} and end with {after}, as this model's own do.",
+                fix=_OTHER_TOKENIZER,
+            )
+        row = {"input_ids": list(ids), "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
+        made = {name: row[name] for name in tokenizer.model_input_names if name in row}
+        return made if self._embedder.settings.include_prompt else {**made, COUNTED: [1] * len(ids)}
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """See `Work`."""
+        # NumPy's rows: handing out those of a tensor takes longer than computing a small model's last layer.
+        return list(self._embedder.embed([row.inputs for row in rows]).cpu().numpy())
+
+    def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
+        """See `Work`."""
+        found = np.stack([one for (one,) in outputs]) if outputs else np.empty((0, 0), np.float32)
+        size = options.get("truncate_dim")
+        if size is not None and outputs and size > found.shape[1]:
+            raise InputError(
+                f"{size} dimensions are asked for; the embeddings have {found.shape[1]} dimensions.",
+                fix="ask for no more.",
+            )
+        found = found[:, :size]
+        if options.get("normalize_embeddings"):
+            found = torch.nn.functional.normalize(torch.from_numpy(found), dim=-1).numpy()
+        return found[0] if isinstance(inputs, str) else found
+
+
+_OTHER_TOKENIZER = "send texts (LangChain: check_embedding_ctx_length=False), or ids of the model's own tokenizer, which /tokenize gives."
+
+
+def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return list(whole[:start]), list(whole[start + len(bare) :])
+
+
+def _texts_or_ids(inputs: Any) -> list[Any]:
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        raise InputError("Expected a list of texts.", fix="pass a list of strings.")
+    for one in inputs:
+        ids = isinstance(one, Sequence) and not isinstance(one, str) and len(one) > 0
+        if not isinstance(one, str) and not (ids and all(type(i) is int and i >= 0 for i in one)):
+            raise InputError("Expected a list of texts.", fix="pass a list of strings, or of token ids.")
+    return list(inputs)
+
+
+def _embedding(facts: Facts) -> dict[str, Any]:
+    settings = sentence_settings(facts.artifact.path)
+    component = facts.artifact.component()
+    roles = embedding_roles(component.inputs, component.outputs)
+    names = {roles.get(spec.name, spec.name): spec.name for spec in component.outputs}
+    prompt = settings.prompt()
+    text = prompt.lower() if settings.lower else prompt
+    excluded = 0 if settings.include_prompt else prompt_length(facts.tokenizer, text)
+    made = {"prompt": prompt, "lower": settings.lower, "size": settings.truncate_dim}
+    if "sentence_embedding" in names and not excluded:
+        return {**made, "output": names["sentence_embedding"], "pooled": True}
+    if "last_hidden_state" not in names:
+        raise TaskError(
+            f"The graph of {facts.artifact.path} returns {', '.join(names)}: no sentence embeddings, and no hidden states to pool.",
+            fix="export it with task='sentence-similarity'.",
+        )
+    recorded = recorded_export(facts.artifact)
+    layers = sentence_layers(settings, pooling=recorded.pooling, normalize=recorded.normalize)
+    others = [type(layer).__name__ for layer in layers.after if not isinstance(layer, Normalize)]
+    if others:
+        raise TaskError(
+            f"The modules {', '.join(others)} of {facts.artifact.path} are not in its graph, and the front model does not compute them.",
+            fix="export the model's weights by accel, which puts them into the graph: `accel export MODEL OUT`.",
+        )
+    return {
+        **made,
+        "output": names["last_hidden_state"],
+        "pooled": False,
+        "modes": list(layers.pooling.modes),
+        "excluded": excluded,
+        "normalize": len(layers.after) > 0,
+    }
+
+
+def _hidden_size(facts: Facts) -> int:
+    settings = _embedding(facts)
+    size = facts.sizes(settings["output"])[-1]
+    if not isinstance(size, int):
+        return settings["size"] or -1
+    size *= len(settings.get("modes", "1"))
+    return min(size, settings["size"] or size)
+
+
+EMBEDDINGS = TextFront(
+    module="embeddings",
+    inputs=(Tensor(name="TEXT", dtype="string"),),
+    outputs=lambda facts: (Tensor(name="EMBEDDING", dtype="float32", dims=(_hidden_size(facts),)),),
+    reads=lambda facts: (_embedding(facts)["output"],),
+    options=_embedding,
+    limit=lambda facts: sentence_settings(facts.artifact.path).max_length,
+    sample={"TEXT": ["The card has not arrived."]},
+    one_row=True,
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,10 +14,17 @@ from .. import progress
 from ..data.batches import Encoded, from_tokenizer
 from ..data.labels import accepted_answers, texts
 from ..data.rows import Rows
+from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..errors import ConfigError, InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, divide, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
+from ..models.base import ORTModel
 from ..models.modality_models import TextModel
+from ..serving.operations import Operation
+
+if TYPE_CHECKING:
+    from ..serving.http.endpoints import Endpoint
 
 
 class ORTModelForQuestionAnswering(TextModel):
@@ -122,7 +129,89 @@ class QuestionAnswering(Task):
 
         return QuestionAnsweringPipeline
 
-    def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.text_fronts import ANSWERS
+    def operations(self) -> Sequence[Operation]:
+        return (AnswerQuestion(),)
 
+    def fronts(self) -> Mapping[str, TextFront]:
         return {"question-answering": ANSWERS}
+
+
+class AnswerQuestion(Operation):
+    """The part of a text that answers a question."""
+
+    name = "question-answering"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "question": ("question", "query"),
+        "context": ("context", "passage", "paragraph", "text"),
+    }
+
+    def inputs(self, values: Mapping[str, Any]) -> Any:
+        return dict(values)
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        import pyarrow as pa
+
+        if options.get("top_k", 1) != 1:
+            raise InputError("One answer a question is written.", fix="leave top_k out.")
+        return {"answer": pa.string(), "score": pa.float64(), "start": pa.int64(), "end": pa.int64()}
+
+    def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
+        return {"ANSWER": ("BYTES", 1), "SCORE": ("FP32", 1), "START": ("INT64", 1), "END": ("INT64", 1)}
+
+    def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
+        return {name: [answer[name.lower()]] for name in self.tensor_outputs(model)}
+
+    def endpoint(self) -> Endpoint:
+        from pydantic import Field
+        from starlette.responses import Response
+
+        from ..serving.http.bodies import Body
+        from ..serving.http.endpoints import Call, Endpoint
+        from ..serving.http.replies import Json
+
+        class QaBody(Body):
+            """What `/qa` takes."""
+
+            model: str | None = None
+            question: str = Field(min_length=1)
+            context: str = Field(min_length=1)
+            top_k: int = Field(default=1, ge=1, le=100)
+            max_answer_len: int = Field(default=15, ge=1, le=1000)
+            handle_impossible_answer: bool = False
+
+        async def answer(call: Call, body: QaBody) -> Response:
+            inputs = {"question": body.question, "context": body.context}
+            names = ("top_k", "max_answer_len", "handle_impossible_answer")
+            options = {name: getattr(body, name) for name in names}
+            return Json(await call.ask(inputs, operation=self.name, model=body.model, **options))
+
+        return Endpoint(
+            path="/qa",
+            answer=answer,
+            body=QaBody,
+            summary="The part of a text that answers a question",
+            tag="tasks",
+            operation=self.name,
+            example={"question": "Where do I live?", "context": "My name is Wolfgang and I live in Berlin."},
+        )
+
+
+def _windows(facts: Facts) -> dict[str, Any]:
+    if facts.artifact.component().max_sizes.get("sequence", 384) < 16:
+        raise ConfigError("The model reads fewer than 16 tokens.", fix="deploy it with layout='graph'.")
+    return {"longest": 384, "no_answer": facts.tokenizer.cls_token_id}
+
+
+ANSWERS = TextFront(
+    module="answer_spans",
+    inputs=(Tensor(name="QUESTION", dtype="string"), Tensor(name="CONTEXT", dtype="string")),
+    outputs=lambda _: (
+        Tensor(name="ANSWER", dtype="string", dims=(-1,)),
+        Tensor(name="SCORE", dtype="float32", dims=(-1,)),
+        Tensor(name="START", dtype="int64", dims=(-1,)),
+        Tensor(name="END", dtype="int64", dims=(-1,)),
+    ),
+    reads=lambda _: ("start_logits", "end_logits"),
+    options=_windows,
+    sample={"QUESTION": ["Where does he live?"], "CONTEXT": ["Wolfgang lives in Berlin."]},
+)

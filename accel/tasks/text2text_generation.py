@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..models.encoder_decoder import EncoderDecoder
+from ..serving.operations import READS_TEXT, Operation
 
 
 class ORTModelForSeq2SeqLM(EncoderDecoder):
@@ -65,3 +66,24 @@ class Text2textGeneration(Task):
             "summarization": SummarizationPipeline,
             "translation": TranslationPipeline,
         }[name]
+
+    def operations(self) -> Sequence[Operation]:
+        return (Write("summarization", "summary_text"), Write("translation", "translation_text"))
+
+
+class Write(Operation):
+    """A text of a text."""
+
+    reads = READS_TEXT
+
+    def __init__(self, name: str, key: str) -> None:
+        super().__init__(name)
+        self._key = key
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        import pyarrow as pa
+
+        return {"text": pa.string()}
+
+    def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"text": answer[0][self._key]}

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..artifact.sentence_settings import sentence_settings
 from ..data.batches import Encoded, cut, from_tokenizer
 from ..data.labels import texts
 from ..data.rows import Rows
-from ..errors import InputError
+from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
+from ..models.texts import activation_path
+from ..serving.operations import Operation
 from ..upstream.library_output import quiet
-from .text_classification import ORTModelForSequenceClassification
+from .text_classification import CLASSIFICATION, Classify, ORTModelForSequenceClassification, Rank
 
 _SIDES = ("positive", "negative")
 _CUT = 10
@@ -126,7 +130,41 @@ class TextRanking(Task):
     def predictor(self, config: Any) -> type[Predictor]:
         return Rankings
 
-    def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.text_fronts import CLASSIFICATION, RANKING
+    def operations(self) -> Sequence[Operation]:
+        return (Rank(), Classify())
 
+    def fronts(self) -> Mapping[str, TextFront]:
         return {"text-ranking": RANKING, "text-classification": CLASSIFICATION}
+
+
+def _ranking(facts: Facts) -> dict[str, Any]:
+    if facts.config.num_labels != 1:
+        raise TaskError(
+            f"A model that ranks has one output, and this one has {facts.config.num_labels}.",
+            fix="deploy it for text-classification.",
+        )
+    settings = sentence_settings(facts.artifact.path)
+    path = activation_path(facts.config, settings)
+    function = _FUNCTIONS.get(path.rpartition(".")[2])
+    if function is None:
+        raise TaskError(
+            f"The model makes scores by {path}, which the front model does not compute.",
+            fix="deploy it with layout='graph', and apply it outside.",
+        )
+    return {"function": function, "prompt": settings.prompt(), "lower": settings.lower}
+
+
+_FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
+
+
+RANKING = TextFront(
+    module="document_scores",
+    inputs=(Tensor(name="QUERY", dtype="string"), Tensor(name="DOCUMENTS", dtype="string", dims=(-1,), ragged=True)),
+    outputs=lambda _: (
+        Tensor(name="SCORES", dtype="float32", dims=(-1,)),
+        Tensor(name="RANKING", dtype="int64", dims=(-1,)),
+    ),
+    options=_ranking,
+    limit=lambda facts: sentence_settings(facts.artifact.path).max_length,
+    sample={"QUERY": ["Where is my card?"], "DOCUMENTS": ["It was sent on Monday.", "The fee is low."]},
+)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -12,11 +13,17 @@ import torch
 from ..data.batches import Encoded, cut, from_tokenizer
 from ..data.labels import IGNORED, label_ids
 from ..data.rows import Rows
+from ..deploying.triton.text_fronts import Tensor, TextFront
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, divide
 from ..measuring.accuracy.predictors import Model, Predictor
+from ..models.base import ORTModel
 from ..models.modality_models import TextModel
+from ..serving.operations import READS_TEXT, Operation
+
+if TYPE_CHECKING:
+    from ..serving.http.endpoints import Endpoint
 
 
 class ORTModelForTokenClassification(TextModel):
@@ -152,7 +159,67 @@ class TokenClassification(Task):
     def predictor(self, config: Any) -> type[Predictor]:
         return Tags
 
-    def fronts(self) -> Mapping[str, Any]:
-        from ..deploying.triton.text_fronts import TAGS
+    def operations(self) -> Sequence[Operation]:
+        return (FindEntities(),)
 
+    def fronts(self) -> Mapping[str, TextFront]:
         return {"token-classification": TAGS}
+
+
+class FindEntities(Operation):
+    """Named entities and the like."""
+
+    name = "token-classification"
+    reads = READS_TEXT
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        import pyarrow as pa
+
+        entity = {
+            "entity": pa.string(),
+            "score": pa.float64(),
+            "word": pa.string(),
+            "start": pa.int64(),
+            "end": pa.int64(),
+        }
+        return {"entities": pa.list_(pa.struct(entity))}
+
+    def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"entities": [{**one, "entity": one.get("entity_group", one.get("entity"))} for one in answer]}
+
+    def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
+        return {"ENTITIES": ("BYTES", 1)}
+
+    def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
+        text = json.dumps(answer, ensure_ascii=False, allow_nan=False, default=lambda one: one.tolist())
+        return {"ENTITIES": [text]}
+
+    def endpoint(self) -> Endpoint:
+        from ..serving.http.endpoints import Endpoint
+        from ..serving.http.text_bodies import Texts, pipeline_answer
+
+        class NerBody(Texts):
+            """What `/ner` takes."""
+
+            aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
+            ignore_labels: list[str] | None = None
+
+        return Endpoint(
+            path="/ner",
+            answer=pipeline_answer(self.name, "aggregation_strategy", "ignore_labels"),
+            body=NerBody,
+            summary="Named entities and the like",
+            tag="tasks",
+            operation=self.name,
+            example={"inputs": "My name is Wolfgang and I live in Berlin."},
+        )
+
+
+TAGS = TextFront(
+    module="tags",
+    inputs=(Tensor(name="TEXT", dtype="string"),),
+    outputs=lambda _: (Tensor(name="ENTITIES", dtype="string"),),
+    options=lambda facts: {"labels": facts.labels, "unknown": facts.tokenizer.unk_token_id},
+    sample={"TEXT": ["Wolfgang lives in Berlin."]},
+    one_row=True,
+)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from accel.serving.http.text_tensors import SERVICES
+from accel.serving.http.text_tensors import input_sizes
+from accel.serving.operations import all_operations
 
 GOLDEN = Path(__file__).parents[1] / "triton" / "golden"
 TYPES = {"TYPE_STRING": "BYTES", "TYPE_FP32": "FP32", "TYPE_INT64": "INT64"}
@@ -39,8 +40,12 @@ def front(task: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("service", SERVICES, ids=lambda one: one.operation)
-def test_one_client_asks_both_servers(service: Any) -> None:
-    golden = front(TASKS[service.operation])
-    assert dict.fromkeys(service.inputs, "BYTES") == golden["input"]
-    assert {name: kind for name, (kind, _) in service.outputs(MODEL).items()} == golden["output"]
+@pytest.mark.parametrize("name", TASKS)
+def test_one_client_asks_both_servers(name: str) -> None:
+    operation, golden = all_operations()[name], front(TASKS[name])
+    assert dict.fromkeys(input_sizes(operation), "BYTES") == golden["input"]
+    assert {name: kind for name, (kind, _) in operation.tensor_outputs(MODEL).items()} == golden["output"]
+
+
+def test_every_text_form_is_compared() -> None:
+    assert {name for name, one in all_operations().items() if one.tensor_outputs(MODEL)} == set(TASKS)

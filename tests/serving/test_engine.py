@@ -102,6 +102,9 @@ def test_ranking_is_that_of_rank(served: Served) -> None:
     model: Any = served("rank")
     with accel.Engine(model) as engine:
         found = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
+        for wrong in (3, ("help", "me")):
+            with pytest.raises(InputError, match="query, documents"):
+                engine.run(wrong, operation="rank")
     assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
 
 
@@ -266,8 +269,6 @@ def test_a_row_without_the_token_that_a_head_reads_is_refused_alone(shared: Call
         ("help", {"model": "other"}, ConfigError, "no model 'other'"),
         ("card " * 200, {}, InputError, "202 tokens; the model has 96 positions"),
         ("help", {"tpo_k": 2}, InputError, "no option 'tpo_k'. Did you mean 'top_k'"),
-        (3, {"operation": "rank"}, InputError, "no query and documents"),
-        (("help", "me"), {"operation": "rank"}, InputError, "no query and documents"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(

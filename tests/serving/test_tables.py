@@ -11,6 +11,7 @@ import pytest
 from accel.errors import ConfigError, InputError, TaskError
 from accel.serving.batch.row_inputs import find_columns, inputs_of
 from accel.serving.batch.table_files import Broken, scan
+from accel.serving.operations import all_operations
 
 VALUES = ["plain", 'a "quoted", one', "two\nlines", "Zürich 你好", "x" * 200_000, "", "last"]
 
@@ -121,19 +122,19 @@ def test_files_that_hold_nothing_say_so(name: str, content: str, message: str, t
 def test_columns_are_named_or_known_or_the_only_one(
     operation: str, columns: list[str], named: dict[str, str], found: dict[str, str]
 ) -> None:
-    assert find_columns(operation, columns, named) == found
+    assert find_columns(all_operations()[operation], columns, named) == found
 
 
 def test_columns_that_cannot_be_found_are_asked_for() -> None:
     with pytest.raises(InputError, match="clearly the text") as error:
-        find_columns("embed", ["a", "b"])
+        find_columns(all_operations()["embed"], ["a", "b"])
     assert "--column text=NAME" in str(error.value)
     with pytest.raises(ConfigError, match="Did you mean 'review'"):
-        find_columns("embed", ["review"], {"text": "reviw"})
+        find_columns(all_operations()["embed"], ["review"], {"text": "reviw"})
     with pytest.raises(ConfigError, match="no use"):
-        find_columns("embed", ["review"], {"texts": "review"})
+        find_columns(all_operations()["embed"], ["review"], {"texts": "review"})
     with pytest.raises(TaskError, match="not asked of tables"):
-        find_columns("tensors", ["review"])
+        find_columns(all_operations()["tensors"], ["review"])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_columns_that_cannot_be_found_are_asked_for() -> None:
     ],
 )
 def test_a_value_that_is_no_text_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
-    found = inputs_of(operation, row, {name: name for name in row})
+    found = inputs_of(all_operations()[operation], row, {name: name for name in row})
     assert isinstance(found, Broken)
     assert reason in found.reason
 

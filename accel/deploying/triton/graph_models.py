@@ -14,6 +14,7 @@ from ...capture import usual_sizes_in
 from ...errors import ConfigError, TaskError
 from ...interfaces.shape_profiles import Profile, shapes_text
 from ...interfaces.specs import DeviceSpec
+from ...interfaces.task_registry import load_task
 from .model_config import data_type, kind, model_config
 from .profiles import profile_of
 from .triton_config import TritonConfig
@@ -170,7 +171,9 @@ def backend_for(artifact: Artifact, config: TritonConfig) -> str:
             f"{artifact.path} is a model for {artifact.task}, of {len(artifact.components)} graph(s) with a state, which "
             "Triton's backends do not keep.",
             fix="deploy it with layout='text'."
-            if artifact.task == "text-generation" and artifact.format == "onnx" and len(artifact.components) == 1
+            if any(front.generates for front in load_task(artifact.task).fronts().values())
+            and artifact.format == "onnx"
+            and len(artifact.components) == 1
             else "serve it with `accel serve`, or embed it with accel.ORTModel.from_pretrained.",
         )
     fitting = [name for name, backend in BACKENDS.items() if artifact.format in backend.formats]

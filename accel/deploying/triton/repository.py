@@ -33,7 +33,7 @@ from .graph_models import (
     write_graph,
 )
 from .model_config import data_type, model_config, write
-from .text_fronts import Facts, Tensor, TextService
+from .text_fronts import Facts, Tensor, TextFront
 from .triton_config import TritonConfig
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _task(artifact: Artifact, config: TritonConfig) -> str:
     return wanted
 
 
-def _service(artifact: Artifact, task: str) -> TextService | None:
+def _service(artifact: Artifact, task: str) -> TextFront | None:
     return load_task(artifact.task).fronts().get(task)
 
 
@@ -164,11 +164,11 @@ class _Writer:
         folder.mkdir(parents=True)
         return folder
 
-    def code(self, version: Path, main: str, *others: str) -> None:
-        """Copy modules of `served`, the first one under the name that Triton looks for."""
+    def code(self, version: Path, main: str, *others: str | Path) -> None:
+        """Copy modules of `served`, the first one under the name that Triton looks for; others may be files elsewhere."""
         shutil.copyfile(SERVED / f"{main}.py", version / "model.py")
         for name in others:
-            shutil.copyfile(SERVED / name, version / name)
+            shutil.copyfile(SERVED / name, version / Path(name).name)
 
     def settings(self, version: Path, values: Mapping[str, Any]) -> None:
         """What the code is told, and what the files beside it were when they were written."""
@@ -182,7 +182,7 @@ class _TextWriter(_Writer):
     """Writes what reads texts and answers with what a graph says."""
 
     def __init__(
-        self, folder: Path, config: TritonConfig, artifact: Artifact, service: TextService, name: str, layout: str
+        self, folder: Path, config: TritonConfig, artifact: Artifact, service: TextFront, name: str, layout: str
     ) -> None:
         super().__init__(folder, config, artifact)
         self.service, self.name, self.layout = service, name, layout
@@ -276,7 +276,7 @@ class _TextWriter(_Writer):
             )
         fill = {"input_ids": _padding(tokenizer), "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
         return {
-            "service": self.service.module,
+            "service": Path(self.service.module).name,
             "graph": graph,
             "inputs": {spec.name: spec.dtype for spec in component.inputs},
             "outputs": list(self.service.reads(self.facts)),
@@ -374,7 +374,7 @@ class _TextWriter(_Writer):
         """A model in Python that reads texts or writes answers."""
         version = self.version(config.name)
         write(config, version.parent)
-        self.code(version, main, *_SHARED, f"{self.service.module}.py", *others)
+        self.code(version, main, *_SHARED, Path(f"{self.service.module}.py"), *others)
         self._tokenizer(version)
         self.settings(version, settings)
         if any(one.label_filename for one in config.output):

@@ -14,10 +14,11 @@ from ... import progress
 from ..._version import __version__
 from ...errors import ConfigError
 from ..engine import Engine
+from ..operations import operations_of, usual_operation
 from ..worker_models import Source
 from .ledger import Done, Ledger
 from .parts import Asking, Format, OnError, compute
-from .row_inputs import ASKED, find_columns
+from .row_inputs import find_columns
 from .table_files import Part, Table, scan
 
 UNLIMITED = 1 << 40
@@ -116,31 +117,20 @@ def plan(
         ConfigError: Something that cannot work.
         InputError: A column that cannot be found.
     """
-    offered = engine.operations()
-    if operation is None:
-        operation = _usual(offered)
-    if operation not in offered:
+    model = next(iter(engine.models.values()))
+    offered = operations_of(model)
+    chosen = usual_operation(model) if operation is None else offered.get(operation)
+    if chosen is None:
         raise ConfigError(f"The model does not do {operation!r}.", fix=f"use one of {', '.join(offered)}.")
     unknown = sorted(set(keep) - set(table.columns))
     if unknown:
         raise ConfigError(f"The data has no column {', '.join(unknown)}.", fix=f"use {', '.join(table.columns)}.")
     asking = Asking(
-        operation=operation, options=dict(options), columns=find_columns(operation, table.columns, columns),
+        operation=chosen, options=dict(options), columns=find_columns(chosen, table.columns, columns),
         keep=tuple(keep), format=format, on_error=on_error,
     )  # fmt: skip
     asking.check()
     return asking
-
-
-def _usual(offered: Sequence[str]) -> str:
-    """What a model is for: to continue text, to embed, or its pipeline's task."""
-    if "generate" in offered and offered[0] in ("text-generation", "generate"):
-        return "generate"
-    if "embed" in offered and offered[0] == "feature-extraction":
-        return "embed"
-    return next(
-        (one for one in ("rank",) if one in offered), next((one for one in offered if one in ASKED), offered[0])
-    )
 
 
 def identify(engine: Engine) -> dict[str, str]:
@@ -173,7 +163,7 @@ def work(
         "rows": table.rows,
         "rows_a_part": rows_a_part,
         "model": dict(identity),
-        "operation": asking.operation,
+        "operation": asking.operation.name,
         "options": dict(asking.options),
         "columns": dict(asking.columns),
         "keep": list(asking.keep),
@@ -190,7 +180,7 @@ def work(
             progress.report("rows", sum(done.rows for done in ledger.done.values()), table.rows)
         return BatchReport(
             folder=str(folder),
-            operation=asking.operation,
+            operation=asking.operation.name,
             rows=table.rows,
             computed=computed,
             broken=sum(one.broken for one in ledger.done.values()),

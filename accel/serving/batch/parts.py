@@ -16,9 +16,9 @@ from ...decoding.generation_options import GenerationOptions
 from ...errors import ConfigError, InputError, NotFiniteError, TaskError
 from ..engine import Engine
 from ..job import UnknownOptionError
-from .answer_columns import shape_of, table
+from ..operations import Operation, refuse_options
 from .ledger import Done, write_whole
-from .row_inputs import check_options, inputs_of
+from .row_inputs import check_needed, inputs_of
 from .table_files import Broken, Part, Table
 
 Format = Literal["parquet", "jsonl"]
@@ -32,7 +32,7 @@ class Asking:
     """What is asked of each row.
 
     Attributes:
-        operation: Of the engine.
+        operation: What is asked.
         options: Of the operation.
         columns: Column of the data by use.
         keep: Columns that are copied.
@@ -40,7 +40,7 @@ class Asking:
         on_error: Whether a row that cannot be answered ends the run, or is written with what was wrong.
     """
 
-    operation: str
+    operation: Operation
     options: Mapping[str, Any]
     columns: Mapping[str, str]
     keep: tuple[str, ...]
@@ -54,18 +54,21 @@ class Asking:
             ConfigError: An option that is missing, or a format that is not written.
             InputError: An option that has no column, or does not exist.
         """
-        check_options(self.operation, self.options)
-        shape_of(self.operation, self.options)
+        check_needed(self.operation, self.options)
+        refuse_options(
+            self.options, dict.fromkeys(("return_tensors", "return_documents"), "Tensors and documents have no column.")
+        )
+        answers = self.operation.columns(self.options)
         if self.format not in ("parquet", "jsonl"):
             raise ConfigError(f"{self.format!r} is not written.", fix="use parquet or jsonl.")
         if self.on_error not in ("stop", "record"):
             raise ConfigError(f"on_error is {self.on_error!r}.", fix="use stop or record.")
-        taken = {"row", "error", *shape_of(self.operation, self.options).columns} & set(self.keep)
+        taken = {"row", "error", *answers} & set(self.keep)
         if taken:
             raise ConfigError(
                 f"The output has columns of its own called {', '.join(sorted(taken))}.", fix="do not keep them."
             )
-        if self.operation == "generate":
+        if self.operation.name == "generate":
             _generation(self.options)
 
 
@@ -87,8 +90,7 @@ def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Pat
     answers = [None if isinstance(one, Broken) else one for one in found]
     errors = [one.reason if isinstance(one, Broken) else None for one in found]
     kept = {name: [None if isinstance(row, Broken) else row.get(name) for row in rows] for name in asking.keep}
-    shape = shape_of(asking.operation, asking.options)
-    content = _written(table(shape, part.start, kept, data.types(asking.keep), answers, errors), asking.format)
+    content = _written(_table(asking, part.start, kept, data.types(asking.keep), answers, errors), asking.format)
     name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{asking.format}"
     write_whole(folder / name, content)
     return Done(
@@ -97,9 +99,46 @@ def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Pat
     )  # fmt: skip
 
 
+def _table(
+    asking: Asking,
+    start: int,
+    kept: Mapping[str, Sequence[Any]],
+    kept_types: Mapping[str, Any],
+    answers: Sequence[Any],
+    errors: Sequence[str | None],
+) -> Any:
+    """The rows of a part: their numbers, the columns that are kept, the answers, and what was wrong.
+
+    Args:
+        asking: What was asked.
+        start: The first row's number.
+        kept: Values of columns of the data.
+        kept_types: Their types.
+        answers: `None` for rows without one.
+        errors: `None` for rows with one.
+    """
+    import pyarrow as pa
+
+    rows = [{} if answer is None else asking.operation.values(answer, asking.options) for answer in answers]
+    try:
+        copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise InputError(f"A column that is kept changes its type: {error}", fix="keep another one.") from error
+    columns = {
+        "row": pa.array(range(start, start + len(rows)), pa.int64()),
+        **copied,
+        **{
+            name: pa.array([row.get(name) for row in rows], kind)
+            for name, kind in asking.operation.columns(asking.options).items()
+        },
+        "error": pa.array(errors, pa.string()),
+    }
+    return pa.table(columns)
+
+
 def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any]:
     """The answer to each row, or `Broken`."""
-    if asking.operation == "generate":
+    if asking.operation.name == "generate":
         options, generator = _generation(asking.options), engine.generator()
         with ThreadPoolExecutor(_READERS) as pool:
             return list(
@@ -109,7 +148,7 @@ def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any
             )
 
     def submit(one: Any) -> Any:
-        return engine.submit(one, operation=asking.operation, **asking.options)
+        return engine.submit(one, operation=asking.operation.name, **asking.options)
 
     jobs = [one if isinstance(one, Broken) else _tried(partial(submit, one)) for one in inputs]
     return [job if isinstance(job, Broken) else _tried(job.future.result) for job in jobs]

@@ -21,7 +21,7 @@ async def _docs(call: Call, _: Any) -> Response:
 
 
 async def _openapi(call: Call, _: Any) -> Response:
-    return Json(openapi(call.request.app.state.endpoints))
+    return Json(openapi(call.server.endpoints))
 
 
 ENDPOINTS = (

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine import Engine
+from ..operations import all_operations
 from ..server_metrics import Metrics
 from .admission import Admission, ended
 from .bodies import parse
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = (
     "health",
-    "tasks",
+    "text_bodies",
     "openai",
     "generation_endpoints",
     "cohere",
@@ -50,9 +51,9 @@ _EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x
 
 
 def endpoints() -> list[Endpoint]:
-    """Every endpoint of every protocol."""
+    """Every endpoint of every operation and protocol."""
     package = __name__.rpartition(".")[0]
-    found: list[Endpoint] = []
+    found = [made for one in all_operations().values() if (made := one.endpoint()) is not None]
     for name in PROTOCOLS:
         found += importlib.import_module(f"{package}.{name}").ENDPOINTS
     return found
@@ -78,8 +79,8 @@ def create_app(
     settings = settings or ServerSettings()
     metrics = metrics or Metrics()
     engine.observe(metrics)
-    server = Server(engine, settings, metrics)
     table = [*endpoints(), *more]
+    server = Server(engine, settings, metrics, table)
     keys = _Keys(settings.api_keys)
     tracer = _tracer(traces)
     admission = Admission(engine, metrics)
@@ -104,7 +105,7 @@ def create_app(
     serving = [_serve(one, server, keys, admission, tracer) for one in table]
     routes = [Route(one.path, serve, methods=[one.method]) for one, serve in zip(table, serving, strict=True)]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
-    app.state.server, app.state.endpoints = server, table
+    app.state.server = server
     inside: ASGIApp = app
     if settings.cors_origins:
         inside = CORSMiddleware(
@@ -203,6 +204,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 in our shape."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    made = absent(path, error.status_code, str(error.detail), [one.path for one in request.app.state.endpoints])
+    made = absent(path, error.status_code, str(error.detail), [one.path for one in request.app.state.server.endpoints])
     made.headers.update(error.headers or {})
     return error_reply(made, request.scope["request_id"], shape_of(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,6 +65,7 @@ class Server:
         engine: Started when the application starts.
         settings: What is let in.
         metrics: What is counted.
+        endpoints: All of the application's.
         ready: Whether models are open.
         draining: Whether it was told to end.
         in_flight: Calls that are being answered.
@@ -74,6 +75,7 @@ class Server:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
+    endpoints: Sequence[Endpoint] = ()
     ready: bool = False
     draining: bool = False
     in_flight: int = 0

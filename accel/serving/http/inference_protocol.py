@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ..._version import __version__
 from ...artifact.tensors import TensorSpec
 from ..non_finite import find_non_finite, not_finite_error
+from ..operations import Operation
 from .bodies import Body, parse
 from .endpoints import Call, Endpoint
 from .health import ready
@@ -28,7 +29,7 @@ from .tensor_formats import (
     to_binary,
     to_json_data,
 )
-from .text_tensors import SUFFIX, Service, service_of
+from .text_tensors import SUFFIX, arrays_of, described, input_sizes, rows_of, text_operation
 
 _HEADER = "inference-header-content-length"
 _VERSION = "1"
@@ -70,11 +71,11 @@ async def _live(call: Call, _: Any) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A model of the path: its name there and in the engine, and how it is served as text, if that is what the name says."""
+    """A model of the path: its name there and in the engine, and the operation that answers texts, if that is what the name says."""
 
     shown: str
     name: str
-    service: Service | None
+    operation: Operation | None
 
 
 def _target(call: Call) -> _Target:
@@ -89,9 +90,9 @@ def _target(call: Call) -> _Target:
         return _Target(shown, shown, None)
     name = shown.removesuffix(SUFFIX)
     if version == _VERSION and name != shown and name in models:
-        service = service_of(call.engine.operations(name))
-        if service is not None:
-            return _Target(shown, name, service)
+        operation = text_operation(models[name])
+        if operation is not None:
+            return _Target(shown, name, operation)
     raise HttpError(404, f"There is no model {shown!r} of version {version!r}.", kind="model_not_found")
 
 
@@ -108,8 +109,8 @@ async def _metadata(call: Call, _: Any) -> Response:
     target = _target(call)
     model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
-    if target.service is not None:
-        inputs, outputs = target.service.described(model)
+    if target.operation is not None:
+        inputs, outputs = described(target.operation, model)
     else:
         inputs, outputs = ([_described(spec) for spec in specs] for specs in (session.inputs, session.outputs))
     return Json(
@@ -130,16 +131,20 @@ async def _infer(call: Call, _: Any) -> Response:
     _known(body.parameters, ("binary_data_output",))
     model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
-    outputs = [spec.name for spec in session.outputs] if target.service is None else [*target.service.outputs(model)]
+    outputs = (
+        [spec.name for spec in session.outputs]
+        if target.operation is None
+        else [*target.operation.tensor_outputs(model)]
+    )
     wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in outputs}
     for one in wanted.values():
         _known(one.parameters, ("binary_data",))
     unknown = sorted(set(wanted) - set(outputs))
     if unknown:
         raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(outputs)}.")
-    feeds = _read(body, binary, texts=target.service is not None)
-    if target.service is not None:
-        return _reply(target.shown, body, wanted, await _answered(call, target.name, target.service, feeds))
+    feeds = _read(body, binary, texts=target.operation is not None)
+    if target.operation is not None:
+        return _reply(target.shown, body, wanted, await _answered(call, target.name, target.operation, feeds))
     batched = [spec.name for spec in session.inputs if spec.shape[:1] == ("batch",)]
     call.check_batch(max((feeds[name].shape[0] for name in batched if name in feeds and feeds[name].ndim), default=1))
     found = await call.ask(feeds, operation="tensors", model=target.name)
@@ -189,18 +194,19 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
     return feeds
 
 
-async def _answered(call: Call, name: str, service: Service, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _answered(call: Call, name: str, operation: Operation, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
     """The outputs of texts."""
-    rows = service.rows(feeds)
-    call.check_batch(sum(array.size for array in feeds.values()) // len(service.inputs))
+    rows = rows_of(operation, feeds)
+    sizes = input_sizes(operation)
+    call.check_batch(sum(array.size for array in feeds.values()) // len(sizes))
     call.check_texts(rows)
     # A query is read with each of its documents.
     many = max(array.shape[-1] if array.ndim > 1 else 1 for array in feeds.values())
-    call.check_texts([list(feeds[name].reshape(-1)) for name, size in service.inputs.items() if size == 1], times=many)
-    how: dict[str, Any] = {"operation": service.operation, "model": name, **service.options}
+    call.check_texts([list(feeds[name].reshape(-1)) for name, size in sizes.items() if size == 1], times=many)
+    how: dict[str, Any] = {"operation": operation.name, "model": name, **operation.tensor_options}
     if len(rows) == 1:
         found = [await call.ask(rows[0], **how)]
-    elif service.together:
+    elif operation.takes_lists:
         found = list(await call.ask(rows, **how))
     else:
         asked = [asyncio.ensure_future(call.ask(row, **how)) for row in rows]
@@ -209,7 +215,7 @@ async def _answered(call: Call, name: str, service: Service, feeds: Mapping[str,
         finally:
             for one in asked:
                 one.cancel()
-    return service.arrays(found, call.engine.models[name])
+    return arrays_of(operation, found, call.engine.models[name])
 
 
 def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found: Mapping[str, Any]) -> Response:

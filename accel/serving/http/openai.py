@@ -14,7 +14,7 @@ from .bodies import Body
 from .cohere import encoded
 from .endpoints import Call, Endpoint
 from .replies import HttpError, Json, openai_error
-from .tasks import TokenIds, listed
+from .text_bodies import TokenIds, listed
 
 _STARTED = int(time.time())
 

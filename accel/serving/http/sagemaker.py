@@ -9,10 +9,8 @@ from starlette.responses import Response
 
 from .bodies import Body, invalid
 from .endpoints import Call, Endpoint
-from .generation_endpoints import GENERATE
 from .health import ready
 from .replies import HttpError
-from .tasks import ENDPOINTS as TASKS
 
 
 class InvocationBody(Body):
@@ -28,7 +26,8 @@ async def _invoke(call: Call, body: InvocationBody) -> Response:
     parameters = dict(body.parameters or {})
     model = parameters.setdefault("model", names[0] if len(names) == 1 else None)
     done = [operation for name in names if name == model for operation in call.engine.operations(name)]
-    fitting = [one for operation in done for one in (*TASKS, GENERATE) if one.operation == operation and one.body]
+    tasks = [one for one in call.server.endpoints if one.tag == "tasks" and one.body]
+    fitting = [one for operation in done for one in tasks if one.operation == operation]
     if not fitting:
         raise HttpError(
             422,
